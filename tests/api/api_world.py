@@ -1,4 +1,4 @@
-"""A recipe over a tiny model without data, and rows of every form, for runs from Python."""
+"""A recipe for a tiny model without data, and rows of every form, for runs from Python."""
 
 from __future__ import annotations
 

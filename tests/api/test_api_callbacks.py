@@ -1,4 +1,4 @@
-"""Callbacks from Python: what they receive and when, stopping, exceptions, and that losses stay the same."""
+"""Callbacks from Python: arguments and order of calls, stopping, exceptions, and unchanged losses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from api_world import TEXTS, quiet, tiny_recipe
 import trimtab
 
 
-class Noting(trimtab.Callback):
-    """Remembers every call, and spoils what it is handed."""
+class RecordingCallback(trimtab.Callback):
+    """Records every call, and modifies its arguments."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -39,10 +39,10 @@ class Noting(trimtab.Callback):
         self.calls.append(("end", control.step))
 
 
-def test_what_callbacks_are_told_and_that_losses_stay(tmp_path: Path) -> None:
+def test_callback_arguments_and_unchanged_losses(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, logging_steps=2, eval_steps=2, save_steps=2)
     plain = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=4, output_dir=str(tmp_path / "plain"))
-    noting = Noting()
+    noting = RecordingCallback()
     run = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=4, callbacks=[noting])
     assert run.losses == plain.losses
     assert run.evaluations == plain.evaluations
@@ -65,7 +65,7 @@ def test_what_callbacks_are_told_and_that_losses_stay(tmp_path: Path) -> None:
 
 
 class StopAtTwo:
-    """No subclass: any object with one of the methods will do."""
+    """Not a subclass: any object with one of the methods is accepted."""
 
     def on_step_end(self, control: Any) -> None:
         if control.step == 2:
@@ -75,21 +75,21 @@ class StopAtTwo:
 def test_a_stopped_run_is_saved_and_resumed_exactly(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, output_dir=str(tmp_path / "whole"))
-    noting = Noting()
+    noting = RecordingCallback()
     run = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, callbacks=[StopAtTwo(), noting])
     assert (run.status, run.step, run.losses) == ("stopped", 2, whole.losses[:2])
     assert run.reason == "two are enough"
     assert noting.calls[-2:] == [("save", "step-00000002"), ("end", 2)]
     assert run.data().of("event")[-1]["message"] == "stopped by a callback: two are enough"
     assert run.model().opened.step == 2
-    again = Noting()
+    again = RecordingCallback()
     (run.folder / "recipe.yaml").unlink()  # choices.json has it too
     assert trimtab.resume(run.folder, view=quiet(), callbacks=[again]).losses == whole.losses
     assert again.calls[0] == ("begin", 2, 5)
 
 
 @pytest.mark.parametrize("hook", ["on_train_begin", "on_eval"])
-def test_a_run_stopped_before_its_first_step_trains_none(tmp_path: Path, hook: str) -> None:
+def test_a_run_stopped_before_its_first_step_trains_nothing(tmp_path: Path, hook: str) -> None:
     recipe = tiny_recipe(tmp_path, eval_steps=2)
     whole = trimtab.train(recipe, data=TEXTS, view=quiet(), output_dir=str(tmp_path / "whole"))
     stop = type("Stop", (), {hook: staticmethod(lambda *given: given[-1].stop(None))})()
@@ -103,7 +103,7 @@ def test_a_run_stopped_before_its_first_step_trains_none(tmp_path: Path, hook: s
 @pytest.mark.parametrize(
     "hook", ["on_train_begin", "on_log", "on_eval", "on_save", "on_step_end", "on_train_end"]
 )
-def test_what_a_callback_raises_is_the_users_own(tmp_path: Path, hook: str) -> None:
+def test_exceptions_of_callbacks_are_propagated(tmp_path: Path, hook: str) -> None:
     recipe = tiny_recipe(tmp_path, max_steps=2, save_steps=1)
 
     def fails(*told: Any) -> None:
@@ -122,8 +122,8 @@ def test_what_a_callback_raises_is_the_users_own(tmp_path: Path, hook: str) -> N
         assert (done.status, len(done.losses)) == ("finished", 2)
 
 
-def test_a_raised_exception_loses_no_step(tmp_path: Path) -> None:
-    """Between two saves: the state that the callback saw is the one that is saved."""
+def test_a_raised_exception_does_not_lose_a_step(tmp_path: Path) -> None:
+    """Between two saves: the saved state is the one that the callback saw."""
     recipe = tiny_recipe(tmp_path, save_steps=100)
     whole = trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=5, output_dir=str(tmp_path / "whole"))
 
@@ -142,7 +142,7 @@ def misspelt(name: str) -> Any:
     return type("Misspelt", (trimtab.Callback,), {name: lambda self, record, control: None})()
 
 
-def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
+def test_callbacks_may_be_none(tmp_path: Path) -> None:
     run = trimtab.train(tiny_recipe(tmp_path, max_steps=1), data=TEXTS, view=quiet(), callbacks=None)
     assert trimtab.resume(run.folder, view=quiet(), max_steps=2, callbacks=None).step == 2
 
@@ -150,11 +150,11 @@ def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("callbacks", "said"),
     [
-        (Noting(), "callbacks is a Noting, not a list"),
+        (RecordingCallback(), "callbacks is a RecordingCallback, not a list"),
         (5, "callbacks is an int, not a list"),
         ([5], "callbacks[0] is an int without such methods"),
-        ([Noting], "callbacks[0] is the class Noting; give Noting()"),
-        ([Noting(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
+        ([RecordingCallback], "callbacks[0] is the class RecordingCallback; give RecordingCallback()"),
+        ([RecordingCallback(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
         (
             [misspelt("on_logs")],
             "callbacks[0] has a method on_logs, which is never called; did you mean on_log?",
@@ -171,7 +171,7 @@ def test_no_callbacks_may_be_none(tmp_path: Path) -> None:
         ([misspelt("on_epoch_begin")], "on_epoch_begin, which is never called; use one of on_train_begin, "),
     ],
 )
-def test_what_is_no_callback_is_refused(tmp_path: Path, callbacks: Any, said: str) -> None:
+def test_invalid_callbacks_are_refused(tmp_path: Path, callbacks: Any, said: str) -> None:
     with pytest.raises(trimtab.TrimtabError) as raised:
         trimtab.train(tiny_recipe(tmp_path), data=TEXTS, view=quiet(), callbacks=callbacks)
     assert said in str(raised.value)

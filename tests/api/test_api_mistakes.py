@@ -1,4 +1,4 @@
-"""Mistakes of a new user of the Python API: each is refused with its cause and what to do, nothing is ignored."""
+"""Mistakes of new users of the Python API: each is refused with a cause and a remedy, nothing is ignored."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_rows_without_content_and_copies_of_one_row(folder: Path, data: Any, sai
 
 
 @pytest.mark.parametrize(("given", "shown"), [(None, "None"), (5, "5, an int"), (b"a", "b'a', a bytes")])
-def test_what_is_no_prompt(model: trimtab.Model, given: Any, shown: str) -> None:
+def test_invalid_prompts(model: trimtab.Model, given: Any, shown: str) -> None:
     assert f"the prompt is {shown}; give a text, a conversation" in refused(lambda: model.generate(given))
     assert f"the text is {shown}; give a text, a conversation" in refused(lambda: model.loss(given))
     chat = model.chat(max_new_tokens=1)
@@ -89,7 +89,7 @@ def test_sampling_options_of_the_wrong_type(
     assert said in refused(lambda: model.generate_file(folder / "prompts.txt", folder / "o.jsonl", **option))
 
 
-def test_options_beside_sampling(model: trimtab.Model, folder: Path) -> None:
+def test_other_options_than_sampling(model: trimtab.Model, folder: Path) -> None:
     assert "stream is True, a bool; give a function" in refused(lambda: model.generate("a", stream=True))
     for call in (model.generate, model.loss):
         assert refused(lambda call=call: call("a cat", batch_size="4")) == (
@@ -115,7 +115,7 @@ def test_numbers_of_numpy_and_types_of_torch_are_accepted(model: trimtab.Model, 
     assert found["memory"]["peak"] == expected["memory"]["peak"]  # what is free changes all the time
 
 
-def test_saving_over_a_folder_advises_what_python_has(model: trimtab.Model, folder: Path) -> None:
+def test_saving_over_a_folder_names_python_arguments(model: trimtab.Model, folder: Path) -> None:
     model.save(folder / "saved")
     assert refused(lambda: model.save(folder / "saved")) == (
         f"{folder / 'saved'} exists already; choose another folder, or replace it with overwrite=True"
@@ -123,13 +123,13 @@ def test_saving_over_a_folder_advises_what_python_has(model: trimtab.Model, fold
     model.save(folder / "saved", overwrite=True)
 
 
-def test_a_file_of_answers_advises_what_python_has(model: trimtab.Model, folder: Path) -> None:
+def test_generate_file_errors_name_python_arguments(model: trimtab.Model, folder: Path) -> None:
     prompts, output = folder / "prompts.txt", folder / "answers.jsonl"
     model.generate_file(prompts, output, max_new_tokens=1)
     said = refused(lambda: model.generate_file(prompts, output, max_new_tokens=2))
-    assert said.endswith("; name another output, or start anew with overwrite=True")
+    assert said.endswith("; name another output, or replace the file with overwrite=True")
     said = refused(lambda: model.generate_file(prompts, folder / "more.jsonl", system="be kind"))
-    assert said.startswith("system is given, and ")
+    assert said.startswith("system is given, but ")
     assert said.endswith("; add chat=True, or put it into the prompt")
 
 
@@ -144,19 +144,19 @@ def test_a_model_is_shown_in_one_line(folder: Path, model: trimtab.Model) -> Non
 
 
 @pytest.mark.parametrize("given", [TEXTS, [{"text": "a"}], "texts.jsonl", 5])
-def test_data_in_a_recipe_that_is_no_mapping(folder: Path, given: Any) -> None:
+def test_data_in_a_recipe_that_is_not_a_mapping(folder: Path, given: Any) -> None:
     said = refused(lambda: trimtab.train({**recipe(folder), "data": given}, view=quiet()))
     assert said.startswith("'data' of the recipe is ")
     assert "trimtab.train(recipe, data=rows)" in said
 
 
-def test_objects_that_are_no_model(folder: Path, model: trimtab.Model) -> None:
+def test_invalid_models(folder: Path, model: trimtab.Model) -> None:
     for given in (5, ["starter"], torch.nn.Linear(2, 2)):
         said = refused(
             lambda given=given: trimtab.train(recipe(folder), model=given, data=TEXTS, view=quiet())
         )
         assert said.startswith("model= is ")
-        assert "what trimtab.load returns" in said
+        assert "the result of trimtab.load" in said
     said = refused(lambda: trimtab.train({**recipe(folder), "model": model}, data=TEXTS, view=quiet()))
     assert said.startswith("'model' of the recipe is Model(")
     assert "trimtab.train(recipe, model=model)" in said
@@ -174,15 +174,15 @@ def test_a_recipe_without_model_or_data_names_the_arguments(folder: Path) -> Non
         "there is no data to train on; pass data=, such as data=['a text', 'another']"
     )
     said = refused(lambda: trimtab.train(modle="starter", data=TEXTS, view=quiet()))
-    assert "'modle'" in said  # a misspelt key is that mistake
+    assert "'modle'" in said  # a misspelt key is reported instead
     said = refused(lambda: trimtab.train(model="starter", data="once upon a time", view=quiet()))
     assert said == (
-        "data is the text 'once upon a time', and a text names a file, a folder or a data set; give texts to "
+        "data is the string 'once upon a time', but a string names a file, a folder or a data set; give texts to "
         "train on as a list: data=[text]"
     )
 
 
-def test_a_view_and_keys_that_cannot_be(folder: Path) -> None:
+def test_invalid_views_and_keys(folder: Path) -> None:
     said = refused(lambda: trimtab.train(recipe(folder), data=TEXTS, view=False))
     assert said == "view is False, a bool; give a trimtab.report.LiveView, or None for the terminal"
     said = refused(lambda: trimtab.resume(folder, view=quiet(), max_steps=object()))
@@ -190,7 +190,7 @@ def test_a_view_and_keys_that_cannot_be(folder: Path) -> None:
 
 
 def test_best_and_its_model_agree(folder: Path) -> None:
-    """Where no step improves on the model as it was, there is no best checkpoint."""
+    """If no step improves on the initial model, there is no best checkpoint."""
     worse = tiny_recipe(folder, output_dir=str(folder / "worse"), learning_rate=0.9, eval_steps=1)
     run = trimtab.train(worse, data=TEXTS, view=quiet())
     assert min(run.evaluations, key=lambda one: one.loss).step == 0

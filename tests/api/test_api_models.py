@@ -25,7 +25,7 @@ def train(folder: Path, name: str, **more: Any) -> trimtab.RunResult:
     return trimtab.train(recipe, view=quiet(), **{"data": TEXTS, **more})
 
 
-def test_an_unchanged_model_stands_for_its_source(tmp_path: Path) -> None:
+def test_an_unchanged_model_is_loaded_from_its_source(tmp_path: Path) -> None:
     named = train(tmp_path, "named")
     model = trimtab.load(tmp_path / "model", dtype="fp32", device="cpu")
     before = weights(model)
@@ -36,7 +36,7 @@ def test_an_unchanged_model_stands_for_its_source(tmp_path: Path) -> None:
     after = weights(model)
     assert all(
         torch.equal(after[name], before[name]) for name in before
-    )  # the given one is not trained itself
+    )  # the passed model itself is not trained
     assert any(not torch.equal(weights(run.model())[name], before[name]) for name in before)
 
 
@@ -60,9 +60,7 @@ def test_a_changed_model_is_copied_and_resumed_from_the_copy(tmp_path: Path) -> 
         trimtab.resume(run.folder, view=quiet())
 
 
-def test_a_start_killed_while_its_weights_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_killed_while_writing_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trimtab.load(tmp_path_model(tmp_path), dtype="fp32", device="cpu")
     next(model.opened.decoder.parameters()).data.mul_(0.5)
     left = tmp_path / "left"
@@ -93,18 +91,18 @@ class StopAtOne:
         control.stop()
 
 
-def test_one_run_begins_where_another_ended(tmp_path: Path) -> None:
+def test_a_run_starts_from_the_end_of_another(tmp_path: Path) -> None:
     first = train(tmp_path, "first")
     first.model().save(tmp_path / "saved", dtype="fp32")
     named = train(tmp_path, "named", model={"name": str(tmp_path / "saved")}, lr_scheduler_type="constant")
     second = train(tmp_path, "second", model=first.model(), lr_scheduler_type="constant")
     assert second.losses == named.losses
     assert second.model().generate("the cat", max_new_tokens=4)
-    # The other keys of the recipe's model section hold for a loaded model too: conversations need the template.
+    # The other keys of the recipe's model section apply to a loaded model too: conversations need the template.
     assert train(tmp_path, "chats", model=first.model(), data=CHATS).step == 3
 
 
-def test_models_that_no_run_can_begin_from(tmp_path: Path) -> None:
+def test_models_from_which_no_run_can_start(tmp_path: Path) -> None:
     adapted = train(tmp_path, "adapted", lora={"r": 2, "target_modules": ["q_proj"]}, max_steps=1)
     model = adapted.model()
     with pytest.raises(trimtab.TrimtabError, match="the model has adapters \\(default\\)") as raised:

@@ -1,4 +1,4 @@
-"""`data=`: rows from Python train as the same rows in a file do, resume exactly, and fail with their number."""
+"""`data=`: rows from Python train like the same rows in a file, resume exactly, and fail with their number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_train_as_the_same_rows_in_a_file(tmp_path: Path) -> None:
     assert (examples[1]["source"], examples[1]["origin"].split(":")[0]) == ("data", "data")
 
 
-def test_half_a_unicode_pair_in_a_row_is_replaced_with_a_notice(
+def test_lone_surrogates_in_rows_are_replaced_with_a_notice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As in a file."""
@@ -71,7 +71,7 @@ def test_the_default_length_fits_the_model(tmp_path: Path) -> None:
 
 
 def halfway(recipe: dict[str, Any], data: Any, **more: Any) -> trimtab.RunResult:
-    """A run of six steps that stopped after the third."""
+    """A run of six steps that is stopped after the third."""
 
     class Stop(trimtab.Callback):
         def on_step_end(self, control: Any) -> None:
@@ -99,10 +99,13 @@ def test_resume_continues_exactly_and_refuses_other_rows(
     others = [*TEXTS[:4], "another text", *TEXTS[5:]]
     where = "" if streaming else r" \(row 5 differs\)"
     with pytest.raises(
-        trimtab.TrimtabError, match=f"data is not what .* began with{where}; pass the same rows"
+        trimtab.TrimtabError,
+        match=f"data is not the data with which .* was started{where}; pass the same rows",
     ):
         trimtab.resume(stopped.folder, data=others, view=quiet())
-    with pytest.raises(trimtab.TrimtabError, match=r"data names \./other, and a resumed run has its data"):
+    with pytest.raises(
+        trimtab.TrimtabError, match=r"data contains \./other, but a resumed run uses the data"
+    ):
         trimtab.resume(stopped.folder, data="./other", view=quiet())
     if not streaming:
         shutil.rmtree(tmp_path / "cache")
@@ -114,7 +117,7 @@ def test_resume_continues_exactly_and_refuses_other_rows(
 def test_rows_that_change_after_the_first_ones_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first 16 rows name a stream; later ones are compared up to the end of the last chunk."""
+    """A stream is named after its first 16 rows; later rows are compared up to the end of the last chunk."""
     monkeypatch.setattr("trimtab.data.stream_sequences.chunk_tokens", lambda max_seq_length: 1000)
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
@@ -134,7 +137,7 @@ def test_the_command_line_resumes_rows_that_are_in_the_cache(tmp_path: Path) -> 
     assert trimtab.RunResult(stopped.folder, "finished", 6).losses == whole.losses
 
 
-def test_a_key_stands_for_rows(tmp_path: Path) -> None:
+def test_a_key_selects_cached_rows(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     first = trimtab.train(recipe, data=TEXTS, data_key="texts-1", view=quiet())
     assert "memory:texts-1" in (first.folder / "recipe.yaml").read_text()
@@ -146,9 +149,11 @@ def test_a_key_stands_for_rows(tmp_path: Path) -> None:
         recipe, data=never, data_key="texts-1", view=quiet(), output_dir=str(tmp_path / "two")
     )
     assert again.losses == first.losses
-    with pytest.raises(trimtab.TrimtabError, match=r"data_key is 'texts-2', and .* began with 'texts-1'"):
+    with pytest.raises(
+        trimtab.TrimtabError, match=r"data_key is 'texts-2', but .* was started with 'texts-1'"
+    ):
         trimtab.resume(first.folder, data=TEXTS, data_key="texts-2", view=quiet())
-    with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' cannot name rows"):
+    with pytest.raises(trimtab.TrimtabError, match="data_key 'a b' is not a valid name"):
         trimtab.train(recipe, data=TEXTS, data_key="a b", view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="data_key is given without rows"):
         trimtab.train(recipe, data="./texts", data_key="a", view=quiet())
@@ -203,7 +208,7 @@ def test_a_list_of_files_is_not_trained_on_as_their_names(tmp_path: Path) -> Non
     assert mixed.section["train"] == [str(file), {"source": "memory:train.1"}]
 
 
-def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Path) -> None:
+def test_recipe_errors_are_reported_before_rows_are_read(tmp_path: Path) -> None:
     def never() -> Iterator[str]:
         raise AssertionError
 
@@ -215,8 +220,8 @@ def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Pa
         trimtab.train(recipe, data=never, view=quiet())
 
 
-def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
-    """A stream is named by its first 16 rows, and a list to measure on by all of its rows."""
+def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> None:
+    """A stream is named after its first 16 rows, and an evaluation list after all of its rows."""
     from trimtab.api.rows import DataArgument
     from trimtab.recipe import build
 
@@ -234,26 +239,26 @@ def test_streams_with_equal_first_rows_stay_apart(tmp_path: Path) -> None:
     sources = (built.data.train[0], built.data.replay.sources[0], built.data.eval.domain[0])
     streams = [passed[source.source].stream for source in sources]
     assert [stream and [value for _, value in stream.values()] for stream in streams] == [own, old, None]
-    # A resume gives the same names to the same rows, and refuses others.
+    # On resume, equal rows get the same names, and different rows are refused.
     again = DataArgument.of(data).store_again(built, quiet(), tmp_path)
     assert set(again) == {source.source for source in sources}
     same = {**recipe["data"], **data, "streaming": True}
     assert set(DataArgument.of(same).store_again(built, quiet(), tmp_path)) == set(again)
     with pytest.raises(
-        trimtab.TrimtabError, match="data names eval_sequences, and a resumed run has its data"
+        trimtab.TrimtabError, match="data contains eval_sequences, but a resumed run uses the data"
     ):
         DataArgument.of({**same, "eval_sequences": 7}).store_again(built, quiet(), tmp_path)
     data["train"] = [{"source": ["another", *own[1:]]}]
-    with pytest.raises(trimtab.TrimtabError, match=r"is not what .* began with"):
+    with pytest.raises(trimtab.TrimtabError, match=r"is not the data with which .* was started"):
         DataArgument.of(data).store_again(built, quiet(), tmp_path)
 
 
-def test_streamed_rows_end_or_stand_beside_files_clearly(tmp_path: Path) -> None:
+def test_streamed_rows_end_or_are_combined_with_files(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path)
     recipe["data"]["streaming"] = True
     file = tmp_path / "a.txt"
     file.write_text("the cat sees a dog")
-    with pytest.raises(trimtab.TrimtabError, match="are streamed beside"):
+    with pytest.raises(trimtab.TrimtabError, match="are streamed"):
         trimtab.train(recipe, data={**recipe["data"], "train": [str(file), iter(TEXTS)]}, view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="max_steps"):
         trimtab.train(recipe, data=itertools.cycle(TEXTS), view=quiet(), max_steps=-1)

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: a trained run, and what a command said."""
+"""Types shared by the tests of the command line: a trained run, and the result of a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class World:
-    """What the session's one run left: tests must not change it."""
+    """The files and output of the session's run; tests must not change them."""
 
     folder: Path
     recipe: Path
@@ -19,21 +19,21 @@ class World:
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a command ended and what it said."""
+class CommandResult:
+    """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
 
     def refused(self, code: int, *words: str) -> None:
-        """A user's mistake: the right exit code, one or two plain lines, no traceback, no escapes."""
+        """Asserts a user error: the exit code, one error line that contains `words`, no traceback, no escapes."""
         assert self.code == code, (self.code, self.out, self.err)
         assert "Traceback" not in self.out + self.err
         lines = self.err.strip().splitlines()
         assert lines, self.out
         details = lines[::-1]
-        while details[0].startswith("  "):  # what explains the error is indented below it
+        while details[0].startswith("  "):  # the details of an error are indented below it
             del details[0]
         assert details[0].startswith("error: ") or lines[0].startswith("error: "), self.err
         assert len([line for line in lines if line.startswith("error")]) == 1
@@ -42,4 +42,4 @@ class Said:
             assert word in self.err, (word, self.err)
 
 
-Call = Callable[..., Said]
+Call = Callable[..., CommandResult]

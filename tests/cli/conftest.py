@@ -1,4 +1,4 @@
-"""A trained tiny run that every test may read, and the command line called as a user calls it."""
+"""A trained tiny run that every test may read, and a fixture that calls the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Call, Said, World
+from cli_world import Call, CommandResult, World
 from tiny_model import write_recipe, write_texts, write_tiny_model
 
 from trimtab.cli.main import main
@@ -36,19 +36,19 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Call:
-    """`cli("train", path, "key=value")`: exit code, output and errors."""
+    """Runs `cli("train", path, "key=value")`; returns exit code, output and errors."""
 
-    def call(*words: object) -> Said:
+    def call(*words: object) -> CommandResult:
         capsys.readouterr()
         code = main([str(word) for word in words])
-        return Said(code, *capsys.readouterr())
+        return CommandResult(code, *capsys.readouterr())
 
     return call
 
 
 @pytest.fixture
 def job(tmp_path: Path, world: World) -> Callable[..., Path]:
-    """Writes a recipe of two steps in `tmp_path`; keys of `data` are given as `data_…`."""
+    """Writes a recipe of two steps in `tmp_path`; keys of `data` are passed as `data_…`."""
 
     def write(**changes: Any) -> Path:
         data: dict[str, Any] = {
@@ -74,12 +74,12 @@ def job(tmp_path: Path, world: World) -> Callable[..., Path]:
         write_texts(tmp_path / "texts.jsonl", 5, 30)
         return path
 
-    # write_recipe makes a model where there is none; the session's serves.
+    # write_recipe creates a model if there is none; use the session's model instead.
     (tmp_path / "model").symlink_to(world.model)
     return write
 
 
 @pytest.fixture
 def model_copy(tmp_path: Path) -> Path:
-    """A tiny model of one's own, to be damaged."""
+    """A separate tiny model, which the test may damage."""
     return write_tiny_model(tmp_path / "own-model")

@@ -1,4 +1,4 @@
-"""Model files that cannot be used: refused by name, before anything is trained, and nothing is left behind."""
+"""Invalid model files are refused by name before training, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -144,8 +144,8 @@ def test_malformed_gguf(job: Job, cli: Call, tmp_path: Path, content: bytes) -> 
 
 def test_random_start_needs_no_weights(job: Job, cli: Call, model_copy: Path) -> None:
     (model_copy / "model.safetensors").unlink()
-    said = cli("train", job(model={"name": str(model_copy), "init": "random"}))
-    assert said.code == 0, said.err
+    result = cli("train", job(model={"name": str(model_copy), "init": "random"}))
+    assert result.code == 0, result.err
 
 
 def test_a_checkpoint_from_another_model(world: World, cli: Call, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recipes and data that cannot be used: a clear line, the right code, and nothing left behind."""
+"""Invalid recipes and data: a clear error, the right exit code, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from cli_world import Call, World
 Job = Callable[..., Path]
 
 
-def nothing_left(folder: Path) -> None:
-    """No run folder, and no half-written entry in the token cache."""
+def assert_nothing_left_behind(folder: Path) -> None:
+    """Asserts that there is no run folder and no partial entry in the token cache."""
     assert not (folder / "run").exists()
     cache = folder / "cache"
     leftovers = [p for p in cache.rglob("*") if "tmp" in p.name.lower()] if cache.exists() else []
@@ -46,7 +46,7 @@ def nothing_left(folder: Path) -> None:
 def test_keys(job: Job, tmp_path: Path, cli: Call, override: str, words: tuple[str, ...]) -> None:
     for verb in ("train", "plan"):
         cli(verb, job(), override).refused(2, *words)
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_keys(job: Job, tmp_path: Path, cli: Call, override: str, words: tuple[s
         (b"model: !!python/object/apply:os.system ['true']\ndata: {train: x}", "line"),
     ],
 )
-def test_files_that_are_no_recipes(tmp_path: Path, cli: Call, content: bytes | None, word: str) -> None:
+def test_files_that_are_not_recipes(tmp_path: Path, cli: Call, content: bytes | None, word: str) -> None:
     path = tmp_path / "recipe.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -70,18 +70,18 @@ def test_files_that_are_no_recipes(tmp_path: Path, cli: Call, content: bytes | N
     cli("train", tmp_path).refused(2)
 
 
-def test_a_device_and_a_format_that_are_not_here(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_unavailable_device_and_attention(job: Job, cli: Call, tmp_path: Path) -> None:
     import torch
 
     if not torch.cuda.is_available():
         cli("train", job(device="cuda")).refused(6, "cuda")
     cli("train", job(), "model.attn_implementation=sdpa_cudnn", "device=cpu").refused(4, "sdpa_cudnn")
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
 
 
-def test_windows_beyond_the_model(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_sequences_longer_than_the_context(job: Job, cli: Call, tmp_path: Path) -> None:
     cli("train", job(max_seq_length=129)).refused(4, "max_seq_length", "128")
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
 
 
 DATA: list[tuple[str, bytes | None, tuple[str, ...]]] = [
@@ -119,9 +119,9 @@ def test_data_files(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    said = cli("train", job(data_train=[str(tmp_path / name)], data_streaming=streaming))
-    said.refused(3, *words)
-    nothing_left(tmp_path)
+    result = cli("train", job(data_train=[str(tmp_path / name)], data_streaming=streaming))
+    result.refused(3, *words)
+    assert_nothing_left_behind(tmp_path)
 
 
 def test_empty_folders_and_globs(job: Job, cli: Call, tmp_path: Path) -> None:
@@ -129,21 +129,21 @@ def test_empty_folders_and_globs(job: Job, cli: Call, tmp_path: Path) -> None:
     cli("train", job(data_train=[str(tmp_path / "nothing")])).refused(3, "nothing")
     cli("train", job(data_train=[str(tmp_path / "*.md")])).refused(3, "*.md")
     cli("train", job(data_train=["starter:poetry"])).refused(3, "starter:math")
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
 
 
-def test_an_evaluated_set_that_is_empty(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_an_empty_evaluation_set(job: Job, cli: Call, tmp_path: Path) -> None:
     (tmp_path / "none.jsonl").write_text("")
     cli("train", job(data_eval={"general": [str(tmp_path / "none.jsonl")]})).refused(3, "none.jsonl")
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
 
 
-def test_some_empty_and_short_documents_are_left_out_and_counted(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_empty_and_short_documents_are_skipped_and_counted(job: Job, cli: Call, tmp_path: Path) -> None:
     rows = ["", "the cat sees a dog.", " ", "", "a dog runs."]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    said = cli("train", job(data_train=[str(tmp_path / "some.jsonl")], max_steps=1))
-    assert said.code == 0, said.err
-    assert "empty and were left out" in said.out
+    result = cli("train", job(data_train=[str(tmp_path / "some.jsonl")], max_steps=1))
+    assert result.code == 0, result.err
+    assert "empty and were left out" in result.out
 
 
 def test_held_out_share_of_a_single_document(job: Job, cli: Call, tmp_path: Path) -> None:
@@ -153,19 +153,19 @@ def test_held_out_share_of_a_single_document(job: Job, cli: Call, tmp_path: Path
         data_eval_share=0.5,
         data_eval={"general": ["starter:general"]},
     )
-    said = cli("train", path)
-    assert said.code == 0, said.err
-    assert "domain loss" in said.out
+    result = cli("train", path)
+    assert result.code == 0, result.err
+    assert "domain loss" in result.out
     (tmp_path / "word.txt").write_text("cat")
     path = job(data_train=[str(tmp_path / "word.txt")], data_eval_share=0.5, output_dir=str(tmp_path / "x"))
     cli("train", path).refused(3, "word.txt")
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_no_step_is_without_a_token_to_learn_from(
+def test_every_step_has_trained_tokens(
     world: World, job: Job, cli: Call, tmp_path: Path, packing: bool
 ) -> None:
-    """Documents one token longer than a sequence: the tail alone predicts nothing and may not be a step."""
+    """Documents one token longer than a sequence: the remaining token has no target and must not be a step."""
     from trimtab import text
 
     tokenizer = text.load(world.model)
@@ -180,16 +180,16 @@ def test_no_step_is_without_a_token_to_learn_from(
         per_device_train_batch_size=1,
         max_steps=6,
     )
-    said = cli("train", path)
-    assert said.code == 0, said.err
+    result = cli("train", path)
+    assert result.code == 0, result.err
 
 
 def test_corrected_recipe_starts_in_the_same_folder(job: Job, cli: Call, tmp_path: Path) -> None:
     path = job(data_train=[str(tmp_path / "late.jsonl")], max_steps=1)
     cli("train", path).refused(3, "late.jsonl")
     (tmp_path / "late.jsonl").write_text(json.dumps({"text": "the cat sees a dog."}) + "\n")
-    said = cli("train", path)
-    assert said.code == 0, said.err
+    result = cli("train", path)
+    assert result.code == 0, result.err
 
 
 def test_a_tokenizer_larger_than_the_embedding(job: Job, cli: Call, tmp_path: Path, model_copy: Path) -> None:
@@ -199,5 +199,5 @@ def test_a_tokenizer_larger_than_the_embedding(job: Job, cli: Call, tmp_path: Pa
     (model_copy / "tokenizer.json").write_text(json.dumps(content))
     for verb in ("train",):
         cli(verb, job(model=str(model_copy))).refused(4, "tokenizer", "300")
-    nothing_left(tmp_path)
+    assert_nothing_left_behind(tmp_path)
     cli("generate", model_copy, "the cat").refused(4, "tokenizer")

@@ -28,8 +28,8 @@ def seen(monkeypatch: pytest.MonkeyPatch):
 def test_unified_memory_and_other_processes_are_named(cli: Call, tmp_path: Path, seen) -> None:
     shared = "3.10 GiB of this card are used by 2 other processes (secret-program 2.90 GiB, Xorg 200.0 MiB)"
     seen(device(unified=True, shared=shared))
-    said = cli("doctor", "--report", tmp_path / "doctor.txt")
-    words = " ".join(said.out.split())
+    result = cli("doctor", "--report", tmp_path / "doctor.txt")
+    words = " ".join(result.out.split())
     assert "CPU and GPU share one memory" in words
     assert shared in words
     report = (tmp_path / "doctor.txt").read_text()
@@ -37,8 +37,8 @@ def test_unified_memory_and_other_processes_are_named(cli: Call, tmp_path: Path,
     assert "secret-program" not in report
 
 
-def test_a_card_of_its_own_has_no_such_lines(cli: Call, seen) -> None:
+def test_a_dedicated_gpu_has_no_such_lines(cli: Call, seen) -> None:
     seen(device())
-    said = cli("doctor")
-    assert "share" not in said.out
-    assert "other process" not in said.out
+    result = cli("doctor")
+    assert "share" not in result.out
+    assert "other process" not in result.out

@@ -1,4 +1,4 @@
-"""What a machine does to a run: full and read-only disks, a second process, data that vanish, numbers that explode."""
+"""Faults during a run: full and read-only disks, a second process, disappearing data, non-finite losses."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def losses(run: Path) -> list[tuple[int, str]]:
     return [(row["step"], float(row["loss"]).hex()) for row in rows if row["kind"] == "train"]
 
 
-def after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    """Lets `act` be called with every finished step of runs that the command line starts."""
+def call_after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
+    """Calls `act` with every finished step of runs that the command line starts."""
     real = TrainingSetup.__setattr__
 
     def hook(self: TrainingSetup, name: str, value: object) -> None:
@@ -47,13 +47,13 @@ def after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None])
     monkeypatch.setattr(TrainingSetup, "__setattr__", hook)
 
 
-def test_a_used_run_folder_is_never_written_over(world: World, cli: Call) -> None:
+def test_a_used_run_folder_is_never_overwritten(world: World, cli: Call) -> None:
     before = {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
     cli("train", world.recipe).refused(5, "already holds a run", "--resume")
     assert before == {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
 
 
-def test_a_folder_with_somebodys_files_is_no_run_folder(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_a_run_folder(job: Job, cli: Call, tmp_path: Path) -> None:
     """`output_dir: .` would write over the user's own recipe.yaml and model."""
     path = job(output_dir=str(tmp_path))
     before = path.read_bytes()
@@ -67,16 +67,16 @@ def test_a_folder_with_somebodys_files_is_no_run_folder(job: Job, cli: Call, tmp
 def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
     run = shutil.copytree(world.run, tmp_path / "copy")
     with RunLock(run):
-        said = cli("train", "--resume", run)
-        said.refused(5, "in use by process", "; wait for it to end, or stop it")
-        assert "output_dir" not in said.err  # no other folder holds this run
+        result = cli("train", "--resume", run)
+        result.refused(5, "in use by process", "; wait for it to end, or stop it")
+        assert "output_dir" not in result.err  # no other folder contains this run
     (tmp_path / "run").mkdir()
     with RunLock(tmp_path / "run"):
         cli("train", job()).refused(5, "in use by process", "or give another output_dir")
-    assert cli("train", job()).code == 0  # and afterwards it is free
+    assert cli("train", job()).code == 0  # the lock is released afterwards
 
 
-def test_resume_of_what_is_no_run(cli: Call, world: World, tmp_path: Path) -> None:
+def test_resume_of_folders_that_are_not_runs(cli: Call, world: World, tmp_path: Path) -> None:
     cli("train", "--resume", tmp_path / "absent").refused(5, "absent")
     cli("train", "--resume", tmp_path).refused(5, "no run was begun")
     (tmp_path / "notes.txt").touch()
@@ -98,9 +98,9 @@ def test_damaged_checkpoints(world: World, cli: Call, tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    said = cli("train", "--resume", run)
-    assert said.code == 0, said.err
-    assert found[-1].name in said.out  # it is said which one was left out
+    result = cli("train", "--resume", run)
+    assert result.code == 0, result.err
+    assert found[-1].name in result.out  # the skipped checkpoint is named
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     for folder in (run / "checkpoints").glob("step-*"):
         for file in folder.glob("*.safetensors"):
@@ -116,7 +116,7 @@ def test_a_read_only_folder(job: Job, cli: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which even root cannot write")
-def test_places_where_nobody_may_write(job: Job, cli: Call, world: World, tmp_path: Path) -> None:
+def test_unwritable_paths(job: Job, cli: Call, world: World, tmp_path: Path) -> None:
     cli("train", job(output_dir="/proc/run")).refused(5, "/proc/run", "output_dir")
     cli("train", job(data_cache_dir="/proc/cache")).refused(6, "/proc/cache")
     assert not (tmp_path / "run").exists()
@@ -126,7 +126,7 @@ def test_places_where_nobody_may_write(job: Job, cli: Call, world: World, tmp_pa
 
 @contextlib.contextmanager
 def no_file_beyond(limit: int) -> Iterator[None]:
-    """As on a disk that is nearly full: writing beyond `limit` bytes in a file fails. (Python ignores SIGXFSZ.)"""
+    """Simulates a nearly full disk: writing more than `limit` bytes to a file fails. (Python ignores SIGXFSZ.)"""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -135,24 +135,26 @@ def no_file_beyond(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_space_for_a_checkpoint_is_said_and_costs_nothing(job: Job, cli: Call, tmp_path: Path) -> None:
-    """No file may grow beyond 60 KB: the checkpoint does not fit, the run folder's small files do."""
+def test_no_space_for_a_checkpoint_is_reported_and_loses_no_steps(
+    job: Job, cli: Call, tmp_path: Path
+) -> None:
+    """Files are limited to 60 KB: the checkpoint does not fit, the small files of the run folder do."""
     path = job()
     with no_file_beyond(60_000):
-        said = cli("train", path)
-    said.refused(6, "checkpoint")
+        result = cli("train", path)
+    result.refused(6, "checkpoint")
     assert [p for p in (tmp_path / "run" / "checkpoints").glob("*") if "tmp" in p.name] == []
-    # With space again the same folder is continued.
-    said = cli("train", "--resume", tmp_path / "run")
-    assert said.code == 0, said.err
+    # With enough space, the same folder is continued.
+    result = cli("train", "--resume", tmp_path / "run")
+    assert result.code == 0, result.err
     assert steps(tmp_path / "run") == [1, 2]
 
 
 def test_no_space_for_the_token_cache(job: Job, cli: Call, tmp_path: Path) -> None:
     path = job(data_train=[str(write_texts(tmp_path / "many.jsonl", 1, 400))])
     with no_file_beyond(4_000):
-        said = cli("train", path)
-    said.refused(6)
+        result = cli("train", path)
+    result.refused(6)
     assert not (tmp_path / "run").exists()
     assert [p for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.stat().st_size > 500] == []
 
@@ -173,7 +175,7 @@ def test_a_disk_too_small_for_the_plan(
     assert not (tmp_path / "run").exists()
 
 
-def test_streamed_data_that_vanish_in_the_middle(
+def test_streamed_data_that_disappear_during_training(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "parts"
@@ -187,24 +189,24 @@ def test_streamed_data_that_vanish_in_the_middle(
             for file in folder.iterdir():
                 file.rename(tmp_path / f"kept-{file.name}")
 
-    after_each_step(monkeypatch, vanish)
+    call_after_each_step(monkeypatch, vanish)
     cli("train", path).refused(3, ".jsonl")
     monkeypatch.undo()
     done = steps(tmp_path / "run")
     assert done[-1] >= 2
     assert (tmp_path / "run" / "checkpoints" / f"step-{done[-1]:08d}").is_dir()
-    cli("train", "--resume", tmp_path / "run").refused(3)  # still away
+    cli("train", "--resume", tmp_path / "run").refused(3)  # the data are still missing
     folder.mkdir(exist_ok=True)
     for file in tmp_path.glob("kept-*"):
         file.rename(folder / file.name.removeprefix("kept-"))
-    said = cli("train", "--resume", tmp_path / "run")
-    assert said.code == 0, said.err
+    result = cli("train", "--resume", tmp_path / "run")
+    assert result.code == 0, result.err
     assert cli("train", path, f"output_dir={tmp_path / 'whole'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "run")) == 60
 
 
-def test_changed_data_are_noticed_on_resume(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
+def test_changed_data_are_detected_on_resume(world: World, job: Job, cli: Call, tmp_path: Path) -> None:
     path = job(lr_scheduler_type="constant")
     assert cli("train", path).code == 0
     write_texts(tmp_path / "texts.jsonl", 99, 30)
@@ -219,19 +221,19 @@ def test_an_exploding_run_names_the_layer_and_leaves_a_good_checkpoint(
     path = job(
         learning_rate=1e25, max_grad_norm=0, max_steps=9, logging_steps=5, lr_scheduler_type="constant"
     )
-    said = cli("train", path)
-    said.refused(7, "not finite at step", "model.", "texts.jsonl", "saved as step")
+    result = cli("train", path)
+    result.refused(7, "not finite at step", "model.", "texts.jsonl", "saved as step")
     run = tmp_path / "run"
     last = steps(run)[-1]
     assert (run / "checkpoints" / f"step-{last:08d}").is_dir()
-    # It can be used, and a resume comes to the very same end instead of a worse one.
+    # The checkpoint is usable, and a resumed run ends in the same way.
     assert cli("export", "hf", run, tmp_path / "out", "--dtype", "fp32").code == 0
     assert cli("train", "--resume", run).code == 7
     assert steps(run)[-1] == last
 
 
-def test_the_document_that_breaks_the_numbers_is_named(job: Job, cli: Call, tmp_path: Path) -> None:
-    """One token's embedding is absurd though finite; only the document that holds it breaks the step."""
+def test_the_document_that_causes_a_nonfinite_loss_is_named(job: Job, cli: Call, tmp_path: Path) -> None:
+    """One token's embedding is huge but finite; only the document that contains it makes the loss non-finite."""
     model = write_tiny_model(tmp_path / "poisoned", tie_embeddings=False)
     from trimtab import text
 
@@ -266,24 +268,24 @@ def test_escapes_and_markup_never_reach_the_terminal(
 ) -> None:
     evil = tmp_path / "a\x1b[31m[b][red]‮b.jsonl"
     write_texts(evil, 5, 30)
-    said = cli(
+    result = cli(
         "train", job(data_train=[str(evil)], prompts=["the \x1b]0;owned\x07[/b] cat"], eval_on_start=True)
     )
-    assert said.code == 0, said.err
-    assert "\x1b" not in said.out + said.err
-    assert "‮" not in said.out + said.err
-    assert "[/b]" in said.out
+    assert result.code == 0, result.err
+    assert "\x1b" not in result.out + result.err
+    assert "‮" not in result.out + result.err
+    assert "[/b]" in result.out
     cli("train", job(output_dir=str(tmp_path / "other"), data_train=["no\x1b[31m[b].txt"])).refused(
         3, "\\x1b"
     )
-    said = cli("eval", tmp_path / "run", evil, "--no-probe")
-    assert said.code == 0
-    assert "\x1b" not in said.out
+    result = cli("eval", tmp_path / "run", evil, "--no-probe")
+    assert result.code == 0
+    assert "\x1b" not in result.out
     named = model_copy.rename(tmp_path / "m\x1b[1m[x]")
     assert "\x1b" not in cli("plan", job(model=str(named))).out
-    said = cli("generate", named, "x", "--max-new-tokens", 60, "--temperature", 5.0)  # bytes of all kinds
-    assert said.code == 0
-    assert all(c.isprintable() or c == "\n" for c in said.out)
+    result = cli("generate", named, "x", "--max-new-tokens", 60, "--temperature", 5.0)  # bytes of all kinds
+    assert result.code == 0
+    assert all(c.isprintable() or c == "\n" for c in result.out)
     assert "\x1b" not in cli("export", "hf", named, tmp_path / "e\x1b[1m").out
     assert "\x1b" not in cli("report", tmp_path / "run", "--out", tmp_path / "r\x1b.html").out
 
@@ -301,7 +303,7 @@ def test_closed_output_is_no_error() -> None:
     assert "BrokenPipe" not in done.stderr
 
 
-def test_lack_of_memory_is_said_plainly(
+def test_allocation_failures_are_reported_as_out_of_memory(
     cli: Call, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -314,7 +316,7 @@ def test_lack_of_memory_is_said_plainly(
     cli("generate", run, "the cat").refused(6, "out of memory while loading the model", "--dtype bf16")
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_traceback(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from trimtab.cli.main import main
 
     def fail(*_: object, **__: object) -> None:
@@ -326,16 +328,16 @@ def test_a_mistake_of_ours_keeps_its_traceback(world: World, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_says_how_to_go_on(
+def test_a_signal_saves_and_prints_how_to_continue(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     path = job(max_steps=5, output_dir=str(tmp_path / "run [bold]"))
-    after_each_step(monkeypatch, lambda step: os.kill(os.getpid(), number) if step == 2 else None)
-    said = cli("train", path)
+    call_after_each_step(monkeypatch, lambda step: os.kill(os.getpid(), number) if step == 2 else None)
+    result = cli("train", path)
     monkeypatch.undo()
-    assert said.code == 128 + number
-    assert "--resume" in said.out
-    assert "run [bold]" in said.out
+    assert result.code == 128 + number
+    assert "--resume" in result.out
+    assert "run [bold]" in result.out
     run = tmp_path / "run [bold]"
     assert steps(run) == [1, 2]
     assert cli("train", "--resume", run).code == 0
@@ -343,7 +345,7 @@ def test_a_signal_saves_and_says_how_to_go_on(
     assert losses(run) == losses(tmp_path / "whole")
 
 
-def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
+def test_a_second_signal_exits_immediately_and_prints_how_to_continue(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, run = job(max_steps=3, save_steps=1), tmp_path / "run"
@@ -355,13 +357,11 @@ def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
 
     for words in (("train", path), ("train", "--resume", run)):
         with monkeypatch.context() as patch:
-            after_each_step(patch, twice)
-            said = cli(*words)
-        said.refused(
-            130, "error: stopped at once; go on from the last checkpoint with: trimtab train --resume"
-        )
+            call_after_each_step(patch, twice)
+            result = cli(*words)
+        result.refused(130, "error: stopped; continue from the last checkpoint with: trimtab train --resume")
         shutil.rmtree(run / "checkpoints" / "step-00000002", ignore_errors=True)
-    command = said.err.partition("with: trimtab ")[2]
+    command = result.err.partition("with: trimtab ")[2]
     assert cli(*shlex.split(command)).code == 0
     assert steps(run) == [1, 2, 3]
 
@@ -369,7 +369,7 @@ def test_a_second_signal_stops_at_once_and_says_how_to_go_on(
 def test_a_start_that_was_killed_before_its_first_step_does_not_block(
     job: Job, cli: Call, tmp_path: Path
 ) -> None:
-    """kill -9 leaves what was written so far; nothing was trained, so the next start takes the folder."""
+    """kill -9 leaves the files written so far; nothing was trained, so the next start may use the folder."""
     run = tmp_path / "run"
     assert cli("train", job()).code == 0
     shutil.rmtree(run / "checkpoints")
@@ -385,7 +385,7 @@ def test_a_start_that_was_killed_before_its_first_step_does_not_block(
 def test_a_run_is_resumed_from_anywhere_even_without_its_base_model(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Local paths are kept from the root, and config, tokenizer and weights are in the run folder."""
+    """Local paths are stored as absolute paths, and config, tokenizer and weights are in the run folder."""
     (tmp_path / "sub").mkdir()
     monkeypatch.chdir(tmp_path)
     assert cli("train", job(model="./model", lr_scheduler_type="constant")).code == 0
@@ -395,7 +395,7 @@ def test_a_run_is_resumed_from_anywhere_even_without_its_base_model(
     assert cli("train", "--resume", "../run", "max_steps=4").code == 0
 
 
-def test_the_hub_is_not_asked_about_a_local_model(
+def test_the_hub_is_not_queried_for_a_local_model(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`trimtab generate --prompts` and `trimtab chat`, the way they are used."""
+"""`trimtab generate --prompts` and `trimtab chat`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_world import Call, Said, World
+from cli_world import Call, CommandResult, World
 from tiny_model import write_tiny_model
 
 import trimtab
@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a chat template, and weights large enough that what is asked changes the answer."""
+    """A model with a chat template, and weights large enough that the question changes the answer."""
     folder = write_tiny_model(tmp_path_factory.mktemp("chat") / "model", initializer_range=0.3)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
@@ -55,10 +55,10 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Call) -> None:
     out = tmp_path / "out.jsonl"
     options = ("--max-new-tokens", 6, "--top-k", 40, "--seed", 3)
-    said = cli("generate", world.run, "--prompts", prompts, "--output", out, "--batch-size", 2, *options)
-    assert said.code == 0, said.err
-    assert said.out == f"written: {out}, 5 rows (5 new)\n"
-    assert "generating: 5 prompts" in said.err
+    result = cli("generate", world.run, "--prompts", prompts, "--output", out, "--batch-size", 2, *options)
+    assert result.code == 0, result.err
+    assert result.out == f"written: {out}, 5 rows (5 new)\n"
+    assert "generating: 5 prompts" in result.err
     found = rows(out)
     assert [row["prompt"] for row in found] == LINES
     assert [row["index"] for row in found] == [0, 1, 2, 3, 4]
@@ -66,15 +66,15 @@ def test_a_file_of_prompts(world: World, prompts: Path, tmp_path: Path, cli: Cal
     other = tmp_path / "other.jsonl"
     assert cli("generate", world.run, "--prompts", prompts, "--output", other, *options).code == 0
     assert other.read_bytes() == out.read_bytes(), "the batch size changes nothing"
-    # Given again it has nothing to do; cut in the middle of a row it continues.
+    # Repeated, it has nothing to do; truncated in the middle of a row, it continues.
     whole = out.read_bytes()
     assert "5 rows (0 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     out.write_bytes(whole[: whole.index(b"\n", whole.index(b"\n") + 1) + 30])
-    said = cli("generate", world.run, "--prompts", prompts, "--output", out, *options)
-    assert "2 of 5 rows are in" in said.err
-    assert "5 rows (3 new)" in said.out
+    result = cli("generate", world.run, "--prompts", prompts, "--output", out, *options)
+    assert "already contains 2 of 5 rows" in result.err
+    assert "5 rows (3 new)" in result.out
     assert out.read_bytes() == whole
-    # A longer file of prompts continues what is there.
+    # A longer file of prompts continues after the existing rows.
     prompts.write_text(prompts.read_text() + "small\n")
     assert "6 rows (1 new)" in cli("generate", world.run, "--prompts", prompts, "--output", out, *options).out
     assert out.read_bytes().startswith(whole)
@@ -90,7 +90,7 @@ def test_rows_of_other_prompts_or_options_are_refused(
     cli("generate", world.model, *command[2:]).refused(2, "another model or other options")
     text = prompts.read_text()
     prompts.write_text(text.replace("it was", "it is"))
-    cli(*command).refused(2, "out.jsonl:3 answers another prompt than", "prompts.txt:4", "--overwrite")
+    cli(*command).refused(2, "out.jsonl:3 is for another prompt than", "prompts.txt:4", "--overwrite")
     prompts.write_text("the cat\n")
     cli(*command).refused(2, "more rows than there are prompts")
     prompts.write_text(text)
@@ -100,14 +100,14 @@ def test_rows_of_other_prompts_or_options_are_refused(
     out.write_text("some notes\n")
     cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`")
     assert out.read_text() == "some notes\n"
-    # Nor is a line without its end taken for a row that a kill cut off.
+    # A line without a newline is not always a row truncated by a kill.
     for notes in ("some notes", '{"index": 7, "of": "a book"}', '{"index": 0, "prompt": "of another'):
         out.write_text(notes)
         cli(*command).refused(2, "out.jsonl:1 was not written by `trimtab generate`", "--overwrite")
         assert out.read_text() == notes
-    out.write_text('{"index": 0, "pro')  # this is how a row begins
+    out.write_text('{"index": 0, "pro')  # a prefix of a valid row
     assert cli(*command).code == 0
-    cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts itself")
+    cli(*command[:4], "--output", prompts).refused(2, "is the file of prompts")
     cli(*command[:4], "--output", tmp_path / "absent" / "out.jsonl").refused(6, "cannot be written")
 
 
@@ -145,19 +145,19 @@ def test_json_lines_of_prompts_and_conversations(chat_model: Path, tmp_path: Pat
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": \n', ["p.jsonl:3", "not JSON"]),
         ("p.jsonl", '{"prompt": "a"}\n["a"]\n', ["p.jsonl:2", "not a JSON object"]),
         ("p.jsonl", '{"text": "a"}\n', ["p.jsonl:1", "neither prompt nor messages"]),
-        ("p.jsonl", '{"prompt": 3}\n', ["p.jsonl:1", "prompt is no text"]),
-        ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "no list of messages"]),
-        ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "no list of messages"]),
-        ("p.csv", "text\na\n", ["no column prompt"]),
-        ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "not CSV"]),
+        ("p.jsonl", '{"prompt": 3}\n', ["p.jsonl:1", "prompt is not a string"]),
+        ("p.jsonl", '{"messages": [{"role": "user"}]}\n', ["p.jsonl:1", "not a list of messages"]),
+        ("p.jsonl", '{"messages": []}\n', ["p.jsonl:1", "not a list of messages"]),
+        ("p.csv", "text\na\n", ["no column `prompt`"]),
+        ("p.csv", 'prompt,b\na,b\n"c\n', ["p.csv:3", "invalid CSV"]),
         ("p.csv", "prompt,b\na\n", ["p.csv:2", "fields"]),
-        ("p.txt", " \n\n", ["holds no prompts"]),
+        ("p.txt", " \n\n", ["contains no prompts"]),
         ("p.txt", b"a\n\xff\xfe\n", ["p.txt", "not UTF-8"]),
         ("p.pdf", "a", ["p.pdf", ".txt, .jsonl, .csv"]),
         ("p.txt", None, ["p.txt", "cannot be read"]),
     ],
 )
-def test_rows_that_cannot_be_used_are_named(
+def test_invalid_rows_are_named(
     tmp_path: Path, name: str, content: str | bytes | None, words: list[str]
 ) -> None:
     path = tmp_path / name
@@ -185,18 +185,18 @@ def test_prompts_that_do_not_fit_are_named_before_anything_is_written(
     assert not out.exists()
 
 
-def test_options_that_do_not_go_together(world: World, prompts: Path, cli: Call) -> None:
+def test_incompatible_options(world: World, prompts: Path, cli: Call) -> None:
     cli("generate", world.run, "--prompts", prompts).refused(2, "--output")
     cli("generate", world.run, "a", "--prompts", prompts, "--output", "o").refused(2, "leave one of them out")
     cli("generate", world.run, "a", "--output", "o").refused(2, "--prompts")
     cli("generate", world.run, "a", "--batch-size", 2).refused(2, "--batch-size is given without --prompts")
     for verb in ("generate", "chat"):
         cli(verb, world.run, "--top-p", 0.9, "--temperature", 0).refused(2, "--top-p", "--temperature 0.7")
-    said = cli("generate", world.run, "the cat", "--top-p", 0.9, "--max-new-tokens", 4)
-    assert said.code == 0
+    result = cli("generate", world.run, "the cat", "--top-p", 0.9, "--max-new-tokens", 4)
+    assert result.code == 0
 
 
-def test_memory_that_is_short_names_the_batch_size(
+def test_out_of_memory_names_the_batch_size(
     world: World, prompts: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
@@ -213,14 +213,14 @@ def test_memory_that_is_short_names_the_batch_size(
     out, run = tmp_path / "o.jsonl", shutil.copytree(world.run, tmp_path / "copy")
     command = ("generate", run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
     cli(*command, "--batch-size", 2).refused(
-        6, "out of memory while generating text", "2 prompts at once", "2 rows are in", "--batch-size"
+        6, "out of memory while generating text", "a batch of 2 prompts", "contains 2 rows", "--batch-size"
     )
     assert json.loads((run / "oom.json").read_text())["phase"] == "generation"
     monkeypatch.undo()
     assert "5 rows (3 new)" in cli(*command, "--batch-size", 1).out
 
 
-def test_ctrl_c_says_that_the_command_goes_on(
+def test_ctrl_c_prints_that_the_command_can_be_repeated(
     world: World, prompts: Path, tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*words: object, **more: object) -> object:
@@ -231,9 +231,9 @@ def test_ctrl_c_says_that_the_command_goes_on(
     monkeypatch.setattr("trimtab.generate.generate_many", interrupted, raising=False)
     out = tmp_path / "o.jsonl"
     command = ("generate", world.run, "--prompts", prompts, "--output", out, "--max-new-tokens", 3)
-    said = cli(*command, "--batch-size", 2)
-    assert said.code == 130
-    assert "the same command goes on from there" in " ".join(said.err.split())
+    result = cli(*command, "--batch-size", 2)
+    assert result.code == 130
+    assert "repeat the command to continue" in " ".join(result.err.split())
     assert len(rows(out)) == 2
     monkeypatch.undo()
     assert "5 rows (3 new)" in cli(*command).out
@@ -243,12 +243,12 @@ def test_ctrl_c_says_that_the_command_goes_on(
 def test_a_full_disk_names_the_file(world: World, prompts: Path, cli: Call) -> None:
     command = ("generate", world.run, "--prompts", prompts, "--max-new-tokens", 2, "--output")
     cli(*command, "/dev/full").refused(
-        6, "/dev/full cannot be written (No space left on device); 0 rows are in it", "another --output"
+        6, "/dev/full cannot be written (No space left on device); it contains 0 rows", "another --output"
     )
     assert cli(*command, "/dev/null").out == "written: /dev/null, 5 rows (5 new)\n"
 
 
-def test_a_killed_command_goes_on(world: World, tmp_path: Path, cli: Call) -> None:
+def test_a_killed_command_continues(world: World, tmp_path: Path, cli: Call) -> None:
     path, out = tmp_path / "p.txt", tmp_path / "o.jsonl"
     path.write_text("".join(f"the cat sees {i} dogs\n" for i in range(2000)))
     words = ["generate", world.run, "--prompts", path, "--output", out, "--max-new-tokens", 2]
@@ -264,13 +264,13 @@ def test_a_killed_command_goes_on(world: World, tmp_path: Path, cli: Call) -> No
     count = before.count(b"\n")
     assert 8 <= count < 2000
     path.write_text("".join(f"the cat sees {i} dogs\n" for i in range(count + 6)))
-    said = cli(*words)
-    assert said.code == 0, said.err
+    result = cli(*words)
+    assert result.code == 0, result.err
     assert out.read_bytes().startswith(before[: before.rindex(b"\n") + 1])
     assert [row["index"] for row in rows(out)] == list(range(count + 6))
 
 
-def talk(cli: Call, monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> Said:
+def talk(cli: Call, monkeypatch: pytest.MonkeyPatch, text: str, *words: object) -> CommandResult:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
     return cli("chat", *words)
 
@@ -290,18 +290,18 @@ def test_chat_from_a_pipe(
         "/nothing",
         "/help",
     ]
-    said = talk(cli, monkeypatch, "\n".join([*lines, "/exit", "never"]), chat_model, "--max-new-tokens", 6)
-    assert said.code == 0, said.err
+    result = talk(cli, monkeypatch, "\n".join([*lines, "/exit", "never"]), chat_model, "--max-new-tokens", 6)
+    assert result.code == 0, result.err
     for words in ("128 tokens of context", "4 messages", "[a new conversation]"):
-        assert words in said.err
-    assert "there is no command /nothing; /help lists them" in said.err
-    assert "/system TEXT" in said.err
-    assert "[cut off after 6 tokens; --max-new-tokens allows more]" in said.err
+        assert words in result.err
+    assert "there is no command /nothing; /help lists them" in result.err
+    assert "/system TEXT" in result.err
+    assert "[cut off after 6 tokens; raise --max-new-tokens for longer answers]" in result.err
     (row,) = rows(saved)
     assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
     first = row["messages"][1]["content"]
-    assert said.out.startswith(first.split("\n")[0])
-    assert said.out.count(first) == 2, "after /reset the same question has the same answer"
+    assert result.out.startswith(first.split("\n")[0])
+    assert result.out.count(first) == 2, "after /reset the same question has the same answer"
     again = talk(cli, monkeypatch, f"a\n/save {saved}\n", chat_model, "--max-new-tokens", 3)
     assert "exists already; name another file" in again.err
 
@@ -314,28 +314,28 @@ def test_chat_with_a_system_message(chat_model: Path, cli: Call, monkeypatch: py
     assert answers[1] == answers[2] != answers[0]
 
 
-def test_chat_says_what_it_leaves_out_and_refuses_what_is_too_long(
+def test_chat_reports_dropped_turns_and_refuses_long_messages(
     chat_model: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "".join(f"the cat sees {i} dogs\n" for i in range(9))
-    said = talk(cli, monkeypatch, text, chat_model, "--max-new-tokens", 8)
-    assert said.code == 0
-    assert "longer than the model's 128 tokens: its oldest 2 messages are left out; /reset" in said.err
-    said = talk(cli, monkeypatch, "the cat " * 200 + "\n", chat_model)
-    assert said.code == 4
-    assert "error: the message has" in said.err
-    assert "Traceback" not in said.err
+    result = talk(cli, monkeypatch, text, chat_model, "--max-new-tokens", 8)
+    assert result.code == 0
+    assert "longer than the model's 128 tokens: its oldest 2 messages are left out; /reset" in result.err
+    result = talk(cli, monkeypatch, "the cat " * 200 + "\n", chat_model)
+    assert result.code == 4
+    assert "error: the message has" in result.err
+    assert "Traceback" not in result.err
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no pseudo-terminals here")
 def own_terminal() -> None:
-    """Ctrl-C is the child's signal, also where this process runs in the background and ignores it."""
+    """Ctrl-C signals only the child, even if this process runs in the background and ignores it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_chat_at_a_terminal(chat_model: Path) -> None:
-    """Ctrl-C at the prompt keeps the session, an error does not end it, Ctrl-D does."""
+    """Ctrl-C at the prompt and errors do not end the session; Ctrl-D does."""
     ours, theirs = os.openpty()
     words = ["chat", str(chat_model), "--temperature", "1", "--max-new-tokens", "100"]
     process = subprocess.Popen(
@@ -351,7 +351,7 @@ def test_chat_at_a_terminal(chat_model: Path) -> None:
     seen = ""
 
     def until(word: str, press: bytes = b"") -> None:
-        """Types `press` and reads up to `word`; types it again after 5 silent seconds, as a user would.
+        """Types `press` and reads up to `word`; types it again after 5 seconds without output, as a user would.
 
         CPython's readline loses a Ctrl-C that arrives between its prompt and its wait for a key.
         """
@@ -386,7 +386,7 @@ def test_chat_at_a_terminal(chat_model: Path) -> None:
         os.close(ours)
 
 
-def test_ctrl_c_keeps_what_was_answered(
+def test_ctrl_c_keeps_the_partial_answer(
     chat_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = trimtab.load(chat_model, device="cpu")
@@ -403,7 +403,7 @@ def test_ctrl_c_keeps_what_was_answered(
 
     monkeypatch.setattr(sys.stdout, "write", stop_early)
     session.run()
-    assert "[stopped; the conversation stays]" in capsys.readouterr().err
+    assert "[stopped; the conversation continues]" in capsys.readouterr().err
     assert [m["role"] for m in session.chat.messages] == ["user", "assistant"] * 2
     assert plain(session.chat.messages[1]["content"]) == "".join(shown[:2])
 
@@ -413,7 +413,7 @@ def test_chat_with_a_base_model_names_generate(world: World, cli: Call) -> None:
 
 
 def stdin_of(raw: bytes) -> io.TextIOWrapper:
-    """Standard input as Python opens it where the locale is en_US.UTF-8."""
+    """Returns standard input as Python opens it in the locale en_US.UTF-8."""
     return io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors="strict")
 
 
@@ -428,12 +428,12 @@ def test_prompts_that_are_not_utf8(
 
     asked, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     asked.write_text('{"prompt": "a\\ud800b c"}\n')
-    said = cli("generate", chat_model, "--prompts", asked, "--output", out, "--stop", "\udcff", *few)
-    assert (said.code, rows(out)[0]["prompt"]) == (0, "a\ud800b c"), said.err
+    result = cli("generate", chat_model, "--prompts", asked, "--output", out, "--stop", "\udcff", *few)
+    assert (result.code, rows(out)[0]["prompt"]) == (0, "a\ud800b c"), result.err
 
     monkeypatch.setattr(sys, "stdin", stdin_of(b"caf\xe9 ?\nagain\n"))
-    said = cli("chat", chat_model, *few)
-    assert (said.code, len(said.out.splitlines()) >= 2) == (0, True), said.err
+    result = cli("chat", chat_model, *few)
+    assert (result.code, len(result.out.splitlines()) >= 2) == (0, True), result.err
 
     model = trimtab.load(chat_model)
     assert model.loss("a b \ud800 c d") == model.loss("a b \ufffd c d")

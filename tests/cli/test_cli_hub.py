@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cli_world import Said
+from cli_world import CommandResult
 from loopback_hub import LoopbackHub
 from tiny_model import sentences, write_tiny_model
 
@@ -49,19 +49,19 @@ Call = tuple[list[str], str | None]
 
 
 def call(*words: object, token: str | None = None) -> Call:
-    """A command and the token that it may use."""
+    """A command and its access token."""
     return [str(word) for word in words], token
 
 
 @dataclass
 class Place:
-    """A hub, and a folder in which the command line runs with nothing but that hub."""
+    """A hub, and a folder in which the command line can reach only that hub."""
 
     hub: LoopbackHub
     folder: Path
 
-    def trimtab(self, *calls: Call) -> list[Said]:
-        """Several commands, one after the other, in one fresh process whose hub is this one."""
+    def trimtab(self, *calls: Call) -> list[CommandResult]:
+        """Runs several commands in one new process that uses this hub."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         done = subprocess.run(
             [sys.executable, "-c", SEVERAL, json.dumps(calls)],
@@ -78,7 +78,7 @@ class Place:
             timeout=120,
         )
         assert done.returncode == 0, done.stderr
-        return [Said(*said) for said in json.loads(done.stdout.splitlines()[-1])]
+        return [CommandResult(*result) for result in json.loads(done.stdout.splitlines()[-1])]
 
     def recipe(self, name: str = "recipe.yaml", **changes: object) -> str:
         """Writes a recipe of two steps from the hub; returns its name."""
@@ -119,7 +119,7 @@ def test_train_pins_its_commits_and_resumes_offline_after_the_branch_moved(
     data_commit = place.hub.add_dataset("org/words", {"data/train-00000-of-00001.parquet": table})
     [planned] = place.trimtab(call("plan", place.recipe()))
     assert planned.code == 0, planned.err
-    assert "model.safetensors" not in place.hub.fetched()  # a plan costs no download of weights
+    assert "model.safetensors" not in place.hub.fetched()  # a plan does not download weights
     [done] = place.trimtab(call("train", place.recipe()))
     assert done.code == 0, done.err
     assert "model.safetensors" in place.hub.fetched()
@@ -127,13 +127,13 @@ def test_train_pins_its_commits_and_resumes_offline_after_the_branch_moved(
     choices = json.loads((tmp_path / "run" / "choices.json").read_text())
     assert choices["model_commit"] == model_commit
     assert choices["data"]["commits"] == {"org/words": data_commit}
-    # The branch moves on, to another model and other words: the run stays with what it began with.
+    # The branch moves to another model and other texts: the run keeps the original commit.
     other = model_files(write_tiny_model(tmp_path / "other", hidden_size=64, head_dim=16))
     place.hub.add_model("org/tiny", other)
     place.hub.add_dataset("org/words", {"data/train-00000-of-00001.parquet": parquet(text=sentences(9, 30))})
     [done] = place.trimtab(call("train", "--resume", "run", "max_steps=3"))
     assert done.code == 0, done.err
-    place.hub.close()  # the server no longer answers
+    place.hub.close()  # the server does not respond any more
     [done] = place.trimtab(call("train", "--resume", "run", "max_steps=4"))
     assert done.code == 0, done.err
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
@@ -150,12 +150,12 @@ def test_private_models_and_columns(place: Place, tmp_path: Path) -> None:
         call("train", place.recipe()),
         call("train", place.recipe(), token="secret-token"),
         call("train", place.recipe("chosen.yaml", data=chosen, max_steps=1), token="secret-token"),
-        call("train", place.recipe("missing.yaml", model="org/nobody", output_dir="x")),
+        call("train", place.recipe("missing.yaml", model="org/missing", output_dir="x")),
     )
     closed.refused(9, "org/tiny", "token")
     unclear.refused(3, "question", "answer", "text_column")
     assert trained.code == 0, trained.err
     for path in (tmp_path / "run").rglob("*"):
         assert not path.is_file() or b"secret-token" not in path.read_bytes()
-    missing.refused(9, "org/nobody")
+    missing.refused(9, "org/missing")
     assert not (tmp_path / "x").exists()

@@ -1,4 +1,4 @@
-"""Ctrl-C at any instant of a start ends with one line and exit code 130: no traceback, no abort, nothing left."""
+"""Ctrl-C at any instant of a start prints one line and exits with 130: no traceback, no abort, no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Interrupted = subprocess.CompletedProcess[str]
 
 
 def interrupted(words: list[object], delay: float, code: str = DEFAULT + ENTRY) -> Interrupted:
-    """A command that gets SIGINT so long after its interpreter is up."""
+    """Runs a command that receives SIGINT this long after its interpreter has started."""
     with subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)],
         stdout=subprocess.PIPE,
@@ -40,7 +40,7 @@ def interrupted(words: list[object], delay: float, code: str = DEFAULT + ENTRY) 
 
 
 def test_a_start_can_be_interrupted_at_any_instant(tmp_path: Path) -> None:
-    """From the entry module on: imports of typer, pydantic, rich and numpy, and the end of the process."""
+    """During imports of typer, pydantic, rich and numpy, and at the end of the process."""
     codes = set()
     for tick in range(24):
         done = interrupted(["runs", tmp_path], 0.01 + tick * 0.015)
@@ -50,7 +50,7 @@ def test_a_start_can_be_interrupted_at_any_instant(tmp_path: Path) -> None:
     assert 130 in codes
 
 
-# The handler runs inside the import of a module that swallows KeyboardInterrupt, as numpy and torch do in places.
+# The handler runs inside the import of a module that swallows KeyboardInterrupt, as numpy and torch sometimes do.
 SWALLOWING = """
 import os, signal, time
 try:
@@ -74,7 +74,7 @@ def main(arguments):
         import swallowing
         for _ in range(200):
             __import__("time").sleep(0.01)
-        print("went on")
+        print("continued")
         return 0
     except KeyboardInterrupt as error:
         print("complete", swallowing.complete)
@@ -90,7 +90,7 @@ PRESS = "os.kill(os.getpid(), signal.SIGINT)"
 
 @pytest.fixture
 def within(tmp_path: Path) -> Callable[..., Interrupted]:
-    """A verb that imports a module in which Ctrl-C is pressed."""
+    """Runs a verb that imports a module during which Ctrl-C is pressed."""
 
     def call(begin: str, press: str = PRESS) -> Interrupted:
         (tmp_path / "swallowing.py").write_text(SWALLOWING.format(press=press))
@@ -102,35 +102,35 @@ def within(tmp_path: Path) -> Callable[..., Interrupted]:
     return call
 
 
-def test_an_import_before_the_work_ends_at_once(within: Callable[..., Interrupted]) -> None:
+def test_ctrl_c_in_an_import_before_work_begins_exits_immediately(within: Callable[..., Interrupted]) -> None:
     done = within("pass")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_import_within_the_work_is_finished_first(within: Callable[..., Interrupted], times: int) -> None:
-    """Twice: timeout(1) sends its signal to the process and to its group."""
+def test_ctrl_c_after_work_begins_waits_for_an_import(within: Callable[..., Interrupted], times: int) -> None:
+    """The signal arrives twice: timeout(1) sends it to the process and to its group."""
     done = within("interrupts.work_begins()", "; ".join([PRESS] * times))
     assert done.returncode == 130, done
     assert done.stdout == "complete True\ncleaned up\n"
     assert done.stderr == "error: stopped\n"
 
 
-def test_a_second_one_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
+def test_a_second_ctrl_c_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
     done = within(
         "interrupts.IMPATIENT_SECONDS = 0.1; interrupts.work_begins()", f"{PRESS}; time.sleep(0.2); {PRESS}"
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 
 
-def test_a_caller_that_ignores_it_is_not_interrupted(tmp_path: Path) -> None:
-    """nohup, and what a script starts with `&`."""
+def test_an_ignored_sigint_remains_ignored(tmp_path: Path) -> None:
+    """With nohup, or started by a script with `&`."""
     ignoring = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {ENTRY}"
     done = interrupted(["runs", tmp_path], 0.1, ignoring)
     assert (done.returncode, done.stderr) == (0, ""), done
 
 
-def test_little_is_imported_before_it_is_handled() -> None:
+def test_few_modules_are_imported_before_sigint_is_handled() -> None:
     code = (
         "import sys; before = set(sys.modules); import trimtab.cli.main; print(*(set(sys.modules) - before))"
     )
@@ -145,7 +145,7 @@ def test_a_program_that_calls_the_command_line_keeps_its_handler() -> None:
 
 
 def test_a_start_of_training_can_be_interrupted(world: object, tmp_path: Path) -> None:
-    """While torch is imported, while the run is prepared and built: the folder goes again, or the run is saved."""
+    """While torch is imported, and while the run is prepared: the folder is removed, or the run is saved."""
     for delay in (0.3, 0.8, 1.3, 1.8, 2.3):
         run = tmp_path / f"run-{delay}"
         done = interrupted(["train", world.recipe, f"output_dir={run}"], delay)  # type: ignore[attr-defined]

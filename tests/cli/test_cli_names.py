@@ -1,4 +1,4 @@
-"""What users type as names, from the command line and from Python: texts, nothing, numbers, misspelt verbs."""
+"""Invalid names on the command line and in Python: texts, empty strings, numbers, misspelt verbs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cli_world import Call, World
 import trimtab
 from trimtab.facts.errors import CheckpointError, DataError, HubError, ModelError, RecipeError
 
-LONG = "Once upon a time there was a text that somebody gave where a name is expected. " * 100
+LONG = "Once upon a time there was a text that was passed as a name. " * 100
 NAMES = [LONG, "x" * 300, "~no-such-user-here/x"]
 
 
@@ -42,9 +42,9 @@ def test_a_text_where_a_name_is_expected(
         (2, "train", "--resume", name),
         (2, "eval", world.model, "starter:general", "--no-probe", "--cache-dir", name),
     ):
-        said = cli(*words)
-        said.refused(code)
-        assert len(said.err) < 500, said.err
+        result = cli(*words)
+        result.refused(code)
+        assert len(result.err) < 500, result.err
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "a" * 5000])
@@ -55,7 +55,7 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("train", "own-txt"), "there is no recipe at own-txt; did you mean own-text, which ships with"),
         (("train", "a/own-txt"), "there is no recipe at a/own-txt; check the path, or name one that ships"),
@@ -71,13 +71,13 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
         (("fly",), "the verbs are demo, train, plan"),
     ],
 )
-def test_verbs_that_are_none(cli: Call, words: tuple[str, ...], said: str) -> None:
-    cli(*words).refused(2, said)
+def test_unknown_verbs(cli: Call, words: tuple[str, ...], message: str) -> None:
+    cli(*words).refused(2, message)
 
 
 @pytest.mark.parametrize("wrong", [None, 5, 2.5, ["a"], b"a", "", "a\0b"])
 def test_wrong_types_from_python(wrong: Any, tmp_path: Path) -> None:
-    """`bytes` name a file that is not there; the others can be no name at all."""
+    """`bytes` name a file that does not exist; the other values are not valid names."""
     calls: list[Callable[[], Any]] = [
         lambda: trimtab.load(wrong),
         lambda: trimtab.train(wrong),
@@ -104,7 +104,7 @@ def test_other_arguments_of_wrong_types(world: World) -> None:
 
 
 def test_texts_as_sources_from_python(world: World, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="a list of strings, which name files and data sets there") as caught:
+    with pytest.raises(DataError, match="a list of strings, which name files and data sets") as caught:
         trimtab.plan_run({"model": str(world.model), "data": {"train": [LONG]}})
     assert len(str(caught.value)) < 300
 
@@ -126,17 +126,17 @@ def test_the_beginning_of_each_trained_source_is_shown(
     recipe = job()
     source = recipe.parent / "rows.csv"
     source.write_text("id;body\n" + "".join(f"{i};the cat sees the dog {i}\n" for i in range(30)))
-    said = cli("train", recipe, f"data.train={source}", f"output_dir={recipe.parent / 'run'}")
-    assert said.code == 0, said.err
-    flat = " ".join(said.out.split())
+    result = cli("train", recipe, f"data.train={source}", f"output_dir={recipe.parent / 'run'}")
+    assert result.code == 0, result.err
+    flat = " ".join(result.out.split())
     assert "text column 'body', separated by semicolons; first document: 'the cat sees the dog 0'" in flat
 
 
 def test_the_starters_replay_is_for_the_starter(world: World, cli: Call, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("the cat sees the dog. " * 50)
     words = ("own-text", f"data.train={tmp_path / 'my.txt'}", "max_seq_length=64")
-    said = cli("plan", *words, f"model.name={world.model}")
-    said.refused(2, "starter:replay", "data.replay=null", "data.replay.sources=[./general-text]")
+    result = cli("plan", *words, f"model.name={world.model}")
+    result.refused(2, "starter:replay", "data.replay=null", "data.replay.sources=[./general-text]")
     assert cli("plan", *words, f"model.name={world.model}", "data.replay=null").code == 0
     (tmp_path / "no-model").mkdir()
     cli("plan", *words, f"model.name={tmp_path / 'no-model'}").refused(4, "has no config.json")

@@ -1,4 +1,4 @@
-"""Memory runs out in every phase of every verb: what is said, what is left, and how the run resumes."""
+"""Out of memory in every phase of every verb: the message, the files left, and resuming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_world import Call, Said, World
+from cli_world import Call, CommandResult, World
 from full_memory import SMALL, FullMemory
 
 import trimtab
@@ -25,12 +25,12 @@ Job = Callable[..., Path]
 MOST_LINES = 15
 
 
-def explained(said: Said, *words: str) -> list[str]:
-    """Checks an error that explains itself; returns its lines."""
-    said.refused(6, "out of memory", *words)
-    lines = said.err.strip().splitlines()
+def explained(result: CommandResult, *words: str) -> list[str]:
+    """Checks an explained out-of-memory error; returns its lines."""
+    result.refused(6, "out of memory", *words)
+    lines = result.err.strip().splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("error: "))
-    assert len(lines) - start <= MOST_LINES, said.err
+    assert len(lines) - start <= MOST_LINES, result.err
     return lines[start:]
 
 
@@ -56,16 +56,16 @@ STEP: dict[str, Callable[[], FullMemory]] = {
 
 
 @pytest.mark.parametrize("phase", STEP)
-def test_a_step_that_has_no_memory_is_explained_and_goes_on(
+def test_out_of_memory_in_a_step_is_explained_and_the_run_resumes(
     phase: str, job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Tensors that earlier tests of this process left alive are larger than those of this tiny model.
+    # Live tensors of earlier tests in this process are larger than those of this tiny model.
     monkeypatch.setattr(out_of_memory, "LISTED", 1_000_000)
     path = job(max_steps=4, recompute="none", per_device_train_batch_size=4)
     with STEP[phase]() as memory:
-        said = cli("train", path)
+        result = cli("train", path)
     assert memory.failed
-    lines = explained(said, "2.00 GiB more could not be allocated", "pid 4711", "saves")
+    lines = explained(result, "2.00 GiB more could not be allocated", "pid 4711", "saves")
     report = report_of(tmp_path / "run")
     assert report["phase"] == phase
     assert report["memory"]["allocated"] == 15 * 2**30
@@ -77,44 +77,44 @@ def test_a_step_that_has_no_memory_is_explained_and_goes_on(
     text = "\n".join(lines)
     assert "trimtab/" in text
     assert "--explain-memory" in text
-    assert cli(*resume_words(said.err)).code == 0
+    assert cli(*resume_words(result.err)).code == 0
 
 
 def test_a_run_without_a_step_starts_with_any_other_key(job: Job, cli: Call, tmp_path: Path) -> None:
     path = job(per_device_train_batch_size=4)
     with FullMemory("trainer/microstep.py", backward=True, message=SMALL):
-        said = cli("train", path)
-    explained(said, "backward pass of step 1", "nothing was trained yet")
-    assert "may not be enough" not in said.err
+        result = cli("train", path)
+    explained(result, "backward pass of step 1", "nothing was trained yet")
+    assert "may not be enough" not in result.err
     run = tmp_path / "run"
     assert {name.name for name in run.iterdir()} == {".lock", "recipe.yaml", "oom.json", "oom.txt"}
-    words = resume_words(said.err)
+    words = resume_words(result.err)
     assert words[3:] == ["per_device_train_batch_size=2", "gradient_accumulation_steps=2"]
     assert cli(*words).code == 0
     assert not (run / "oom.json").exists()
     assert "per_device_train_batch_size: 2" in (run / "recipe.yaml").read_text()
 
 
-def test_a_run_that_ran_out_can_be_started_anew(job: Job, cli: Call) -> None:
+def test_a_run_that_ran_out_of_memory_can_be_restarted(job: Job, cli: Call) -> None:
     path = job()
     with FullMemory("trainer/microstep.py", backward=True):
         explained(cli("train", path))
     assert cli("train", path).code == 0
 
 
-def test_what_was_trained_is_saved_and_only_memory_settings_are_advised(
+def test_trained_steps_are_saved_and_only_memory_settings_are_advised(
     job: Job, cli: Call, tmp_path: Path
 ) -> None:
     path = job(max_steps=12, recompute="none", per_device_train_batch_size=4)
     with FullMemory("trainer/microstep.py", spared=1000, backward=True):
-        said = cli("train", path)
-    explained(said, "saved         step", "may not be enough")
-    words = resume_words(said.err)
+        result = cli("train", path)
+    explained(result, "saved         step", "may not be enough")
+    words = resume_words(result.err)
     assert words[3:] == ["recompute=block"]
     again = cli(*words)
     assert again.code == 0
     assert "continuing from step" in again.out
-    assert not (tmp_path / "run" / "oom.json").exists()  # of a start that is past
+    assert not (tmp_path / "run" / "oom.json").exists()  # from an earlier start
 
 
 PHASES: dict[str, tuple[Callable[[], FullMemory], dict[str, Any]]] = {
@@ -133,11 +133,11 @@ PHASES: dict[str, tuple[Callable[[], FullMemory], dict[str, Any]]] = {
 def test_other_phases_of_a_run(phase: str, job: Job, cli: Call, tmp_path: Path) -> None:
     full, keys = PHASES[phase]
     with full() as memory:
-        said = cli("train", job(**keys))
+        result = cli("train", job(**keys))
     assert memory.failed
-    explained(said)
+    explained(result)
     assert report_of(tmp_path / "run")["phase"] == phase
-    again = cli(*resume_words(said.err))
+    again = cli(*resume_words(result.err))
     assert again.code == 0, again.err
 
 
@@ -151,8 +151,8 @@ sys.exit(code)
 """
 
 
-def test_lines_that_made_tensors_are_named_when_recorded(job: Job, tmp_path: Path) -> None:
-    # In a process of its own: autograd keeps the graphs of backward passes that failed in other tests.
+def test_allocating_lines_are_named_when_recorded(job: Job, tmp_path: Path) -> None:
+    # In a separate process: autograd keeps the graphs of backward passes that failed in other tests.
     done = subprocess.run(
         [sys.executable, "-c", IN_A_PROCESS, "train", str(job(recompute="none")), "--explain-memory"],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -160,9 +160,9 @@ def test_lines_that_made_tensors_are_named_when_recorded(job: Job, tmp_path: Pat
         text=True,
         timeout=120,
     )
-    said = Said(done.returncode, done.stdout, done.stderr)
-    assert "recording where tensors are made" in said.out
-    assert "--explain-memory" not in "".join(explained(said))
+    result = CommandResult(done.returncode, done.stdout, done.stderr)
+    assert "recording where tensors are made" in result.out
+    assert "--explain-memory" not in "".join(explained(result))
     report = report_of(tmp_path / "run")
     assert report["recorded"]
     assert report["asked"]["module"].startswith("backward of model.")
@@ -195,12 +195,12 @@ def test_verbs_that_train_nothing(
     run = shutil.copytree(world.run, tmp_path / "copy")
     places = {"RUN": run, "OUT": tmp_path / "out", "TEXT": world.folder / "domain.jsonl"}
     with FullMemory(file) as memory:
-        said = cli(*(places.get(word, word) for word in words))
+        result = cli(*(places.get(word, word) for word in words))
     assert memory.failed
-    lines = explained(said, remedy)
+    lines = explained(result, remedy)
     assert report_of(run)["phase"] == phase
     assert any("full report" in line for line in lines)
-    # What loading takes depends on the files, which may be quantized: only the model's own phases are predicted.
+    # The memory of loading depends on the files, which may be quantized: only later phases are predicted.
     assert any("predicted" in line for line in lines) is (words[0] == "export" or phase != "load")
     assert not (tmp_path / "out").exists()
 
@@ -219,9 +219,9 @@ def test_verbs_on_a_run_with_an_adapter(
     assert cli("train", job(lora={"r": 2})).code == 0
     places = {"RUN": tmp_path / "run", "OUT": tmp_path / "out"}
     with FullMemory(file, host=True) as memory:
-        said = cli(*(places.get(word, word) for word in words))
+        result = cli(*(places.get(word, word) for word in words))
     assert memory.failed
-    lines = explained(said, "4.00 KiB more could not be allocated on the host", "holds the model in fp32")
+    lines = explained(result, "4.00 KiB more could not be allocated on the host", "holds the model in fp32")
     report = report_of(tmp_path / "run")
     assert report["phase"] == phase
     planned = words[0] == "merge"  # an adapter's files are small: exporting them is not planned
@@ -231,7 +231,7 @@ def test_verbs_on_a_run_with_an_adapter(
     assert cli(*(places.get(word, word) for word in words)).code == 0
 
 
-def test_an_error_of_another_kind_keeps_its_own_words(
+def test_other_errors_keep_their_message(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""`trimtab plan` as a user calls it: recipes and models, other GPUs, questions, bad input."""
+"""`trimtab plan`: recipes and models, other GPUs, searches, invalid input."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MODEL = "Qwen/Qwen3-0.6B"
 GPU = ("--gpu", "rtx4090")
 
 
-def test_plan_says_first_whether_it_fits(world: World, cli: Call) -> None:
-    said = cli("plan", world.recipe, "output_dir=elsewhere")
-    assert said.code == 0
-    lines = said.out.splitlines()
+def test_plan_prints_first_whether_it_fits(world: World, cli: Call) -> None:
+    result = cli("plan", world.recipe, "output_dir=elsewhere")
+    assert result.code == 0
+    lines = result.out.splitlines()
     assert lines[0].startswith("Fits: needs ")
     assert len(lines) <= 40
-    assert "Activations at the peak: " in said.out
+    assert "Activations at the peak: " in result.out
     for phase in ("loading", "forward", "backward", "optimizer step", "evaluation", "checkpoint"):
         assert any(line.startswith(phase) for line in lines), phase
 
@@ -35,9 +35,9 @@ def test_plan_as_json(world: World, cli: Call) -> None:
 
 
 def test_a_model_by_name_needs_no_recipe_and_no_network(cli: Call) -> None:
-    said = cli("plan", MODEL, *GPU, "--method", "qlora", "max_steps=100", "--json")
-    assert said.code == 0, said.err
-    plan = json.loads(said.out)
+    result = cli("plan", MODEL, *GPU, "--method", "qlora", "max_steps=100", "--json")
+    assert result.code == 0, result.err
+    plan = json.loads(result.out)
     assert plan["job"]["method"] == "qlora"
     assert plan["choices"]["precision"].startswith("matrix products in bf16")
     time = plan["time"]
@@ -51,7 +51,7 @@ def test_a_model_by_name_needs_no_recipe_and_no_network(cli: Call) -> None:
     assert total == pytest.approx(sum(time["step"]["by_phase"].values()))
 
 
-def test_each_auto_is_decided_for_the_planned_gpu(cli: Call) -> None:
+def test_each_auto_is_resolved_for_the_planned_gpu(cli: Call) -> None:
     def choices(gpu: str) -> dict:
         return json.loads(cli("plan", MODEL, "--gpu", gpu, "--json").out)["choices"]
 
@@ -63,21 +63,21 @@ def test_each_auto_is_decided_for_the_planned_gpu(cli: Call) -> None:
 
 
 @pytest.mark.parametrize("method", ["full", "lora", "qlora", "int8"])
-def test_methods_replace_what_the_recipe_says(world: World, cli: Call, method: str) -> None:
+def test_methods_override_the_recipe(world: World, cli: Call, method: str) -> None:
     for words in (["lora.r=4"], ["load_in_4bit=true", "lora.r=4"], []):
         if not words and method != "full":
             continue
-        said = cli("plan", world.recipe, *words, "--method", method, "--json")
-        assert said.code == 0, said.err
-        assert json.loads(said.out)["job"]["method"] == method
+        result = cli("plan", world.recipe, *words, "--method", method, "--json")
+        assert result.code == 0, result.err
+        assert json.loads(result.out)["job"]["method"] == method
 
 
 def test_models_in_files(world: World, cli: Call) -> None:
     expected = json.loads(cli("plan", world.recipe, "--json").out)["model"]["parameters"]
     for target in (world.model, world.model / "config.json"):
-        said = cli("plan", target, *GPU, "--json", "max_seq_length=32")
-        assert said.code == 0, said.err
-        assert json.loads(said.out)["model"]["parameters"] == expected
+        result = cli("plan", target, *GPU, "--json", "max_seq_length=32")
+        assert result.code == 0, result.err
+        assert json.loads(result.out)["model"]["parameters"] == expected
     assert cli("plan", "starter", *GPU).code == 0
 
 
@@ -92,10 +92,10 @@ def test_torch_is_not_imported_for_another_gpu(world: World) -> None:
     assert done.stdout.startswith("Fits: ")
 
 
-def test_what_does_not_fit_ends_with_6_and_what_would_help(cli: Call) -> None:
-    said = cli("plan", "Qwen/Qwen3-8B", "--gpu", "12GB")
-    said.refused(6, "GPU", "lora: {r: 16}")
-    assert said.out.startswith("Does not fit: needs ")
+def test_a_run_that_does_not_fit_exits_with_6_and_remedies(cli: Call) -> None:
+    result = cli("plan", "Qwen/Qwen3-8B", "--gpu", "12GB")
+    result.refused(6, "GPU", "lora: {r: 16}")
+    assert result.out.startswith("Does not fit: needs ")
     assert json.loads(cli("plan", "Qwen/Qwen3-8B", "--gpu", "12GB", "--json").out)["fits"] is False
 
 
@@ -106,27 +106,27 @@ def test_a_limit_below_the_weights_is_named(cli: Call) -> None:
 
 
 def test_what_if_lists_savings_and_costs(cli: Call) -> None:
-    said = cli("plan", MODEL, *GPU, "--what-if")
-    assert said.code == 0
-    assert "the cheapest in time per saved GiB first" in said.out
-    assert "optim: adamw_8bit" in said.out
+    result = cli("plan", MODEL, *GPU, "--what-if")
+    assert result.code == 0
+    assert "sorted by time cost per saved GiB" in result.out
+    assert "optim: adamw_8bit" in result.out
     rows = json.loads(cli("plan", MODEL, *GPU, "--what-if", "--json").out)["what_if"]
     assert any(row["in_use"] for row in rows)
     assert {row["technique"] for row in rows} >= {"LoRA", "activation checkpointing", "smaller microbatch"}
 
 
 def test_solve_prints_lines_to_paste(cli: Call) -> None:
-    said = cli("plan", MODEL, "--gpu", "8GB", "--method", "lora", "--solve", "max_seq_length")
-    assert said.code == 0, said.err
+    result = cli("plan", MODEL, "--gpu", "8GB", "--method", "lora", "--solve", "max_seq_length")
+    assert result.code == 0, result.err
     answer = json.loads(
         cli("plan", MODEL, "--gpu", "8GB", "--method", "lora", "--solve", "max_seq_length", "--json").out
     )
     line = f"max_seq_length: {answer['recipe']['max_seq_length']}"
-    assert f"  {line}" in said.out.splitlines()
+    assert f"  {line}" in result.out.splitlines()
     words = [f"{key}={value}" for key, value in answer["recipe"].items()]
     assert cli("plan", MODEL, "--gpu", "8GB", "--method", "lora", *words).code == 0
-    said = cli("plan", MODEL, *GPU, "--solve", "batch_size")
-    assert "  per_device_train_batch_size: 16" in said.out
+    result = cli("plan", MODEL, *GPU, "--solve", "batch_size")
+    assert "  per_device_train_batch_size: 16" in result.out
 
 
 def test_solve_compares_gpus(cli: Call, tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_solve_compares_gpus(cli: Call, tmp_path: Path) -> None:
 
 
 def test_longest_still_works_with_a_note(world: World, cli: Call) -> None:
-    said = cli("plan", world.recipe, "--longest")
-    assert said.code == 0
-    assert said.err == "note: --longest is now --solve max_seq_length\n"
-    assert "max_seq_length: " in said.out
+    result = cli("plan", world.recipe, "--longest")
+    assert result.code == 0
+    assert result.err == "note: --longest is now --solve max_seq_length\n"
+    assert "max_seq_length: " in result.out
 
 
 def test_a_table_of_models_methods_and_gpus(cli: Call, tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def test_a_table_of_models_methods_and_gpus(cli: Call, tmp_path: Path) -> None:
         "--methods",
         "full,qlora",
     )
-    said = cli(*words, "--page", tmp_path / "table.html")
-    assert said.code == 0, said.err
-    assert "✗" in said.out
-    assert "Qwen3-8B" in said.out
+    result = cli(*words, "--page", tmp_path / "table.html")
+    assert result.code == 0, result.err
+    assert "✗" in result.out
+    assert "Qwen3-8B" in result.out
     assert "Qwen/Qwen3-8B" in (tmp_path / "table.html").read_text()
     cells = json.loads(cli(*words, "--json", "max_seq_length=512").out)["table"]
     assert len(cells) == 8
@@ -186,7 +186,7 @@ def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_pat
     [
         ((MODEL, "--gpu", "rtx4009"), 2, "did you mean rtx4090"),
         (("Qwen/Qwen3-0.6", *GPU), 4, "did you mean Qwen/Qwen3-0.6B"),
-        (("nobody/nothing", *GPU), 4, "config.json"),
+        (("missing/nothing", *GPU), 4, "config.json"),
         ((MODEL, *GPU, "max_seq_length=0"), 2, "max_seq_length"),
         ((MODEL, *GPU, "max_seq_length=-1"), 2, "max_seq_length"),
         ((MODEL, *GPU, "max_seq_length=10000000"), 4, "is beyond the model's"),
@@ -194,7 +194,7 @@ def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_pat
         ((MODEL, *GPU, "--method", "quick"), 2, "choose one of full, lora"),
         ((MODEL, *GPU, "--solve", "everything"), 2, "choose one of max_seq_length"),
         ((MODEL, *GPU, "--host-memory", "-1"), 2, "64GB"),
-        (("max_steps=5",), 2, "nothing to plan is named"),
+        (("max_steps=5",), 2, "no recipe or model given"),
     ],
 )
 def test_bad_input(cli: Call, words: tuple[str, ...], code: int, cause: str) -> None:
@@ -204,22 +204,22 @@ def test_bad_input(cli: Call, words: tuple[str, ...], code: int, cause: str) -> 
 def test_plan_lists_what_each_policy_saves_and_costs(world: World, cli: Call) -> None:
     rows = json.loads(cli("plan", world.recipe, "--json", "--recompute").out)["recompute"]
     assert [row["policy"] for row in rows] == list(POLICIES)
-    said = cli("plan", world.recipe, "--recompute").out
-    table = said[said.index("Each policy in all layers") :].splitlines()
+    result = cli("plan", world.recipe, "--recompute").out
+    table = result[result.index("Each policy applied to all layers") :].splitlines()
     assert [line.split()[0] for line in table[2 : 2 + len(POLICIES)]] == list(POLICIES)
     block = next(row for row in rows if row["policy"] == "block")
     assert f"+ {block['arithmetic']:.1%}" in next(line for line in table if line.startswith("block"))
-    assert "Times are left out" in said
+    assert "No times are shown" in result
 
 
-def test_plan_lists_number_formats(world: World, cli: Call) -> None:
-    said = cli("plan", world.recipe, "dtype=bf16", "weights_dtype=fp32", "--dtypes")
-    rows = {line.split()[0]: line.split()[1:] for line in said.out.splitlines() if line.strip()}
+def test_plan_lists_dtypes(world: World, cli: Call) -> None:
+    result = cli("plan", world.recipe, "dtype=bf16", "weights_dtype=fp32", "--dtypes")
+    rows = {line.split()[0]: line.split()[1:] for line in result.out.splitlines() if line.strip()}
     assert rows["mm"] == ["bf16", "→", "bf16"]
     assert rows["rsqrt"] == ["fp32", "→", "fp32"]
     assert rows["loss:"] == ["fp32"]
 
 
-def test_plan_of_what_cannot_fit_says_what_would(world: World, cli: Call) -> None:
-    said = cli("plan", world.recipe, "per_device_train_batch_size=100000000")
-    said.refused(6, "per_device_train_batch_size", "free")
+def test_plan_of_a_run_that_cannot_fit_lists_remedies(world: World, cli: Call) -> None:
+    result = cli("plan", world.recipe, "per_device_train_batch_size=100000000")
+    result.refused(6, "per_device_train_batch_size", "free")

@@ -1,4 +1,4 @@
-"""Predicted and measured values: printed by every run, kept in its folder, one entry for each start."""
+"""Predicted and measured values: printed by every run, saved in its folder, one entry for each start."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def starts(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_run_prints_one_line_each_and_keeps_the_receipt(world: World) -> None:
+def test_a_run_prints_one_line_each_and_saves_the_receipt(world: World) -> None:
     assert len(MEMORY.findall(world.output)) == 1
     assert len(STEP.findall(world.output)) == 1
     (start,) = starts(world.run)
@@ -49,16 +49,16 @@ def test_a_run_prints_one_line_each_and_keeps_the_receipt(world: World) -> None:
 
 def test_each_start_has_its_entry(world: World, cli: Call, tmp_path: Path) -> None:
     run = shutil.copytree(world.run, tmp_path / "copy")
-    said = cli("train", "--resume", run, "max_steps=10")
-    assert said.code == 0
-    assert "memory: predicted" in said.out
+    result = cli("train", "--resume", run, "max_steps=10")
+    assert result.code == 0
+    assert "memory: predicted" in result.out
     first, second = starts(run)
     assert first == starts(world.run)[0]
     assert (second["first_step"], second["last_step"]) == (7, 10)
     assert second["started"] >= first["started"]
 
 
-def test_a_damaged_receipt_stops_nothing(world: World, cli: Call, tmp_path: Path) -> None:
+def test_a_damaged_receipt_does_not_stop_the_run(world: World, cli: Call, tmp_path: Path) -> None:
     run = shutil.copytree(world.run, tmp_path / "copy")
     (run / "receipts" / "plan.json").write_text('{"version": 1, "starts": [')
     assert "receipts/plan.json" in cli("report", run).out
@@ -67,19 +67,19 @@ def test_a_damaged_receipt_stops_nothing(world: World, cli: Call, tmp_path: Path
     assert only["first_step"] == 7
 
 
-def test_a_run_that_is_quiet_prints_none_and_keeps_it(job: Job, cli: Call, tmp_path: Path) -> None:
-    said = cli("train", job(max_steps=4), "--quiet")
-    assert "predicted" not in said.out
+def test_a_quiet_run_prints_none_and_saves_the_receipt(job: Job, cli: Call, tmp_path: Path) -> None:
+    result = cli("train", job(max_steps=4), "--quiet")
+    assert "predicted" not in result.out
     assert starts(tmp_path / "run")[0]["last_step"] == 4
 
 
-def test_a_short_run_says_that_its_first_steps_are_included(job: Job, cli: Call, tmp_path: Path) -> None:
-    said = cli("train", job(max_steps=2))
-    assert re.search(r"step +2  step: .*measured .*, first steps included", said.out)
+def test_a_short_run_reports_that_its_first_steps_are_included(job: Job, cli: Call, tmp_path: Path) -> None:
+    result = cli("train", job(max_steps=2))
+    assert re.search(r"step +2  step: .*measured .*, first steps included", result.out)
     assert not starts(tmp_path / "run")[0]["measured"]["warm"]
 
 
-def test_a_receipt_that_cannot_be_written_is_said_and_training_goes_on(
+def test_an_unwritable_receipt_is_reported_and_training_continues(
     job: Job, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = PlanReceipt.__call__
@@ -89,6 +89,6 @@ def test_a_receipt_that_cannot_be_written_is_said_and_training_goes_on(
         real(self, measured)
 
     monkeypatch.setattr(PlanReceipt, "__call__", call)
-    said = cli("train", job(max_steps=4))
-    assert said.code == 0
-    assert "the receipt is not written" in said.out
+    result = cli("train", job(max_steps=4))
+    assert result.code == 0
+    assert "the receipt is not written" in result.out

@@ -1,4 +1,4 @@
-"""Resuming: what is left of a run decides how it resumes, and nothing that was recorded is lost silently."""
+"""Resuming with missing or damaged files: the remaining files determine how, and no metrics are lost silently."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def losses(run: Path) -> list[tuple[float, str]]:
 
 @pytest.fixture
 def run(world: World, tmp_path: Path) -> Path:
-    """A copy of the finished run: six steps, checkpoints of 4 and 6, the best of 3 or 6."""
+    """A copy of the finished run: six steps, checkpoints at 4 and 6, the best at 3 or 6."""
     return shutil.copytree(world.run, tmp_path / "done")
 
 
-def commands(said: str) -> list[list[str]]:
-    """The words of each command in backquotes."""
-    return [shlex.split(part)[1:] for part in said.split("`")[1::2] if part.startswith("trimtab ")]
+def commands(result: str) -> list[list[str]]:
+    """Returns the arguments of each command in backquotes."""
+    return [shlex.split(part)[1:] for part in result.split("`")[1::2] if part.startswith("trimtab ")]
 
 
 @pytest.mark.parametrize("how", ["deleted", "emptied"])
-def test_a_record_is_not_cut_when_the_checkpoints_are_gone(run: Path, cli: Call, how: str) -> None:
+def test_metrics_are_not_truncated_without_checkpoints(run: Path, cli: Call, how: str) -> None:
     record = (run / "metrics.jsonl").read_bytes()
     shutil.rmtree(run / "checkpoints")
     if how == "emptied":
         (run / "checkpoints").mkdir()
-    said = cli("train", "--resume", run)
-    said.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
-    assert said.out == ""  # no plan for a run that cannot resume
+    result = cli("train", "--resume", run)
+    result.refused(5, "saved checkpoints up to step 6", "missing" if how == "deleted" else "empty")
+    assert result.out == ""  # no plan for a run that cannot resume
     assert (run / "metrics.jsonl").read_bytes() == record
-    # Both remedies work when they are followed.
-    (again,) = commands(said.err)
+    # Both remedies work.
+    (again,) = commands(result.err)
     assert cli(*again).code == 0
     assert losses(Path(f"{run}-again")) == losses(run)
     expected = losses(run)
@@ -62,15 +62,15 @@ def test_all_checkpoints_damaged(run: Path, cli: Call) -> None:
     record = (run / "metrics.jsonl").read_bytes()
     for file in (run / "checkpoints").glob("step-*/manifest.json"):
         file.write_text("{")
-    said = cli("train", "--resume", run)
-    said.refused(5, "every checkpoint", "damaged")
+    result = cli("train", "--resume", run)
+    result.refused(5, "every checkpoint", "damaged")
     assert (run / "metrics.jsonl").read_bytes() == record
-    (again,) = commands(said.err)
+    (again,) = commands(result.err)
     assert cli(*again).code == 0
 
 
 def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli: Call) -> None:
-    """Runs from before checkpoints were recorded: finished, or far beyond the first save, they had one."""
+    """Runs of versions that did not record checkpoints: if finished, or far beyond the first save, they had one."""
     shutil.rmtree(run / "checkpoints")
     choices = json.loads((run / "choices.json").read_text())
     del choices["logs_checkpoints"]
@@ -85,7 +85,7 @@ def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli:
     assert len(losses(run)) == 6
 
 
-def test_a_run_that_never_saved_begins_at_step_0_with_the_same_losses(run: Path, cli: Call) -> None:
+def test_a_run_that_never_saved_restarts_with_the_same_losses(run: Path, cli: Call) -> None:
     expected = losses(run)
     shutil.rmtree(run / "checkpoints")
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -93,23 +93,23 @@ def test_a_run_that_never_saved_begins_at_step_0_with_the_same_losses(run: Path,
         line for line in lines if json.loads(line)["step"] <= 1 and json.loads(line)["kind"] != "checkpoint"
     ]
     (run / "metrics.jsonl").write_text("".join(early))
-    said = cli("train", "--resume", run)
-    assert said.code == 0, said.err
-    assert "no checkpoint was saved yet" in said.out
+    result = cli("train", "--resume", run)
+    assert result.code == 0, result.err
+    assert "no checkpoint was saved yet" in result.out
     assert losses(run) == expected
 
 
-def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
+def test_a_missing_newest_checkpoint_is_reported(run: Path, cli: Call) -> None:
     expected = losses(run)
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    said = cli("train", "--resume", run)
-    assert said.code == 0, said.err
-    assert "the checkpoint of step 6 is gone or damaged" in " ".join(said.out.split())
+    result = cli("train", "--resume", run)
+    assert result.code == 0, result.err
+    assert "the checkpoint of step 6 is gone or damaged" in " ".join(result.out.split())
     assert losses(run) == expected
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
@@ -118,8 +118,8 @@ def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
         (lambda lines: [], "missing or empty"),
     ],
 )
-def test_a_damaged_record_is_said_by_resume_and_report(
-    run: Path, cli: Call, damage: Callable[[list[str]], list[str]], said: str
+def test_damaged_metrics_are_reported_by_resume_and_report(
+    run: Path, cli: Call, damage: Callable[[list[str]], list[str]], message: str
 ) -> None:
     path = run / "metrics.jsonl"
     path.write_text("".join(damage(path.read_text().splitlines(keepends=True))))
@@ -128,18 +128,18 @@ def test_a_damaged_record_is_said_by_resume_and_report(
     assert "damaged line" in report.out or "metrics.jsonl lacks step" in report.out
     shown = cli("train", "--resume", run)
     assert shown.code == 0, shown.err
-    assert said in " ".join(shown.out.split())
+    assert message in " ".join(shown.out.split())
 
 
-def test_a_whole_record_has_no_flaws(run: Path, cli: Call) -> None:
+def test_complete_metrics_have_no_flaws(run: Path, cli: Call) -> None:
     assert "metrics.jsonl" not in cli("report", run).out
     assert "metrics.jsonl" not in cli("train", "--resume", run).out
 
 
-def test_a_resume_needs_room_for_all_of_its_checkpoints(
+def test_a_resume_needs_disk_space_for_all_of_its_checkpoints(
     run: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that are there are replaced; the one being written and a second kept one need room of their own."""
+    """Existing checkpoints are replaced; the one being written and a second one need additional disk space."""
     sizes = [sum(file.stat().st_size for file in step.iterdir()) for step in run.glob("checkpoints/step-*")]
     usage = shutil.disk_usage(run)
     for extra, code in ((20 * max(sizes), 0), (0, 6)):
@@ -148,15 +148,15 @@ def test_a_resume_needs_room_for_all_of_its_checkpoints(
         assert cli("train", "--resume", again, "max_steps=8", "save_total_limit=3").code == code
 
 
-def test_a_resume_on_a_full_disk_is_told_what_works_there(
+def test_a_resume_on_a_full_disk_gets_remedies_that_work(
     run: Path, cli: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(run)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=0))
-    said = cli("train", "--resume", run, "max_steps=8", "save_total_limit=1")
-    said.refused(6, f"free some space, move {run} to another disk and resume it there, or ")
-    assert "output_dir" not in said.err
-    assert "save_total_limit" not in said.err
+    result = cli("train", "--resume", run, "max_steps=8", "save_total_limit=1")
+    result.refused(6, f"free some space, move {run} to another disk and resume it there, or ")
+    assert "output_dir" not in result.err
+    assert "save_total_limit" not in result.err
     monkeypatch.undo()
     moved = run.rename(run.with_name("moved"))
     assert cli("train", "--resume", moved, "max_steps=8").code == 0
@@ -165,33 +165,33 @@ def test_a_resume_on_a_full_disk_is_told_what_works_there(
 def test_a_lower_save_total_limit_frees_space_before_the_next_save(run: Path, cli: Call) -> None:
     before = {path.name for path in run.glob("checkpoints/step-*")}
     assert "step-00000004" in before
-    said = cli("train", "--resume", run, "save_total_limit=1")  # all steps are trained: nothing is saved
-    assert said.code == 0
-    assert "removed step-00000004: save_total_limit is 1" in said.out
+    result = cli("train", "--resume", run, "save_total_limit=1")  # all steps are trained: nothing is saved
+    assert result.code == 0
+    assert "removed step-00000004: save_total_limit is 1" in result.out
     assert "step-00000006" in {path.name for path in run.glob("checkpoints/step-*")}
 
 
 def test_losses_after_a_resume_are_compared_with_the_first_of_the_run(run: Path, cli: Call) -> None:
     first = {row["name"]: row["loss"] for row in reversed(rows(run, "eval"))}
-    said = cli("train", "--resume", run, "max_steps=8")
-    assert said.code == 0
+    result = cli("train", "--resume", run, "max_steps=8")
+    assert result.code == 0
     last = {row["name"]: row["loss"] for row in rows(run, "eval")}
     for name, loss in last.items():
         change = signed(loss - first[name])
-        assert f"{name} loss {loss:.4f} ({change})" in said.out, said.out
+        assert f"{name} loss {loss:.4f} ({change})" in result.out, result.out
 
 
 def test_a_resume_to_fewer_steps_is_refused_before_the_plan_is_shown(run: Path, cli: Call) -> None:
-    said = cli("train", "--resume", run, "max_steps=1")
-    said.refused(2, "max_steps")
-    assert "─" not in said.out
+    result = cli("train", "--resume", run, "max_steps=1")
+    result.refused(2, "max_steps")
+    assert "─" not in result.out
 
 
-# Starts that were killed early.
+# Starts that were killed before the first step.
 
 
 @pytest.mark.parametrize("left", [[".lock", "recipe.yaml"], [".lock", "recipe.yaml", "model", "plan.json"]])
-def test_a_start_that_was_killed_is_begun_again_by_resume_and_by_train(
+def test_a_killed_start_is_restarted_by_resume_and_by_train(
     run: Path, world: World, cli: Call, left: list[str], tmp_path: Path
 ) -> None:
     half = tmp_path / "half"
@@ -201,15 +201,15 @@ def test_a_start_that_was_killed_is_begun_again_by_resume_and_by_train(
         for name in left:
             copy = shutil.copytree if (run / name).is_dir() else shutil.copyfile
             copy(run / name, half / name)
-        said = cli("train", *words)
-        assert said.code == 0, said.err
+        result = cli("train", *words)
+        assert result.code == 0, result.err
         assert losses(half) == losses(run)
 
 
-def test_a_start_whose_sequence_length_followed_from_the_model_is_begun_again(
+def test_a_killed_start_with_a_resolved_sequence_length_is_restarted(
     world: World, cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The default is longer than the tiny model's context: the recipe in the folder must hold what was resolved."""
+    """The default exceeds the tiny model's context: the recipe in the folder must contain the resolved length."""
     text = world.recipe.read_text()
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("\n".join(line for line in text.splitlines() if "max_seq_length" not in line))
@@ -226,14 +226,14 @@ def test_a_start_whose_sequence_length_followed_from_the_model_is_begun_again(
     assert len(losses(left)) == 6
 
 
-def test_saving_only_at_the_end_is_kept(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_saving_only_at_the_end_is_preserved(job: Job, cli: Call, tmp_path: Path) -> None:
     assert cli("train", job(save_steps=None, max_steps=2, output_dir=str(tmp_path / "end"))).code == 0
     assert "save_steps: null" in (tmp_path / "end" / "recipe.yaml").read_text()
 
 
 @pytest.mark.parametrize("locked", [False, True])
-def test_a_folder_of_the_user_is_not_emptied(run: Path, cli: Call, tmp_path: Path, locked: bool) -> None:
-    """With a recipe.yaml of the user's own it could pass for a run whose start was killed."""
+def test_a_folder_with_user_files_is_not_emptied(run: Path, cli: Call, tmp_path: Path, locked: bool) -> None:
+    """With the user's own recipe.yaml it could be mistaken for a run whose start was killed."""
     own = tmp_path / "own"
     for name in ("model/weights.txt", "wandb/notes.txt", "checkpoints/mine.pt", "story.txt"):
         (own / name).parent.mkdir(parents=True, exist_ok=True)
@@ -242,15 +242,13 @@ def test_a_folder_of_the_user_is_not_emptied(run: Path, cli: Call, tmp_path: Pat
     if locked:
         (own / ".lock").touch()
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
-    said = cli("train", "--resume", own)
-    said.refused(5, "holds a recipe and no run", "trimtab train")
+    result = cli("train", "--resume", own)
+    result.refused(5, "holds a recipe and no run", "trimtab train")
     assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
 
 
-def test_a_start_that_fails_again_leaves_what_the_next_one_needs(
-    run: Path, cli: Call, tmp_path: Path
-) -> None:
-    """A supervisor that resumes whatever folder exists must come through once the cause is gone."""
+def test_a_failed_restart_leaves_the_files_for_the_next(run: Path, cli: Call, tmp_path: Path) -> None:
+    """A supervisor that resumes any existing folder must succeed once the cause is removed."""
     half = tmp_path / "half"
     half.mkdir()
     (half / ".lock").touch()
@@ -264,18 +262,18 @@ def test_a_start_that_fails_again_leaves_what_the_next_one_needs(
     assert cli("train", "--resume", half).code == 0
 
 
-def test_what_is_missing_is_named(run: Path, world: World, cli: Call, tmp_path: Path) -> None:
+def test_missing_files_are_named(run: Path, world: World, cli: Call, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / ".lock").touch()
-    said = cli("train", "--resume", empty)
-    said.refused(5, "no run was begun", "no recipe.yaml")
-    words = [str(world.recipe) if word == "RECIPE" else word for word in commands(said.err)[0]]
+    result = cli("train", "--resume", empty)
+    result.refused(5, "no run was begun", "no recipe.yaml")
+    words = [str(world.recipe) if word == "RECIPE" else word for word in commands(result.err)[0]]
     assert cli(*words).code == 0
     (run / "choices.json").unlink()
-    said = cli("train", "--resume", run)
-    said.refused(5, "was trained and lacks choices.json")
-    assert cli(*commands(said.err)[0]).code == 0
+    result = cli("train", "--resume", run)
+    result.refused(5, "was trained and lacks choices.json")
+    assert cli(*commands(result.err)[0]).code == 0
     (run / "recipe.yaml").unlink()
     cli("train", "--resume", run).refused(5, "lacks choices.json and recipe.yaml")
 
@@ -297,25 +295,25 @@ def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
     warmup = {"warmup_steps": 1} if schedule == "constant_with_warmup" else {}
     recipe = job(lr_scheduler_type=schedule, **warmup)
     assert cli("train", recipe).code == 0
-    said = cli("train", "--resume", tmp_path / "run")
-    assert "max_steps=4`" in said.out
-    said = cli("train", "--resume", tmp_path / "run", "max_steps=5")
-    assert said.code == 0, said.err
-    assert "goes on to step 5 instead of 2; the learning rate is not changed" in " ".join(said.out.split())
+    result = cli("train", "--resume", tmp_path / "run")
+    assert "max_steps=4`" in result.out
+    result = cli("train", "--resume", tmp_path / "run", "max_steps=5")
+    assert result.code == 0, result.err
+    assert "to step 5 instead of 2; the learning rate is not changed" in " ".join(result.out.split())
     assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "long")
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "warmup_stable_decay"])
-def test_a_falling_schedule_is_followed_over_the_new_length(
+def test_a_decaying_schedule_is_stretched_to_the_new_length(
     job: Job, cli: Call, tmp_path: Path, schedule: str
 ) -> None:
     run = tmp_path / "run"
     recipe = job(lr_scheduler_type=schedule, max_steps=3, save_steps=1, save_total_limit=9)
     assert cli("train", recipe).code == 0
-    said = cli("train", "--resume", run, "max_steps=6")
-    assert said.code == 0, said.err
-    assert f"lr_scheduler_type: {schedule} is followed over 6 steps" in " ".join(said.out.split())
+    result = cli("train", "--resume", run, "max_steps=6")
+    assert result.code == 0, result.err
+    assert f"lr_scheduler_type: {schedule} is followed over 6 steps" in " ".join(result.out.split())
     assert cli("train", recipe, "max_steps=6", f"output_dir={tmp_path / 'long'}").code == 0
     rates = {row["step"]: row["lr"] for row in rows(run, "train")}
     longer = {row["step"]: row["lr"] for row in rows(tmp_path / "long", "train")}
@@ -325,7 +323,7 @@ def test_a_falling_schedule_is_followed_over_the_new_length(
         {"step": 0, "total": 3},
         {"step": 3, "total": 6},
     ]
-    # From a checkpoint before the extension the same steps are repeated with the rates they had.
+    # From a checkpoint before the extension, steps are repeated with their original learning rates.
     expected = losses(run)
     for step in (2, 3, 4, 5, 6):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
@@ -338,21 +336,21 @@ def test_a_falling_schedule_is_followed_over_the_new_length(
 def test_epochs_may_be_added(job: Job, cli: Call, tmp_path: Path) -> None:
     assert cli("train", job(max_steps=-1, num_train_epochs=1)).code == 0
     steps = len(losses(tmp_path / "run"))
-    said = cli("train", "--resume", tmp_path / "run", "num_train_epochs=2")
-    assert said.code == 0, said.err
+    result = cli("train", "--resume", tmp_path / "run", "num_train_epochs=2")
+    assert result.code == 0, result.err
     assert len(losses(tmp_path / "run")) == 2 * steps
 
 
 @pytest.mark.parametrize("override", ["num_train_epochs=1e300", f"max_steps={10**15}"])
-def test_a_number_of_steps_that_no_run_has_is_refused(job: Job, cli: Call, override: str) -> None:
+def test_an_invalid_number_of_steps_is_refused(job: Job, cli: Call, override: str) -> None:
     cli("train", job(), override).refused(2, override.split("=")[0], "less than or equal")
 
 
-# Another device, and a run as the model of another.
+# Other devices, and runs as models of other runs.
 
 
-def test_a_run_goes_on_with_another_device(run: Path, cli: Call) -> None:
-    """Made on a CPU and said to be a GPU's: implementations that only run there are chosen anew."""
+def test_a_run_continues_on_another_device(run: Path, cli: Call) -> None:
+    """A CPU run that is recorded as a GPU run: implementations that need a GPU are chosen again."""
     choices = json.loads((run / "choices.json").read_text())
     there = {**choices, "device": "cuda", "attention": {"impl": "triton", "reason": "", "rejected": []}}
     there["pointwise"] = {"impl": "triton", "reason": ""}
@@ -361,13 +359,13 @@ def test_a_run_goes_on_with_another_device(run: Path, cli: Call) -> None:
     (run / "choices.json").write_text(json.dumps(there))
     text = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(text.replace("device: cpu", "device: auto"))
-    said = cli("train", "--resume", run, "max_steps=8")
-    said.refused(6, "was trained on cuda", "device=cpu")
+    result = cli("train", "--resume", run, "max_steps=8")
+    result.refused(6, "was trained on cuda", "device=cpu")
     for word in ("device=cpu", "device=auto"):
         (run / "choices.json").write_text(json.dumps(there))
-        said = cli("train", "--resume", run, word, "max_steps=8")
-        assert said.code == 0, said.err
-    assert "device: cuda → cpu" in " ".join(said.out.split())
+        result = cli("train", "--resume", run, word, "max_steps=8")
+        assert result.code == 0, result.err
+    assert "device: cuda → cpu" in " ".join(result.out.split())
     assert len(losses(run)) == 8
     assert "cuda → cpu" in rows(run, "event")[-2]["message"]
     now = json.loads((run / "choices.json").read_text())
@@ -420,28 +418,28 @@ def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
 
 
 def test_the_remedy_for_keys_that_may_not_change_works(run: Path, cli: Call) -> None:
-    said = cli("train", "--resume", run, "learning_rate=1e-4", "per_device_train_batch_size=1")
-    said.refused(2, "may not change", "learning_rate")
-    (words,) = commands(said.err)
+    result = cli("train", "--resume", run, "learning_rate=1e-4", "per_device_train_batch_size=1")
+    result.refused(2, "may not change", "learning_rate")
+    (words,) = commands(result.err)
     assert cli(*words).code == 0
     assert f"{run}/checkpoints/step-00000006" in (Path(f"{run}-2") / "recipe.yaml").read_text()
 
 
-def test_a_run_of_adapters_is_no_model_and_says_what_to_do(job: Job, cli: Call, tmp_path: Path) -> None:
+def test_a_lora_run_as_a_model_is_refused_with_a_remedy(job: Job, cli: Call, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert cli("train", job(lora={"r": 2})).code == 0
-    said = cli("train", job(output_dir=str(tmp_path / "next")), f"model.name={run}")
-    said.refused(4, "trained adapters")
-    for words in commands(said.err):
+    result = cli("train", job(output_dir=str(tmp_path / "next")), f"model.name={run}")
+    result.refused(4, "trained adapters")
+    for words in commands(result.err):
         assert cli(*(f"{tmp_path}/{word}" if word.isupper() else word for word in words)).code == 0
     next_run = [job(output_dir=str(tmp_path / "next"))]
     assert cli("train", *next_run, f"model.name={tmp_path}/MODEL").code == 0
     shutil.rmtree(tmp_path / "next")
     assert cli("train", *next_run, f"lora={{adapter: {tmp_path}/ADAPTER}}").code == 0
     for change in ("learning_rate=1e-4", "lora.r=4"):
-        said = cli("train", "--resume", run, change)
-        said.refused(2, "may not change", change.split("=")[0])
-        for words in commands(said.err):
+        result = cli("train", "--resume", run, change)
+        result.refused(2, "may not change", change.split("=")[0])
+        for words in commands(result.err):
             assert cli(*words).code == 0
         shutil.rmtree(f"{run}-2")
 
@@ -454,21 +452,21 @@ def test_a_data_file_whose_name_is_not_utf8(job: Job, cli: Call, tmp_path: Path)
     (texts / name).write_text("the cat sees a red house and a dog. " * 60)
     run = tmp_path / "run"
     assert cli("train", job(data_train=[str(texts)], output_dir=str(run))).code == 0
-    said = cli("train", "--resume", run, "max_steps=3")
-    assert said.code == 0, said.err
+    result = cli("train", "--resume", run, "max_steps=3")
+    assert result.code == 0, result.err
     (texts / name).rename(tmp_path / "elsewhere.txt")
     (texts / "other.txt").write_text("a dog. " * 60)
-    said = cli("train", "--resume", run, "max_steps=4")
-    assert said.code != 0
-    assert "missing: \\udcff\\udcfe.txt" in said.err
+    result = cli("train", "--resume", run, "max_steps=4")
+    assert result.code != 0
+    assert "missing: \\udcff\\udcfe.txt" in result.err
 
 
-def test_a_damaged_environment_json_does_not_keep_the_report(run: Path, cli: Call) -> None:
+def test_a_damaged_environment_json_does_not_prevent_the_report(run: Path, cli: Call) -> None:
     (run / "environment.json").write_text("{")
     (run / "report.html").unlink()
-    said = cli("train", "--resume", run, "max_steps=7")
-    assert said.code == 0, said.err
-    assert "versions and machine are not shown" in " ".join(said.out.split())
+    result = cli("train", "--resume", run, "max_steps=7")
+    assert result.code == 0, result.err
+    assert "versions and machine are not shown" in " ".join(result.out.split())
     assert (run / "report.html").is_file()
     assert cli("report", run).code == 0
 
@@ -477,6 +475,6 @@ def test_a_damaged_recipe_is_named_with_its_folder(world: World, cli: Call, tmp_
     run = shutil.copytree(world.run, tmp_path / "run")
     for damage in ("", "[]", "a: b: c", "unknown: 1"):
         (run / "recipe.yaml").write_text(damage)
-        said = cli("train", "--resume", run)
-        said.refused(2)
-        assert damage == "unknown: 1" or str(run / "recipe.yaml") in said.err, said.err
+        result = cli("train", "--resume", run)
+        result.refused(2)
+        assert damage == "unknown: 1" or str(run / "recipe.yaml") in result.err, result.err

@@ -85,8 +85,8 @@ def test_a_choices_json_without_a_recipe_cannot_be_opened(world: World, tmp_path
     cli("generate", run, "the cat").refused(5, "choices.json lacks recipe", "restore it from a copy")
 
 
-def test_how_a_run_ended_is_told_from_its_log(folder: Path) -> None:
-    """By its last records: what comes before a later training record is past."""
+def test_the_end_of_a_run_is_read_from_its_metrics(folder: Path) -> None:
+    """By its last records: records before a later training record are ignored."""
     run, log = folder / "done", folder / "done" / "metrics.jsonl"
     whole = log.read_text()
 
@@ -132,7 +132,7 @@ def test_records_of_many_documents_do_not_hide_the_last_step(
     assert done.loss is not None
 
 
-def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -> None:
+def test_a_locked_run_is_running_and_listing_does_not_disturb_it(folder: Path) -> None:
     lock = folder / "done" / ".lock"
     with RunLock(folder / "done"):
         holder = lock.read_text()
@@ -161,7 +161,7 @@ def test_a_run_in_use_is_running_and_looking_does_not_disturb_it(folder: Path) -
         (lambda log, rows: log.unlink(), "metrics.jsonl is missing"),
     ],
 )
-def test_a_damaged_record_is_marked_and_its_loss_is_not_shown(
+def test_damaged_metrics_are_marked_and_the_loss_is_not_shown(
     folder: Path,
     cli: Call,
     monkeypatch: pytest.MonkeyPatch,
@@ -185,16 +185,16 @@ def test_a_damaged_record_is_marked_and_its_loss_is_not_shown(
     [
         ("x" * 6000, "too long for a file name"),
         ("a\0b", "NUL"),
-        ("~nobody-here/x", "home of a user"),
+        ("~no-such-user/x", "home of a user"),
         ("", "is empty"),
     ],
 )
-def test_a_folder_that_can_be_no_path(name: str, part: str) -> None:
+def test_an_invalid_path(name: str, part: str) -> None:
     with pytest.raises(trimtab.TrimtabError, match=f"^folder .*{part}"):
         trimtab.runs(name)
 
 
-def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None:
+def test_reading_a_run_does_not_change_its_age(folder: Path, cli: Call) -> None:
     run = folder / "done"
     for path in folder.rglob("*"):
         os.utime(path, (1e9, 1e9))
@@ -207,9 +207,9 @@ def test_reading_a_run_does_not_make_it_younger(folder: Path, cli: Call) -> None
 
 
 def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = cli("runs", folder)
-    assert said.code == 0, said.err
-    lines = {line.split()[0]: line for line in said.out.splitlines() if line.strip()}
+    result = cli("runs", folder)
+    assert result.code == 0, result.err
+    lines = {line.split()[0]: line for line in result.out.splitlines() if line.strip()}
     assert "finished" in lines["done"]
     assert "6 / 6" in lines["done"]
     assert "5 / 6" in lines["nested/stopped"]
@@ -218,11 +218,11 @@ def test_the_table_and_json(folder: Path, cli: Call, monkeypatch: pytest.MonkeyP
     assert rows == [run.to_dict() for run in trimtab.runs(folder)]
     monkeypatch.chdir(folder.parent)
     assert [line.split()[:2] for line in cli("runs").out.splitlines()] == [
-        line.split()[:2] for line in said.out.splitlines()
+        line.split()[:2] for line in result.out.splitlines()
     ]
     monkeypatch.setenv("HOME", str(folder.parent))
     again = cli("runs", "~/runs").out.splitlines()
-    assert [line.split()[:4] for line in again] == [line.split()[:4] for line in said.out.splitlines()]
+    assert [line.split()[:4] for line in again] == [line.split()[:4] for line in result.out.splitlines()]
     assert cli("runs", folder / "no-run").out == f"no runs in {folder / 'no-run'}\n"
     cli("runs", folder / "absent").refused(5, "does not exist", "run folder")
 

@@ -1,4 +1,4 @@
-"""Every verb on a tiny model, the way a user runs it."""
+"""Every verb on a tiny model."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_train_leaves_a_whole_run_folder(world: World) -> None:
+def test_train_writes_a_complete_run_folder(world: World) -> None:
     names = {path.name for path in world.run.iterdir()}
     wanted = {"recipe.yaml", "plan.json", "choices.json", "environment.json", "metrics.jsonl"}
     assert wanted | {"model", "checkpoints", "report.html"} <= names
-    # what a failed start takes away again; an export of another test may have left its receipt here
+    # removed after a failed start; an export of another test may have left its receipt here
     assert names - {"report.html", "receipts"} <= set(OURS)
-    assert "what this run will take" in world.output
+    assert "plan of this run" in world.output
     assert str(world.run.name) in world.output
     kinds = {record["kind"] for record in records(world.run)}
     assert {"train", "eval", "sample", "memory"} <= kinds
     assert [r["step"] for r in records(world.run) if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
 
 
-def test_choices_hold_what_a_resume_needs_and_environment_no_paths(world: World) -> None:
+def test_choices_contain_the_resume_state_and_environment_no_paths(world: World) -> None:
     choices = json.loads((world.run / "choices.json").read_text())
     assert choices["model_commit"] is None
     assert choices["recipe"]["max_steps"] == 6
@@ -52,14 +52,16 @@ def test_choices_hold_what_a_resume_needs_and_environment_no_paths(world: World)
     assert str(world.folder) not in (world.run / "environment.json").read_text()
 
 
-def test_resume_goes_on_with_allowed_changes_and_keeps_them(world: World, tmp_path: Path, cli: Call) -> None:
+def test_resume_continues_with_allowed_changes_and_keeps_them(
+    world: World, tmp_path: Path, cli: Call
+) -> None:
     run = shutil.copytree(world.run, tmp_path / "run")
-    said = cli("train", "--resume", run, "max_steps=8", "eval_steps=4")
-    assert said.code == 0, said.err
-    assert "continuing from step 6" in said.out
+    result = cli("train", "--resume", run, "max_steps=8", "eval_steps=4")
+    assert result.code == 0, result.err
+    assert "continuing from step 6" in result.out
     train = [r["step"] for r in records(run) if r["kind"] == "train"]
     assert train == [1, 2, 3, 4, 5, 6, 7, 8]
-    # What was changed stays changed: a further resume has nothing left to do.
+    # Changes are saved: a further resume has nothing to do.
     assert cli("train", "--resume", run).code == 0
     assert max(r["step"] for r in records(run) if r["kind"] == "train") == 8
 
@@ -73,7 +75,7 @@ def test_resume_refuses_other_changes(world: World, cli: Call, change: str) -> N
     assert (world.run / "recipe.yaml").read_bytes() == before
 
 
-def test_resume_notices_a_recipe_edited_in_the_run_folder(world: World, tmp_path: Path, cli: Call) -> None:
+def test_resume_detects_a_recipe_edited_in_the_run_folder(world: World, tmp_path: Path, cli: Call) -> None:
     run = shutil.copytree(world.run, tmp_path / "run")
     text = (run / "recipe.yaml").read_text()
     assert "seed: 42" in text
@@ -85,12 +87,12 @@ def test_resume_with_a_recipe_is_refused(world: World, cli: Call) -> None:
     cli("train", world.recipe, "--resume", world.run).refused(2, "--resume")
 
 
-def test_quiet_training_prints_where_the_run_is(world: World, tmp_path: Path, cli: Call) -> None:
-    said = cli("train", world.recipe, f"output_dir={tmp_path / 'run'}", "max_steps=2", "--quiet")
-    assert said.code == 0
-    assert "run folder" in said.out
-    assert "report.html" in said.out.replace("\n", "").replace(" ", "")
-    assert not any(word in said.out for word in ("loss", "step 1", "what this run will take", "memory"))
+def test_quiet_training_prints_the_run_folder(world: World, tmp_path: Path, cli: Call) -> None:
+    result = cli("train", world.recipe, f"output_dir={tmp_path / 'run'}", "max_steps=2", "--quiet")
+    assert result.code == 0
+    assert "run folder" in result.out
+    assert "report.html" in result.out.replace("\n", "").replace(" ", "")
+    assert not any(word in result.out for word in ("loss", "step 1", "plan of this run", "memory"))
 
 
 def test_train_without_anything_is_refused(cli: Call) -> None:
@@ -98,9 +100,9 @@ def test_train_without_anything_is_refused(cli: Call) -> None:
 
 
 def test_eval_of_text_probe_and_answers(world: World, cli: Call) -> None:
-    said = cli("eval", world.run, world.folder / "domain.jsonl", "--answers", 2, "--json")
-    assert said.code == 0, said.err
-    rows = {row["kind"]: row for row in map(json.loads, said.out.splitlines())}
+    result = cli("eval", world.run, world.folder / "domain.jsonl", "--answers", 2, "--json")
+    assert result.code == 0, result.err
+    rows = {row["kind"]: row for row in map(json.loads, result.out.splitlines())}
     assert rows["eval"]["step"] == 6
     logged = [
         r for r in records(world.run) if r["kind"] == "eval" and r["step"] == 6 and r["name"] == "domain"
@@ -125,7 +127,7 @@ def test_eval_table_and_other_checkpoints(world: World, cli: Call) -> None:
     cli("eval", world.run, text, "--checkpoint", "999").refused(5, "999")
 
 
-def test_eval_of_nothing_at_all_is_refused(world: World, cli: Call) -> None:
+def test_eval_without_anything_to_measure_is_refused(world: World, cli: Call) -> None:
     cli("eval", world.run, "--no-probe").refused(2, "nothing to measure")
 
 
@@ -185,19 +187,19 @@ def test_chat_needs_a_template(world: World, model_copy: Path, cli: Call) -> Non
     (model_copy / "chat_template.jinja").write_text(
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
     )
-    said = cli("generate", model_copy, "--chat", "hello", "--system", "be brief", "--max-new-tokens", 4)
-    assert said.code == 0, said.err
-    assert "tokens" in said.err
+    result = cli("generate", model_copy, "--chat", "hello", "--system", "be brief", "--max-new-tokens", 4)
+    assert result.code == 0, result.err
+    assert "tokens" in result.err
     cli("generate", model_copy, "hello", "--system", "be brief").refused(2, "--chat")
 
 
-def test_export_writes_a_receipt_into_the_run_folder_and_never_over(
+def test_export_writes_a_receipt_into_the_run_folder_and_overwrites_none(
     world: World, tmp_path: Path, cli: Call
 ) -> None:
-    without = shutil.ignore_patterns("receipts")  # of the exports of other tests
+    without = shutil.ignore_patterns("receipts")  # from exports of other tests
     run, target = shutil.copytree(world.run, tmp_path / "run", ignore=without), tmp_path / "my-model"
-    said = cli("export", "hf", run, target, "--dtype", "fp32")
-    assert said.code == 0, said.err
+    result = cli("export", "hf", run, target, "--dtype", "fp32")
+    assert result.code == 0, result.err
     (path,) = (run / "receipts").iterdir()
     assert path.name.startswith("export-hf-my-model-")
     receipt = json.loads(path.read_text())
@@ -213,57 +215,57 @@ def test_export_writes_a_receipt_into_the_run_folder_and_never_over(
     assert not (tmp_path / "x").exists()
 
 
-def test_export_of_a_plain_model_puts_the_receipt_beside_it(world: World, tmp_path: Path, cli: Call) -> None:
+def test_export_of_a_model_writes_the_receipt_next_to_it(world: World, tmp_path: Path, cli: Call) -> None:
     assert cli("export", "hf", world.model, tmp_path / "copy").code == 0
     assert (tmp_path / "copy.receipt.json").is_file()
 
 
-def test_report_is_drawn_again(world: World, tmp_path: Path, cli: Call) -> None:
-    said = cli("report", world.run, "--out", tmp_path / "page.html")
-    assert said.code == 0
+def test_report_is_rebuilt(world: World, tmp_path: Path, cli: Call) -> None:
+    result = cli("report", world.run, "--out", tmp_path / "page.html")
+    assert result.code == 0
     assert "<html" in (tmp_path / "page.html").read_text()
     cli("report", tmp_path / "nothing").refused(5, "nothing")
     cli("report", world.run, "--out", tmp_path / "no" / "page.html").refused(6, "page.html")
 
 
-def test_doctor_is_ready_here_and_says_what_is_missing(
+def test_doctor_is_ready_and_lists_missing_packages(
     cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = cli("doctor", "--folder", tmp_path)
-    assert said.code == 0
-    assert "ready: try `trimtab demo`" in said.out
-    assert "will be used" in said.out
+    result = cli("doctor", "--folder", tmp_path)
+    assert result.code == 0
+    assert "ready: try `trimtab demo`" in result.out
+    assert "will be used" in result.out
     assert cli("doctor", "--folder", tmp_path / "to" / "be" / "made").code == 0
     import trimtab.cli.doctor as doctor
 
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
-    said = cli("doctor", "--folder", tmp_path)
-    assert said.code == 8
-    assert "pip install 'trimtab[train]'" in said.out
+    result = cli("doctor", "--folder", tmp_path)
+    assert result.code == 8
+    assert "pip install 'trimtab[train]'" in result.out
 
 
 def test_doctor_shows_threads_load_and_wait_policy(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("os.getloadavg", lambda: (40.0, 1.0, 1.0))
-    said = " ".join(cli("doctor").out.split())
-    assert "OMP_WAIT_POLICY=PASSIVE, set in the environment" in said
-    assert "(OMP_NUM_THREADS=1)" in said
-    assert "40.0 runnable processes" in said
-    assert "other programs compete for the cores" in said
+    result = " ".join(cli("doctor").out.split())
+    assert "OMP_WAIT_POLICY=PASSIVE, set in the environment" in result
+    assert "(OMP_NUM_THREADS=1)" in result
+    assert "40.0 runnable processes" in result
+    assert "other programs compete for the cores" in result
 
 
-def test_doctor_takes_no_folder_for_a_package(
+def test_doctor_does_not_mistake_a_folder_for_a_package(
     cli: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """wandb writes a folder of its own name where it runs, which Python can import as an empty package."""
+    """wandb writes a folder named wandb, which Python can import as an empty package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    said = cli("doctor")
-    assert said.code == 0
-    assert "trimtab[wandb]" in said.out
+    result = cli("doctor")
+    assert result.code == 0
+    assert "trimtab[wandb]" in result.out
 
 
 def test_doctor_writes_a_report_without_secrets(
@@ -272,8 +274,8 @@ def test_doctor_writes_a_report_without_secrets(
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    said = cli("doctor", "--folder", tmp_path, "--report", tmp_path / "doctor.txt")
-    assert said.code == 0
+    result = cli("doctor", "--folder", tmp_path, "--report", tmp_path / "doctor.txt")
+    assert result.code == 0
     text = (tmp_path / "doctor.txt").read_text()
     assert "secret" not in text
     assert str(tmp_path) not in text
@@ -304,7 +306,7 @@ def test_schema_is_json_schema(cli: Call) -> None:
 
 @pytest.mark.slow
 def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recipe that ships, with less to measure: generating 90 answers twice is not what is tested here."""
+    """The bundled recipe with fewer evaluations: generating 90 answers twice is not tested here."""
     shipped = to_dict(load(recipe_file("demo")))
     shipped["data"]["train"][0]["first"] = 100
     shipped["data"]["eval_sequences"] = 2
@@ -312,9 +314,9 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
     (tmp_path / "demo.yaml").write_text(json.dumps(smaller))
     monkeypatch.setattr("trimtab.starter.files.recipe_file", lambda name: tmp_path / f"{name}.yaml")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said = cli("demo", "--steps", 4, "--folder", tmp_path / "demo")
-    assert said.code == 0, said.err
-    assert "trimtab train own-text data.train=" in said.out.splitlines()[-1]
+    result = cli("demo", "--steps", 4, "--folder", tmp_path / "demo")
+    assert result.code == 0, result.err
+    assert "trimtab train own-text data.train=" in result.out.splitlines()[-1]
     assert len([r for r in records(tmp_path / "demo") if r["kind"] == "train"]) == 4
     with RunFolder(tmp_path / "demo").lock(), pytest.raises(CheckpointError, match="in use"):
         _replace_older(tmp_path / "demo")  # while the first is running
@@ -322,7 +324,7 @@ def test_demo_of_a_few_steps(tmp_path: Path, cli: Call, monkeypatch: pytest.Monk
     with pytest.raises(CheckpointError, match="mynotes"):
         _replace_older(tmp_path / "demo")
     (tmp_path / "demo" / "mynotes").rmdir()
-    _replace_older(tmp_path / "demo")  # what a second demo begins with
+    _replace_older(tmp_path / "demo")  # a second demo starts with this
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {RunLock.NAME, "recipe.yaml"}
 
 
@@ -333,23 +335,23 @@ def test_demo_killed_and_resumed(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ended with signal 9" in done.stdout
-    # of step 2 where the kill came before the one of step 4 was on disk
+    # from step 2 if the kill came before the checkpoint of step 4 was written
     assert re.search(r"resumed from its last checkpoint, step [24]\b", done.stdout)
-    assert "all 8 losses are equal bit by bit" in done.stdout
+    assert "all 8 losses are bitwise identical" in done.stdout
 
 
-def test_plan_mentions_a_text_that_is_not_there(world: World, cli: Call) -> None:
+def test_plan_mentions_a_missing_text(world: World, cli: Call) -> None:
     assert cli("plan", world.recipe).err == ""
-    said = cli("plan", world.recipe, "data.train=./nothere")
-    assert (said.code, said.err.count("note: ./nothere does not exist here")) == (0, 1)
+    result = cli("plan", world.recipe, "data.train=./nothere")
+    assert (result.code, result.err.count("note: ./nothere does not exist here")) == (0, 1)
 
 
-def test_eval_refuses_windows_beyond_the_model(world: World, cli: Call) -> None:
-    said = cli("eval", world.run, world.folder / "domain.jsonl", "--no-probe", "--max-seq-length", 4096)
-    said.refused(2, "beyond the model's 128 positions")
+def test_eval_refuses_sequences_longer_than_the_context(world: World, cli: Call) -> None:
+    result = cli("eval", world.run, world.folder / "domain.jsonl", "--no-probe", "--max-seq-length", 4096)
+    result.refused(2, "beyond the model's 128 positions")
 
 
-def test_ctrl_c_is_said(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_reported(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -357,8 +359,8 @@ def test_ctrl_c_is_said(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("schema").refused(130, "stopped")
 
 
-def test_a_reader_that_has_enough() -> None:
-    """Several schemas in a row are more than a pipe holds, so that writing meets its closed end."""
+def test_a_reader_that_closes_the_pipe() -> None:
+    """Several schemas exceed the pipe buffer, so that writing fails with a broken pipe."""
     script = "import sys; from trimtab.cli.main import main; "
     script += "codes = [main(['schema']) for _ in range(9)]; sys.stderr.write(str(141 in codes))"
     piped = subprocess.run(
@@ -372,7 +374,7 @@ def test_a_reader_that_has_enough() -> None:
 
 def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> None:
     demo, mine = ("demo", "--steps", 4, "--folder"), tmp_path / "mine"
-    cli(*demo, world.run).refused(5, "no demo made")
+    cli(*demo, world.run).refused(5, "not a demo")
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     cli(*demo, mine).refused(5, "letter.txt", "; give another --folder")
@@ -384,17 +386,17 @@ def test_demo_replaces_only_a_demo(world: World, tmp_path: Path, cli: Call) -> N
 
 @pytest.mark.parametrize("words", [[], *[[verb] for verb in VERBS], ["export", "hf"], ["export", "peft"]])
 def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
-    said = cli(*words, "--help")
-    assert said.code == 0
-    assert "Usage: trimtab" in said.out
-    assert " ".join(words) in said.out
-    # Markdown keeps examples apart only between paragraphs: elsewhere they flow into one line
+    result = cli(*words, "--help")
+    assert result.code == 0
+    assert "Usage: trimtab" in result.out
+    assert " ".join(words) in result.out
+    # Markdown keeps examples on separate lines only between paragraphs
     verb = " ".join(["trimtab", *words[:1]])
-    assert not any(line.count(f"{verb} ") > 1 for line in said.out.splitlines() if words)
+    assert not any(line.count(f"{verb} ") > 1 for line in result.out.splitlines() if words)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["doctor", "--report"],
@@ -404,15 +406,15 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
         (["plan", "x", "--fast"], "error: no such option: --fast; see `trimtab plan --help`"),
         (
             ["train", "x", "--max_steps=5"],
-            "error: no such option: --max_steps; keys of the recipe are written without dashes: max_steps=5",
+            "error: no such option: --max_steps; write recipe keys without dashes: max_steps=5",
         ),
         (
             ["plan", "x", "--output-dir", "a b"],
-            "error: no such option: --output-dir; keys of the recipe are written without dashes: output_dir='a b'",
+            "error: no such option: --output-dir; write recipe keys without dashes: output_dir='a b'",
         ),
         (
             ["train", "--lora.r", "--quiet", "x"],
-            "error: no such option: --lora.r; keys of the recipe are written without dashes: lora.r=VALUE",
+            "error: no such option: --lora.r; write recipe keys without dashes: lora.r=VALUE",
         ),
         (
             ["demo", "--max_steps=5"],
@@ -423,11 +425,11 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
         (["runs", "a", "b"], "error: got unexpected extra argument(s) (b); see `trimtab runs --help`"),
     ],
 )
-def test_mistakes_in_a_command_have_one_form(cli: Call, words: list[str], said: str) -> None:
-    found = cli(*words)
-    found.refused(2)
-    assert found.err == f"{said}\n"
-    assert found.out == ""
+def test_mistakes_in_a_command_have_one_form(cli: Call, words: list[str], message: str) -> None:
+    result = cli(*words)
+    result.refused(2)
+    assert result.err == f"{message}\n"
+    assert result.out == ""
 
 
 def test_help_is_a_verb_too(cli: Call) -> None:
@@ -436,13 +438,13 @@ def test_help_is_a_verb_too(cli: Call) -> None:
     assert cli("help").code == 0
 
 
-def test_an_unknown_option_is_answered_with_near_ones(cli: Call) -> None:
+def test_an_unknown_option_suggests_similar_ones(cli: Call) -> None:
     cli("doctor", "--reprt", "x").refused(2, "no such option: --reprt; did you mean", "--report", "--help`")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_behind_standard_output_is_named(tmp_path: Path, unbuffered: str) -> None:
+def test_a_full_disk_under_standard_output_is_named(tmp_path: Path, unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "trimtab", "runs", str(tmp_path)],
@@ -454,7 +456,7 @@ def test_a_full_disk_behind_standard_output_is_named(tmp_path: Path, unbuffered:
         )
     assert done.returncode == 6
     assert done.stderr == (
-        "error: standard output: No space left on device; free some space, or send the output somewhere else\n"
+        "error: standard output: No space left on device; free some space, or redirect the output elsewhere\n"
     )
 
 
@@ -469,10 +471,10 @@ def test_closed_standard_streams_are_no_error(tmp_path: Path, closed: str) -> No
 def test_version_and_unknown_words(cli: Call) -> None:
     assert cli("--version").out.startswith("trimtab ")
     for words in (["fly"], ["train", "--fast"], ["generate", "x", "--temperature", "-1"], ["plan"]):
-        said = cli(*words)
-        assert said.code == 2
-        assert "Traceback" not in said.err
-        assert said.err
+        result = cli(*words)
+        assert result.code == 2
+        assert "Traceback" not in result.err
+        assert result.err
 
 
 def all_errors(base: type = errors.TrimtabError) -> list[type]:
@@ -485,21 +487,19 @@ def test_exit_codes_are_documented(kind: type[errors.TrimtabError]) -> None:
     assert any(f"| {kind.exit_code} | `{name.__name__}` |" in page for name in kind.__mro__)
 
 
-def test_each_kind_of_error_has_a_code_of_its_own() -> None:
+def test_each_kind_of_error_has_its_own_exit_code() -> None:
     kinds = [kind for kind in all_errors() if kind.__module__.startswith("trimtab.facts")]
     kinds.remove(OutOfMemory)  # a lack of resources like others, and explained
     assert OutOfMemory.exit_code == ResourceError.exit_code
     assert len({kind.exit_code for kind in kinds}) == len(kinds)
 
 
-def test_a_run_of_one_step_is_told_in_the_singular(
-    job: Callable[..., Path], cli: Call, tmp_path: Path
-) -> None:
-    said = cli("train", job(max_steps=1))
-    assert said.code == 0, said.err
-    assert "1 step " in said.out
-    assert "1 steps" not in said.out
-    assert ("Measured on a CPU" in said.out) == ("At the peak" in said.out), said.out
+def test_a_run_of_one_step_uses_the_singular(job: Callable[..., Path], cli: Call, tmp_path: Path) -> None:
+    result = cli("train", job(max_steps=1))
+    assert result.code == 0, result.err
+    assert "1 step " in result.out
+    assert "1 steps" not in result.out
+    assert ("Measured on a CPU" in result.out) == ("At the peak" in result.out), result.out
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text("".join(row for row in log.open() if '"kind": "train"' not in row))
     assert "metrics.jsonl lacks step 1 of 1: it is not shown" in cli("report", tmp_path / "run").out

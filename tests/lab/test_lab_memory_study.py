@@ -116,7 +116,7 @@ def test_options_that_cannot_be(options: Options, words: str) -> None:
 
 def test_numbers_of_an_option() -> None:
     assert listed_numbers("128, 256,", "--contexts") == (128, 256)
-    with pytest.raises(RecipeError, match="--contexts long is no whole number"):
+    with pytest.raises(RecipeError, match="--contexts long is not an integer"):
         listed_numbers("128,long", "--contexts")
 
 

@@ -243,7 +243,7 @@ def test_an_interrupted_study_names_the_way_to_go_on(tmp_path: Path, again: bool
     with pytest.raises(KeyboardInterrupt) as caught:
         study(cells, tmp_path, again=again)
     same = "the same command without --again" if again else "the same command"
-    assert str(caught.value) == f"stopped after 1 of 2 cells; {same} continues with the next one"
+    assert str(caught.value) == f"stopped after 1 of 2 cells; {same} continues with the next"
 
 
 def test_an_interrupted_command_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,8 +57,8 @@ def test_no_cell_begins_after_the_limit_and_the_next_call_continues(tmp_path: Pa
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "no study is named; name one, or --suite study"),
-        (["--suite", "study", "--minutes", "0"], "--minutes 0 leaves no time; give a number above 0"),
+        ([], "no study given; name a study, or use --suite study"),
+        (["--suite", "study", "--minutes", "0"], "--minutes 0 is not positive; give a number above 0"),
         (["--suite", "all"], "the suites are study and full"),
     ],
 )

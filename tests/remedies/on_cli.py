@@ -20,7 +20,7 @@ from trimtab.hub import resolve_model
 
 # Training.
 case(
-    "cli/train.py:train: a continued run has its recipe in its folder; give only keys to change, as key=value",
+    "cli/train.py:train: a resumed run uses the recipe in its folder; give only keys to override, as key=value",
     lambda w: w.cli("train", w.recipe(), "--resume", w.own("run") / "run"),
     lambda w, remedy: w.cli("train", "--resume", w.own("run") / "run", "max_steps=5"),
 )
@@ -62,7 +62,7 @@ case("trainer/loop.py:_Loop.stop_before: {}", lambda w: diverging(w, 1e30, lora=
 
 # Commands.
 case(
-    "cli/eval.py:evaluate: name a text, or leave --no-probe out",
+    "cli/eval.py:evaluate: name a text, or omit --no-probe",
     lambda w: w.cli("eval", w.model, "--no-probe"),
     lambda w, remedy: (
         w.cli("eval", w.model, w.shared("run") / "domain.jsonl", "--no-probe"),
@@ -77,7 +77,7 @@ def piped(w: World, said: str, *words: object) -> str:
 
 
 case(
-    "cli/generate.py:generate: write it behind the model, or pipe it in",
+    "cli/generate.py:generate: write it after the model, or pipe it to standard input",
     lambda w: piped(w, ""),
     lambda w, remedy: (piped(w, "", "the cat"), piped(w, "the cat")),
 )
@@ -124,7 +124,7 @@ def with_adapters(w: World) -> Any:
 
 
 case(
-    "api/model.py:Model.save: merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
+    "api/model.py:Model.save: merge them with model.merge(folder) (`trimtab merge`), or save only the adapter with "
     "model.save_adapter(folder) (`trimtab export peft`)",
     lambda w: with_adapters(w).save(w.tmp / "out"),
     lambda w, remedy: (
@@ -155,7 +155,7 @@ def second(w: World) -> Any:
 
 
 case(
-    "api/model.py:Model._used_adapter: name the one to write: save_adapter(folder, adapter=NAME)",
+    "api/model.py:Model._used_adapter: name the adapter to save: save_adapter(folder, adapter=NAME)",
     lambda w: second(w).save_adapter(w.tmp / "out"),
     lambda w, remedy: second(w).save_adapter(w.tmp / "out", adapter="second"),
 )
@@ -238,7 +238,7 @@ def over_letter(w: World, *more: str, name: str = "letter.txt") -> str:
 
 
 case(
-    "cli/doctor.py:_refuse_foreign: name another file with --report, or replace it with --overwrite",
+    "cli/doctor.py:_refuse_foreign: name another file with --report, or overwrite it with --overwrite",
     over_letter,
     lambda w, remedy: (over_letter(w, name="report.txt"), over_letter(w, remedy.split()[-1])),
 )
@@ -254,7 +254,7 @@ case(
     lambda w, remedy: (written_in(w, remedy.split()[-1]), written_in(w, "fp16", w.again())),
 )
 case(
-    "api/model.py:load: give a branch, a tag or a commit as text",
+    "api/model.py:load: give a branch, a tag or a commit as a string",
     lambda w: trimtab.load("owner/name", revision=5),  # type: ignore[arg-type]
     lambda w, remedy: resolve_revisions(w),
 )
@@ -293,7 +293,7 @@ def shown_help(w: World, remedy: str) -> None:
 
 
 case(
-    "cli/commands.py:_misused: keys of the recipe are written without dashes: {}",
+    "cli/commands.py:_misused: write recipe keys without dashes: {}",
     lambda w: w.cli("train", w.recipe(), "--max-steps", 1),
     lambda w, remedy: w.cli("train", w.recipe(), remedy.split(": ")[1]),
 )

@@ -58,7 +58,7 @@ option_case(
     {"stop": ["x"]},
 )
 option_case(
-    "api/prompts.py:check_stream: give a function that is called with each piece of text: stream=print",
+    "api/prompts.py:check_stream: give a function that takes each piece of text: stream=print",
     {"stream": True},
     {"stream": print},
 )
@@ -173,7 +173,7 @@ case(
     lambda w, remedy: asked(w, [message_in(remedy)]),
 )
 case(
-    "api/model.py:Model.complete: give one prompt, or no stream",
+    "api/model.py:Model.complete: give one prompt, or omit stream",
     lambda w: asked(w, ["the cat", "a dog"], stream=print),
     lambda w, remedy: (asked(w, "the cat", stream=lambda piece: None), asked(w, ["the cat", "a dog"])),
 )
@@ -218,12 +218,14 @@ FORMS = '_json_fields: write {"prompt": "…"} or {"messages": [{"role": "user",
 for wrong in ("{", "[]", "{}", '{"prompt": 5}', '{"messages": []}'):
     file_case(FORMS, "p.jsonl", wrong, forms)
 file_case(
-    "_csv_rows: call the column with the prompts `prompt`",
+    "_csv_rows: name the column with the prompts `prompt`",
     "p.csv",
     "question\nthe cat\n",
     lambda remedy: f"{re.findall('`(.*?)`', remedy)[0]}\nthe cat\n",
 )
-file_case("_csv_rows: quote fields that hold quotes", "p.csv", 'prompt\n"a "b" c\n', 'prompt\n"a ""b"" c"\n')
+file_case(
+    "_csv_rows: quote fields that contain quotes", "p.csv", 'prompt\n"a "b" c\n', 'prompt\n"a ""b"" c"\n'
+)
 file_case(
     "_csv_rows: give the row as many fields as the header has",
     "p.csv",
@@ -269,20 +271,20 @@ case(
     ),
 )
 case(
-    "api/prompt_files.py:OutputFile._check: name another {}, or start anew with {}",
+    "api/prompt_files.py:OutputFile._check: name another {}, or replace the file with {}",
     lambda w: (answered(w), answered(w, seed=5)),
     lambda w, remedy: (
         answered(w, "another.jsonl", seed=5),
         answered(w, seed=5, **{re.findall(r"(\w+)=True", remedy)[0]: True}),
     ),
 )
-CHECK = "api/prompt_files.py:OutputFile._check: name another {}, or start anew with {}"
+CHECK = "api/prompt_files.py:OutputFile._check: name another {}, or replace the file with {}"
 case(CHECK, lambda w: (written(w, "answers.jsonl", "{}\n"), answer(w)), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, "--seed", 5)), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, prompts="the cat\n")), follow_output)
 case(CHECK, lambda w: (answer(w), answer(w, prompts="a tree\na dog\n")), follow_output)
 case(
-    "cli/generate.py:_check_files: add --prompts FILE, or leave it out",
+    "cli/generate.py:_check_files: add --prompts FILE, or omit {}",
     lambda w: command(w, "--output", w.tmp / "o.jsonl"),
     lambda w, remedy: (answer(w), command(w)),
 )

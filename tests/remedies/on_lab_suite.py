@@ -17,7 +17,7 @@ case(
     lambda w, remedy: [suite(name) for name in remedy.rpartition("the suites are ")[2].split(" and ")],
 )
 case(
-    "cli/bench.py:bench: name one, or --suite study; see `trimtab bench --help`",
+    "cli/bench.py:bench: name a study, or use --suite study; see `trimtab bench --help`",
     lambda w: w.cli("bench"),
     lambda w, remedy: w.cli("bench", "sizes", "tiny", "--out", w.tmp / "sizes"),
 )

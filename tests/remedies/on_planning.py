@@ -30,7 +30,7 @@ case(
     ),
 )
 case(
-    "cli/plan_questions.py:print_answer: take a smaller model, a larger GPU, or see what would save memory with "
+    "cli/plan_questions.py:print_answer: choose a smaller model or a larger GPU, or list ways to save memory with "
     "--what-if",
     lambda w: plan(w, "Qwen/Qwen3-8B", "--gpu", "12GB", "--solve", "batch_size"),
     lambda w, remedy: (
@@ -78,7 +78,7 @@ case(
     ),
 )
 case(
-    "report/html.py:write_html: give another place with {}",
+    "report/html.py:write_html: give another path with {}",
     lambda w: plan(w, MODEL, *GPU, "--page", w.model / "config.json" / "plan.html"),
     lambda w, remedy: [plan(w, MODEL, *GPU, "--page", w.tmp / "plan.html"), Path(w.tmp / "plan.html").stat()],
 )

@@ -60,7 +60,7 @@ row_case(
     ROWS,
 )
 row_case(
-    "_refuse_texts: for texts give rows: [{'text': one} for one in texts]",
+    "_refuse_texts: for texts give rows: [{'text': text} for text in texts]",
     {"train": ["the cat sees a dog", "a dog runs"]},
     {"train": [{"text": one} for one in ("the cat sees a dog", "a dog runs")]},
 )
@@ -72,7 +72,7 @@ def named_files(w: World) -> list[str]:
 
 
 case(
-    "api/rows.py:_refuse_files: name files as data={'train': [...]}; to train on these very words give rows like "
+    "api/rows.py:_refuse_files: name files as data={'train': [...]}; to train on these strings as text, give rows like "
     "{'text': …}",
     lambda w: train(w, named_files(w)),
     lambda w, remedy: (
@@ -81,7 +81,7 @@ case(
     ),
 )
 case(
-    "api/rows.py:DataArgument.of: pass the rows as data, or leave data_key out",
+    "api/rows.py:DataArgument.of: pass the rows as data, or omit data_key",
     lambda w: train(w, data_key="chats"),
     lambda w, remedy: (train(w, ROWS, data_key="chats"), train(w)),
 )
@@ -125,7 +125,7 @@ case(
     anew,
 )
 case(
-    "api/rows.py:DataArgument._check_unchanged: pass only the rows that the run began with",
+    "api/rows.py:DataArgument._check_unchanged: pass only the rows with which the run was started",
     lambda w: go_on(w, {"train": ROWS, "num_proc": 3}),
     lambda w, remedy: go_on(w, ROWS),
 )
@@ -138,7 +138,7 @@ def from_files(w: World) -> Path:
 
 
 case(
-    "api/rows.py:_kept_name: leave data out, or pass it as the run began with it",
+    "api/rows.py:_recorded_name: omit data, or pass it as when the run was started",
     lambda w: trimtab.resume(from_files(w), data=ROWS, max_steps=3),
     lambda w, remedy: trimtab.resume(w.tmp / "files", max_steps=3),
 )
@@ -348,8 +348,8 @@ case(
     ),
 )
 case(
-    "api/training.py:_checked_model: give a name or a path, a dict like the recipe's `model`, or what trimtab.load "
-    "returns",
+    "api/training.py:_checked_model: give a name or a path, a dict like the recipe's `model`, or the result of "
+    "trimtab.load",
     lambda w: passed(w, 5),
     lambda w, remedy: in_turn(
         lambda model: passed(w, model),
@@ -362,7 +362,7 @@ case(
     lambda w, remedy: trimtab.train(settings(w), data=ROWS),
 )
 case(
-    "api/training.py:_refuse_objects: name a model or a folder there, or pass a loaded one by keyword: "
+    "api/training.py:_refuse_objects: give a model name or folder, or pass a loaded model by keyword: "
     "trimtab.train(recipe, model=model)",
     lambda w: trimtab.train({**settings(w), "model": loaded(w)}, data=ROWS),
     lambda w, remedy: (

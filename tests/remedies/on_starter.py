@@ -51,7 +51,7 @@ def run(w: World) -> Path:
 
 
 case(
-    "report/html.py:write_html: give another place with {}",
+    "report/html.py:write_html: give another path with {}",
     lambda w: w.cli("report", run(w), "--out", w.tmp / "absent" / "report.html"),
     lambda w, remedy: w.cli("report", run(w), re.findall(r"--\w+", remedy)[0], w.tmp / "report.html"),
 )

@@ -15,17 +15,17 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     DISK: (
         "data/in_memory.py:spool_rows: free some space, set data.cache_dir to another folder, or set data.streaming: "
         "true with max_steps",
-        "api/batches.py:generate_file: do the same again with a smaller {}: it goes on from there",
-        "api/prompt_files.py:OutputFile.write: free some space and do the same again, which goes on from there, or "
-        "name another {}",
+        "api/batches.py:generate_file: repeat the call with a smaller {}; it continues after these rows",
+        "api/prompt_files.py:OutputFile.write: free some space and repeat the call, which continues after these rows, "
+        "or name another {}",
         "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the locked memory limit (ulimit -l)",
         "checkpoint/lock.py:RunLock._unwritable: check its rights and those of its files",
         "checkpoint/store.py:_no_space: free some space{}, then resume; the earlier checkpoints are intact",
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
         "then resume; the earlier checkpoints are intact",
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
-        "cli/commands.py:_lacking: free some space or check the folder's rights",
-        "cli/commands.py:_lacking: free some space, or send the output somewhere else",
+        "cli/commands.py:_lacking: free some space or check the folder's permissions",
+        "cli/commands.py:_lacking: free some space, or redirect the output elsewhere",
         "data/cache.py:TokenCache._build: free some space, or use another folder: data.cache_dir in a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",

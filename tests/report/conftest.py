@@ -1,4 +1,4 @@
-"""Run folders for the report's tests, written as a run writes them, and a browser to look at pages with."""
+"""Run folders for the report's tests, and a browser for its pages."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ SAMPLES = (
 
 
 def training_records(steps: int = 300, every: int = 50) -> list[dict[str, Any]]:
-    """Records of a run that learns: everything a log can hold."""
+    """Records of a run that learns, of every kind."""
     records: list[dict[str, Any]] = [_memory("before", gradients=0, activations=0)]
     for step in range(steps + 1):
         if step:
@@ -188,14 +188,14 @@ def _evaluation(step: int, done: float) -> list[dict[str, Any]]:
 
 
 def _results(items: int, before: int, after: int, done: float) -> str:
-    """Right and wrong choices of one kind; on the way two more become wrong than have to, and as many right."""
+    """Results of one kind of probe item; two more items than necessary become wrong, and as many right."""
     right = before + round((after - before) * done)
     moved = 2 if done else 0
     return "0" * moved + "1" * right + "0" * (items - right - moved)
 
 
 def _units(mean: float, done: float) -> dict[str, Any]:
-    """Sixty documents of equal length, some easier than others, whose losses do not change quite alike."""
+    """Sixty documents of equal length and different difficulty, whose losses change by slightly different amounts."""
     losses = [
         mean + 0.4 * math.sin(i * math.tau / 60) + 0.02 * done * math.cos(7 * i * math.tau / 60)
         for i in range(60)
@@ -205,19 +205,19 @@ def _units(mean: float, done: float) -> dict[str, Any]:
 
 @pytest.fixture
 def learnt() -> list[dict[str, Any]]:
-    """Records of a whole run of 300 steps."""
+    """Records of a complete run of 300 steps."""
     return training_records()
 
 
 @pytest.fixture
 def learnt_without_items(learnt: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same records as versions wrote them that kept no results by item."""
+    """The same records as written by older versions, without results by item."""
     return [{k: v for k, v in r.items() if k not in ("units", "right", "items")} for r in learnt]
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a run folder; `records` may hold raw lines (str) for damage, files None to leave one out."""
+    """Writes a run folder; `records` may contain raw lines (str) as damage, and a file of None is omitted."""
 
     def write(
         records: list[Any], *, plan: Any = PLAN, recipe: str | None = "model: starter\n", name: str = "run"
@@ -255,7 +255,7 @@ HOSTILE = (
 
 @pytest.fixture
 def hostile() -> str:
-    """Text as nasty as data can be."""
+    """Text with control characters and markup."""
     return HOSTILE
 
 

@@ -1,4 +1,4 @@
-"""Documents for the tests of their writers: one of everything, a long timeline, hostile text, nothing at all."""
+"""Documents for the tests of their writers: every kind of block, a long timeline, hostile text, empty."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def everything() -> Document:
 
 
 def hostile_document(text: str) -> Document:
-    """Every text of a document is this one."""
+    """A document whose texts are all this text."""
     blocks = (
         Text(text),
         Code(text),
@@ -197,7 +197,7 @@ def hostile_document(text: str) -> Document:
 
 
 def odd_charts() -> list[LineChart | BarChart | StackChart | Histogram]:
-    """Charts without values, with one, and with values that have no place on their axis."""
+    """Charts without values, with one value, and with values that cannot be drawn."""
     inf, nan = math.inf, math.nan
     return [
         LineChart("no-series", "t", "x", "y", ()),

@@ -1,4 +1,4 @@
-"""The page in a real browser: charts are drawn, nothing is asked from outside, hostile text does nothing."""
+"""The page in a real browser: charts are drawn, there are no external requests, hostile text is inert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.browser
 
 
 class Visit:
-    """A page that was opened, with everything it said and asked for."""
+    """An opened page with its console messages and requests."""
 
     def __init__(self, browser: Any, run: Path, target: Path, **options: Any) -> None:
         write_page(read_run(run), target)
@@ -31,7 +31,7 @@ class Visit:
         return self.page.evaluate(script)
 
     def until(self, condition: str) -> None:
-        """Waits for a condition; playwright's own way evaluates a string in the page, which the policy forbids."""
+        """Waits for a condition; playwright's wait evaluates a string in the page, which the policy forbids."""
         for _ in range(100):
             if self.ask(condition):
                 return
@@ -39,7 +39,7 @@ class Visit:
         raise AssertionError(f"never came true: {condition}")
 
 
-def test_charts_are_drawn_and_nothing_is_asked_from_outside(
+def test_charts_are_drawn_without_external_requests(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     target = tmp_path / "report.html"
@@ -84,7 +84,7 @@ BEYOND = """() => {
 
 
 @pytest.mark.parametrize("width", [390, 768, 1280, 1920])
-def test_every_screen_shows_all_of_it(
+def test_every_screen_shows_the_whole_page(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path, width: int
 ) -> None:
     visit = Visit(
@@ -92,7 +92,7 @@ def test_every_screen_shows_all_of_it(
     )
     assert visit.ask("document.scrollingElement.scrollWidth") <= width
     assert visit.ask(BEYOND) == []
-    # Rows of cards have no tall empty place: the cards of a row are equally high.
+    # The cards of a row have equal height.
     heights = "[...document.querySelectorAll('.verdict > .card')].map(c => c.getBoundingClientRect().height)"
     gained, lost = visit.ask(heights)
     assert gained == lost or width == 390
@@ -112,7 +112,7 @@ def test_every_screen_shows_all_of_it(
     assert visit.ask(BEYOND) == []
 
 
-def test_values_are_shown_by_key_and_by_touch(
+def test_keys_and_touch_show_values(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     size = {"width": 390, "height": 800}
@@ -141,7 +141,7 @@ def test_values_are_shown_by_key_and_by_touch(
     assert not area.locator(".tip").is_visible()
 
 
-def test_without_scripts_and_on_paper_the_charts_are_there(
+def test_charts_are_visible_without_scripts_and_in_print(
     browser: Any, make_run: Callable[..., Path], learnt: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     run, target = make_run(learnt), tmp_path / "report.html"
@@ -164,7 +164,7 @@ def test_hostile_text_is_inert(browser: Any, hostile_run: Path, tmp_path: Path) 
     assert visit.ask("document.querySelectorAll('a, img, iframe, main script, main style').length") == 0
     assert visit.ask("getComputedStyle(document.querySelector('main')).display") == "block"
     assert "<script>window.hacked=1</script>" in visit.ask("document.querySelector('.legend').textContent")
-    # The policy is a second wall: even text that did become a script or a handler would not run.
+    # The policy is a second barrier: even text that became a script or a handler would not run.
     visit.ask(
         "document.body.insertAdjacentHTML('beforeend', '<img src=\"data:,\" onerror=\"window.hacked=1\">');"
         "document.body.appendChild(Object.assign(document.createElement('script'), {textContent: 'window.hacked=1'}))"

@@ -1,4 +1,4 @@
-"""Behind `| head` the reader goes away; the work does not."""
+"""If `| head` closes the pipe, the program continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ print("worked to the end", file=sys.stderr)
 """
 
 
-def test_a_reader_that_leaves_does_not_end_the_work() -> None:
+def test_a_closed_pipe_does_not_end_the_program() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", CODE], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: no cell is cut off, and no line is longer than the terminal."""
+"""Tables on terminals of any width: no cell is truncated, and no line exceeds the terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(table: Table, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", range(44, 130, 3))
-def test_every_cell_is_shown_whole(width: int) -> None:
+def test_every_cell_is_shown_completely(width: int) -> None:
     lines = drawn(Table("Errors", HEAD, ROWS), width)
     assert max(cell_len(line.rstrip()) for line in lines) <= width
     shown = [line.split() for line in lines]
@@ -53,6 +53,6 @@ def test_every_cell_is_shown_whole(width: int) -> None:
         assert any(word in words for words in shown), (width, word)
 
 
-def test_heads_take_one_line_where_there_is_room() -> None:
+def test_headings_use_one_line_if_they_fit() -> None:
     lines = drawn(Table("", HEAD, ROWS), 140)
     assert lines[0].split() == " ".join(HEAD).split()

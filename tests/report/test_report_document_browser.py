@@ -1,4 +1,4 @@
-"""A document's page in a real browser: drawn, silent, alone; values on hover, zoom and back, phones, dark mode."""
+"""A document's page in a real browser: rendering, no external requests, hover, zoom, phones, dark mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.browser
 
 
 class Visit:
-    """A page that was opened, with everything it said and asked for."""
+    """An opened page with its console messages and requests."""
 
     def __init__(self, browser: Any, target: Path, **options: Any) -> None:
         self.page = browser.new_context(**options).new_page()
@@ -37,7 +37,7 @@ class Visit:
         )
 
     def labels(self, chart: str, axis: str) -> list[str]:
-        """Texts of an axis of a stack."""
+        """Returns the labels of an axis of a stack."""
         found = f"document.querySelector('#chart-{chart}').closest('.plot').querySelectorAll('{axis} text')"
         return self.ask(f"[...{found}].map(t => t.textContent)")
 
@@ -112,7 +112,7 @@ def test_hover_shows_the_values_of_each_kind_of_chart(opened: Open) -> None:
     assert visit.complaints == []
 
 
-def test_a_missing_value_is_said_to_be_one(opened: Open) -> None:
+def test_a_missing_value_is_labelled(opened: Open) -> None:
     visit = opened()
     area = visit.page.locator("#chart-times-5")
     area.focus()
@@ -121,7 +121,7 @@ def test_a_missing_value_is_said_to_be_one(opened: Open) -> None:
     assert shown.startswith("context length 16,384 tokens small 1,181 ms medium no value")
 
 
-def test_dragging_zooms_and_a_double_click_shows_all(opened: Open) -> None:
+def test_dragging_zooms_and_a_double_click_resets(opened: Open) -> None:
     visit = opened()
     area = visit.page.locator("#chart-memory")
     area.scroll_into_view_if_needed()
@@ -150,7 +150,7 @@ def test_dragging_zooms_and_a_double_click_shows_all(opened: Open) -> None:
     assert visit.complaints == []
 
 
-def test_keys_zoom_at_the_moment_that_is_shown(opened: Open) -> None:
+def test_keys_zoom_at_the_selected_moment(opened: Open) -> None:
     visit = opened()
     area = visit.page.locator("#chart-memory")
     area.focus()
@@ -245,7 +245,7 @@ def test_dark_mode_has_other_colours(opened: Open) -> None:
     assert len(set(visit.ask(tones))) == 20, "twenty series look different"
 
 
-def test_without_a_script_the_charts_and_values_are_there(opened: Open) -> None:
+def test_charts_and_values_are_visible_without_scripts(opened: Open) -> None:
     visit = opened(java_script_enabled=False)
     for path in visit.page.locator("path.line, path.band").all():
         assert path.bounding_box()["width"] > 10
@@ -255,7 +255,7 @@ def test_without_a_script_the_charts_and_values_are_there(opened: Open) -> None:
     assert "1,181" in details.inner_text()
 
 
-def test_odd_charts_and_hostile_text_do_no_harm(browser: Any, tmp_path: Path, hostile: str) -> None:
+def test_unusual_charts_and_hostile_text_are_harmless(browser: Any, tmp_path: Path, hostile: str) -> None:
     path = tmp_path / "report.html"
     write_document_page(hostile_document(hostile), path)
     visit = Visit(browser, path, viewport={"width": 390, "height": 800})
@@ -279,7 +279,7 @@ def test_odd_charts_and_hostile_text_do_no_harm(browser: Any, tmp_path: Path, ho
     assert visit.complaints == []
 
 
-def test_a_timeline_of_twenty_thousand_moments_is_explored(browser: Any, tmp_path: Path) -> None:
+def test_a_timeline_of_twenty_thousand_moments_is_zoomable(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     write_document_page(Document("long", (), (Section("memory", (memory(20_000),)),), "x"), path)
     visit = Visit(browser, path, viewport={"width": 1200, "height": 900})

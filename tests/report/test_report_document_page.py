@@ -1,4 +1,4 @@
-"""A document's page as text: complete, escaped, small enough, and drawn whatever the values are."""
+"""The HTML of a document's page: complete, escaped, small enough, and valid for any values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def document(*blocks: object) -> Document:
     return Document("A title", ("a machine",), (Section("One", blocks),), "trimtab bench step")  # type: ignore[arg-type]
 
 
-def test_the_page_has_all_of_a_document() -> None:
+def test_the_page_contains_the_whole_document() -> None:
     made = everything()
     html = render_document(made)
     page = Elements(html)
@@ -61,7 +61,7 @@ def test_the_page_has_all_of_a_document() -> None:
     )
 
 
-def test_numbers_stand_on_the_right_and_words_on_the_left() -> None:
+def test_numbers_are_right_aligned_and_text_left_aligned() -> None:
     html = render_document(everything())
     assert '<th scope="col" class="n">forward, ms</th>' in html
     assert '<th scope="col" class="short">mode</th>' in html
@@ -76,7 +76,7 @@ def test_numbers_stand_on_the_right_and_words_on_the_left() -> None:
     assert numeric_columns(Table("", (), ())) == []
 
 
-def test_the_policy_names_every_script_and_style() -> None:
+def test_the_policy_contains_every_script_and_style() -> None:
     page = Elements(render_document(everything()))
     (policy,) = (a["content"] for t, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
     for kind, texts in (("script-src", page.scripts), ("style-src", page.styles)):
@@ -85,7 +85,7 @@ def test_the_policy_names_every_script_and_style() -> None:
         assert len(texts) == 1
 
 
-def test_hostile_text_stays_text(hostile: str) -> None:
+def test_hostile_text_is_escaped(hostile: str) -> None:
     page = Elements(render_document(hostile_document(hostile)))
     tags = {tag for tag, _ in page.tags}
     assert not tags & {"img", "a", "iframe"}
@@ -96,17 +96,17 @@ def test_hostile_text_stays_text(hostile: str) -> None:
     assert "\u202e" not in "".join(page.words) + page.scripts[0]
 
 
-def test_a_document_with_nothing_in_it() -> None:
+def test_an_empty_document() -> None:
     html = render_document(Document("", (), (), ""))
-    assert "There are no measurements in this report." in html
+    assert "This report contains no measurements." in html
     assert "<script>" not in html
     assert "<section" in render_document(Document("t", (), (Section("empty", ()),), "c"))
 
 
 @pytest.mark.parametrize("chart", odd_charts(), ids=lambda chart: chart.id)
-def test_odd_charts_are_drawn_or_said_to_be_empty(chart: LineChart) -> None:
+def test_unusual_charts_are_drawn_or_reported_as_empty(chart: LineChart) -> None:
     html = render_document(document(chart))
-    drawn = "There is no value to draw." not in html
+    drawn = "No values." not in html
     assert drawn == (f'id="chart-{chart.id}"' in html or '<div class="named">' in html)
     empty = ("no-", "all-", "only-zeros", "zero-counts")
     assert drawn != chart.id.startswith(empty)
@@ -117,14 +117,14 @@ def test_odd_charts_are_drawn_or_said_to_be_empty(chart: LineChart) -> None:
         )
 
 
-def test_ids_must_be_usable_and_distinct() -> None:
+def test_ids_must_be_valid_and_unique() -> None:
     for bad in (("a/b",), ("a", "a"), ("..",), ("",)):
         charts = [LineChart(name, "t", "x", "y", ()) for name in bad]
         with pytest.raises(AssertionError):
             render_document(document(*charts))
 
 
-def test_gaps_break_lines_and_lonely_points_get_dots() -> None:
+def test_gaps_break_lines_and_isolated_points_get_dots() -> None:
     points = ((1.0, 1.0), (2.0, None), (3.0, 2.0), (4.0, 3.0))
     drawn = draw_lines(LineChart("a", "A", "x", "y", (Series("s", points),)))
     assert drawn is not None
@@ -137,7 +137,7 @@ def test_gaps_break_lines_and_lonely_points_get_dots() -> None:
     assert drawn.strokes[0].dots.count("M") == 1, "the point between two gaps"
 
 
-def test_logarithmic_ticks_stand_at_values_that_occur() -> None:
+def test_logarithmic_ticks_are_at_data_values() -> None:
     drawn = draw_lines(times())
     assert drawn is not None
     assert [tick.label for tick in drawn.x_ticks] == [
@@ -156,7 +156,7 @@ def test_logarithmic_ticks_stand_at_values_that_occur() -> None:
     assert all(stroke.last == "" for stroke in drawn.strokes), "series that end at different places"
 
 
-def test_more_series_than_tones_are_told_apart() -> None:
+def test_more_series_than_colours_are_distinguishable() -> None:
     roles = [series_role(i) for i in range(24)]
     assert len(set(roles)) == 24
     assert roles[8] == "s0 dash1"
@@ -188,8 +188,8 @@ def test_a_thinned_stack_keeps_its_peak_and_its_steps() -> None:
         assert max(values[i] for i in kept) == max(values)
 
 
-def test_a_flat_stretch_between_crowded_moments_keeps_its_height() -> None:
-    """A burst of short moments, then a long one: what is drawn over the long one is its own value."""
+def test_a_long_moment_between_bursts_keeps_its_height() -> None:
+    """A burst of short moments, then a long one: the long moment is drawn with its own value."""
     x = tuple([i / 1000 for i in range(999)] + [1.0 + i / 1000 for i in range(1000)])
     values = (*(float(i % 50) for i in range(998)), 7.0, *(float(i % 50) for i in range(1000)))
     chart = StackChart("a", "A", "x", "ms", x, 1000.0, (Band("b", "weights", values),))
@@ -215,7 +215,7 @@ def test_the_script_gets_exact_bytes() -> None:
     assert titles[figure["peak"]] == chart.titles[stack.peak]
     places = [figure["start"] + figure["dx"] * step for step in itertools.accumulate(figure["x"])]
     assert math.isclose(places[figure["peak"]], stack.x[stack.peak], rel_tol=1e-5)
-    assert "at most 17.0 GiB, at backward, layer 31, event 1503" in drawn.label
+    assert "peak 17.0 GiB, at backward, layer 31, event 1503" in drawn.label
 
 
 @pytest.mark.parametrize("charts", [1, 3])
@@ -223,7 +223,7 @@ def test_a_page_of_long_timelines_stays_small(charts: int) -> None:
     made = document(*(memory(20_000, f"memory-{i}") for i in range(charts)))
     html = render_document(made)
     assert 300_000 < len(html.encode()) < 3_000_000
-    assert html.count("at most 17.0 GiB, at backward, layer 19, event 10003") >= charts
+    assert html.count("peak 17.0 GiB, at backward, layer 19, event 10003") >= charts
 
 
 def test_a_limit_far_above_is_not_drawn() -> None:
@@ -256,7 +256,7 @@ def test_every_axis_places_its_values_and_ticks(values: list[float | None], log:
         assert axis.tick_label(tick)
 
 
-def test_values_in_words() -> None:
+def test_formatted_values() -> None:
     assert Axis(0, 3 * 2**30, unit="bytes").tick_label(2**31) == "2 GiB"
     assert [Axis(0, 2**21, unit="bytes").tick_label(v) for v in (0, 2**20)] == ["0", "1 MiB"]
     assert Axis(1, 2**40, log=True, unit="bytes").tick_label(2**10) == "1 KiB"
@@ -283,12 +283,12 @@ def test_charts_as_tables_have_limits() -> None:
     assert len(both.head) <= MOST_COLUMNS + 1
     stack = chart_table(memory())
     assert stack is not None
-    assert stack.rows[-1] == ("together", "16.9 GiB", "16.9 GiB")
+    assert stack.rows[-1] == ("total", "16.9 GiB", "16.9 GiB")
     assert [chart_table(chart) is None for chart in odd_charts()[:3]] == [True, True, False]
 
 
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="give another place with --out"):
+    with pytest.raises(ResourceError, match="give another path with --out"):
         write_document_page(document(Text("a")), tmp_path / "missing" / "report.html")
     write_document_page(document(Text("a `b` c` d")), tmp_path / "report.html")
     assert "a <code>b</code> c` d" in (tmp_path / "report.html").read_text(encoding="utf-8")

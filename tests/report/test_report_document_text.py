@@ -1,4 +1,4 @@
-"""A document as Markdown and on a terminal: everything is there, fits, and is nothing but text."""
+"""A document as Markdown and on a terminal: complete, within the width, and without markup."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def shown(made: Document, width: int = 80, *, terminal: bool = True) -> str:
 
 
 def cells(line: str) -> list[str]:
-    """Cells of a row of a Markdown table, split as a reader of Markdown does."""
+    """Splits a row of a Markdown table into cells as a Markdown parser does."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-def test_markdown_has_all_of_a_document() -> None:
+def test_markdown_contains_the_whole_document() -> None:
     text = markdown(everything(), ["times-5", "kernels"])
     assert text.startswith(
         "# Step time of the study models\n\nNVIDIA H200, torch 2.11.0 · commit 0123456789 · 2026-11-18\n"
@@ -48,8 +48,8 @@ def test_markdown_has_all_of_a_document() -> None:
     assert "## Step time\n\nBackward takes about twice as long as forward. `tf32` is off.\n" in text
     assert "![Forward and backward](pictures/times-5.png)" in text
     assert "![Time by kernel](pictures/kernels.png)\n\nKernels of less than 1 % are added up." in text
-    assert "| together |" not in text
-    assert "| together         |    16.9 GiB | 16.9 GiB |" in text, "a stack without a picture"
+    assert "| total |" not in text
+    assert "| total            |    16.9 GiB | 16.9 GiB |" in text, "a stack without a picture"
     assert "The peak is at backward, layer 11, event 203." in text
     assert "```\n3.14\n0 10000000" in text
     assert text.endswith("Written by `trimtab bench step`.\n")
@@ -72,7 +72,7 @@ def test_numbers_are_aligned_to_the_right() -> None:
     assert len({len(line) for line in lines[head : head + 7]}) == 1
 
 
-def test_cells_keep_their_column_whatever_they_hold() -> None:
+def test_cells_keep_their_column_for_any_content() -> None:
     rows = (("a|b", "1 | 2", "x\ny"), ("`c|d`", "\\|", ""))
     text = markdown(document(Table("T|t", ("h|1", "h2", "h3"), rows, "n|n")))
     inside = [line for line in text.splitlines() if line.startswith("|")]
@@ -80,7 +80,7 @@ def test_cells_keep_their_column_whatever_they_hold() -> None:
     assert cells(inside[2]) == ["a\\|b", "1 \\| 2", "x y"]
 
 
-def test_what_could_be_read_as_markdown_is_escaped() -> None:
+def test_markdown_syntax_is_escaped() -> None:
     assert escaped("2*3*4 [a](b) <b> a_b _c_ `x*y` d`e &lt; & f~~g~~") == (
         "2\\*3\\*4 \\[a\\](b) \\<b> a_b \\_c\\_ `x*y` d\\`e &amp;lt; & f\\~\\~g\\~\\~"
     )
@@ -106,7 +106,7 @@ def test_hostile_text_is_inert_in_markdown(hostile: str) -> None:
 
 
 @pytest.mark.parametrize("chart", odd_charts(), ids=lambda chart: chart.id)
-def test_odd_charts_are_written_everywhere(chart: LineChart) -> None:
+def test_unusual_charts_are_written_everywhere(chart: LineChart) -> None:
     made = document(chart)
     assert "## One" in markdown(made)
     assert "One" in shown(made)
@@ -124,7 +124,7 @@ def test_an_empty_document() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
-def test_the_terminal_shows_all_of_it_within_its_width(width: int) -> None:
+def test_the_terminal_shows_everything_within_its_width(width: int) -> None:
     made = everything()
     text = OURS.sub("", shown(made, width))
     assert max(cell_len(line) for line in text.splitlines()) <= min(width, 120)
@@ -136,7 +136,7 @@ def test_the_terminal_shows_all_of_it_within_its_width(width: int) -> None:
     assert "110.0 ms (40 %)" in text
     assert "█" in text
     assert re.search("[▁▂▃▄▅▆▇]", text)
-    assert "at most 16.9 GiB" in text
+    assert "peak 16.9 GiB" in text
 
 
 def test_a_table_that_is_too_wide_is_split_after_its_first_column() -> None:
@@ -154,22 +154,22 @@ def test_hostile_text_is_inert_on_a_terminal(hostile: str) -> None:
     assert "[red]markup[/red]" in OURS.sub("", shown(document(Text("[red]markup[/red]"))))
 
 
-def test_long_charts_are_cut_on_a_terminal_with_a_hint() -> None:
+def test_long_charts_are_truncated_on_a_terminal_with_a_hint() -> None:
     bars = tuple(Bar(f"kernel {i}", (("time", 1.0),), "1 ms") for i in range(30))
     text = OURS.sub("", shown(document(BarChart("b", "Bars", "ms", bars), times(20))))
     assert "kernel 15" in text
     assert "kernel 16" not in text
-    assert "14 more are in the page." in text
-    assert "8 more are in the page." in text
+    assert "14 more are in the HTML report." in text
+    assert "8 more are in the HTML report." in text
 
 
-def test_a_stacks_sparkline_follows_time_and_not_moments() -> None:
+def test_the_sparkline_of_a_stack_is_scaled_by_time() -> None:
     text = OURS.sub("", shown(document(memory(2000)), 100))
     line = next(line for line in text.splitlines() if "█" in line)
     assert line.index("█") in range(38, 44), "the peak is in the middle"
 
 
-def test_tables_of_other_tools_keep_their_form() -> None:
+def test_existing_tables_keep_their_format() -> None:
     assert aligned_table([["a", "b"], ["1", "22"]]) == "| a | b  |\n|---|----|\n| 1 | 22 |\n"
     assert (
         aligned_table([["a", "b"], ["1", "22"]], [False, True])

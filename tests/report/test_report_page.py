@@ -1,4 +1,4 @@
-"""The page as text: complete, escaped, and written whole or not at all."""
+"""The HTML report: complete, escaped, and written atomically."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MakeRun = Callable[..., Path]
 
 
 class Elements(HTMLParser):
-    """Elements and words of a page; what is inside scripts and styles is kept apart."""
+    """Elements and words of a page, with the contents of scripts and styles separately."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Elements(HTMLParser):
             self.words.append(data)
 
 
-def test_the_page_of_a_whole_run(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_the_page_of_a_complete_run(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     page = Elements(render(read_run(make_run(learnt))))
     text = " ".join(" ".join(page.words).split())
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
@@ -70,18 +70,18 @@ def test_the_page_of_a_whole_run(make_run: MakeRun, learnt: list[dict[str, Any]]
     ]
     assert [i for i in ids if not str(i).startswith("chart-")] == sections
     for words in (
-        "Gained domain loss 3.520 → 1.210 ± 0.005, 60 documents −2.310",
-        "Lost general loss 3.104 → 3.135 ± 0.005, 60 documents +0.031",
+        "Improved domain loss 3.520 → 1.210 ± 0.005, 60 documents −2.310",
+        "Regressed general loss 3.104 → 3.135 ± 0.005, 60 documents +0.031",
         "No measurable change probe: grammar 86 of 100 → 87 of 100",
         "Holm's correction for 7 comparisons",
         "training, smoothed",
         "before, predicted",
-        "bytes of tensors",
+        "tensor allocations",
         "Add the tens: 30 + 20 = 50.",
         "24 of 30",
         "sdpa_flash",
         "FlexAttention has no backward on a CPU",
-        "nothing but white space",
+        "only white space",
         "model: starter",
         "2.13.0",
     ):
@@ -113,7 +113,7 @@ def test_the_page_is_small_and_its_charts_need_no_script(
     assert all(path.startswith("M") and "L" in path for _, path in lines)
 
 
-def test_long_runs_make_no_long_pages(make_run: MakeRun) -> None:
+def test_long_runs_do_not_produce_long_pages(make_run: MakeRun) -> None:
     rows = [
         {
             "kind": "train",
@@ -131,19 +131,19 @@ def test_long_runs_make_no_long_pages(make_run: MakeRun) -> None:
     assert len(render(read_run(make_run(rows))).encode()) < 200_000
 
 
-def test_a_page_of_an_older_log_claims_nothing(
+def test_a_page_of_older_metrics_claims_no_change(
     make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
 ) -> None:
     page = Elements(render(read_run(make_run(learnt_without_items))))
     text = " ".join(" ".join(page.words).split())
-    assert "Gained Nothing was tested. Lost Nothing was tested." in text
+    assert "Improved Nothing was tested. Regressed Nothing was tested." in text
     assert "Measured, not tested domain loss 3.520 → 1.210" in text
-    assert "Without a paired test nothing is claimed: metrics.jsonl holds no results by item" in text
+    assert "Not tested, so no change is claimed: metrics.jsonl contains no results by item" in text
     assert "better" not in text
     assert "worse" not in text
 
 
-def test_hostile_text_stays_text(hostile_run: Path, make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_hostile_text_is_escaped(hostile_run: Path, make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     page = Elements(render(read_run(hostile_run)))
     assert not {tag for tag, _ in page.tags} & {"a", "img", "link", "iframe", "red"}
     assert [tag for tag, _ in page.tags].count("style") == 1
@@ -165,11 +165,11 @@ def test_pages_of_runs_without_results(make_run: MakeRun, records: list[Any]) ->
     text = " ".join(" ".join(page.words).split())
     assert "Nothing was trained yet." in text
     assert page.scripts == []
-    assert ("1 damaged line in metrics.jsonl was left out" in text) == (records == ["{"])
+    assert ("1 damaged line in metrics.jsonl was ignored" in text) == (records == ["{"])
     assert ("Step 3: stopped" in text) == ("stopped" in str(records))
 
 
-def test_the_page_of_a_run_that_was_only_measured_before(
+def test_the_page_of_a_run_evaluated_only_before_training(
     make_run: MakeRun, learnt: list[dict[str, Any]]
 ) -> None:
     page = Elements(render(read_run(make_run([r for r in learnt if not r["step"]]))))
@@ -180,7 +180,7 @@ def test_the_page_of_a_run_that_was_only_measured_before(
     assert "step 0 arithmetic 0 of 30" in text
 
 
-def test_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_nonfinite_numbers(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     rows = [{**r, "loss": "NaN"} if "loss" in r and r["step"] else r for r in learnt]
     page = Elements(render(read_run(make_run(rows))))
     assert "NaN" not in page.scripts[0]
@@ -200,7 +200,7 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_json_in_a_script_is_the_same_json_and_ends_nothing(value: Any) -> None:
+def test_json_in_a_script_is_equivalent_and_does_not_end_the_script(value: Any) -> None:
     import json
 
     text = script_json(value)
@@ -208,7 +208,7 @@ def test_json_in_a_script_is_the_same_json_and_ends_nothing(value: Any) -> None:
     assert not set("<>&\u2028\u2029") & set(text)
 
 
-def test_notices_are_neutral_and_only_what_went_wrong_is_a_warning(make_run: MakeRun) -> None:
+def test_notices_are_neutral_and_only_failures_are_warnings(make_run: MakeRun) -> None:
     messages = (
         "more steps: 6 became 12",
         "stopped early at step 3 of 30: no better loss",
@@ -220,7 +220,7 @@ def test_notices_are_neutral_and_only_what_went_wrong_is_a_warning(make_run: Mak
     assert '<p class="warn">Step 3: not finite at step 7: x</p>' in page
 
 
-def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
+def test_a_page_is_replaced_atomically(
     make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(learnt[:20])
@@ -233,7 +233,7 @@ def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
 
     with monkeypatch.context() as patched:
         patched.setattr("os.replace", full)
-        with pytest.raises(ResourceError, match="No space left on device; give another place"):
+        with pytest.raises(ResourceError, match="No space left on device; give another path"):
             write_page(data, target)
     assert target.read_text() == "older"
     before = sorted(p.name for p in folder.iterdir())
@@ -244,7 +244,7 @@ def test_an_older_page_is_replaced_whole_and_a_failure_leaves_it(
         write_page(data, folder / "nowhere" / "report.html")
 
 
-def test_the_page_marks_what_was_trained_on(make_run: MakeRun) -> None:
+def test_the_page_marks_trained_tokens(make_run: MakeRun) -> None:
     runs = [["user: <b>hi</b>\n", False], ["</script><img src=x>\x1b[31m", True], ["x" * 9000, True]]
     example = {"kind": "example", "step": 0, "origin": "a.jsonl:1", "tokens": 9, "trained": 4, "cut": True}
     html = render(read_run(make_run([{**example, "runs": runs}])))
@@ -253,6 +253,6 @@ def test_the_page_marks_what_was_trained_on(make_run: MakeRun) -> None:
     page = Elements(html)
     words = " ".join(" ".join(page.words).split())
     assert "4 of 9 tokens" in words
-    assert "cut here" in words
+    assert "truncated here" in words
     assert max(len(word) for word in page.words) < 2000
     assert not [tag for tag, _ in page.tags if tag == "img"]

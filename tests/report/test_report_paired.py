@@ -1,4 +1,4 @@
-"""The paired tests: known values, and how often whole reports claim a change that is not there."""
+"""The paired tests: known values, and the rate of reports with false positives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trimtab.report.verdicts import Change, changes, verdict
         (10, 0, 2 / 1024),
     ],
 )
-def test_the_exact_test_of_items_that_changed(gained: int, lost: int, p: float) -> None:
+def test_exact_test_of_changed_items(gained: int, lost: int, p: float) -> None:
     assert Flips(gained, lost, 14).p == p
     assert Flips(lost, gained, 14).p == p
 
@@ -49,7 +49,7 @@ def test_the_incomplete_beta_function_is_a_binomial_tail(n: int, k: int, p: floa
 
 @pytest.mark.parametrize(
     ("two_sided", "freedom", "quantile"),
-    # freedom 1 is Cauchy, 2 has a closed form, the others are in every table
+    # 1 degree of freedom is Cauchy, 2 have a closed form, the others are in every table
     [
         (0.05, 1, math.tan(math.pi * 0.475)),
         (0.05, 2, 0.95 * math.sqrt(2 / (1 - 0.95**2))),
@@ -63,7 +63,7 @@ def test_quantiles_of_student_s_t(two_sided: float, freedom: float, quantile: fl
     assert t_two_sided(-quantile, freedom) == pytest.approx(two_sided, rel=1e-5)
 
 
-def test_the_same_as_scipy() -> None:
+def test_results_equal_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     for t, freedom in ((0.3, 2.5), (2.1, 17.3), (9.0, 400.0)):
         assert t_two_sided(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-9)
@@ -102,7 +102,7 @@ def test_long_documents_weigh_more_and_a_few_of_them_count_as_few() -> None:
     found = weighted_mean([1.0] + [0.0] * 9, [910] + [10] * 9)
     assert found is not None
     assert found.difference == pytest.approx(0.91)
-    assert found.freedom == 1.0  # as good as one document: nothing can be said
+    assert found.freedom == 1.0  # equivalent to one document: not significant
     assert found.p > ALPHA
 
 
@@ -131,7 +131,7 @@ KINDS |= {"verb form": 14, "word order": 14, "common sense": 14, "transitivity":
 
 
 def simulated(rng: random.Random, *, loss: float = 0.0, gain: float = 0.0) -> RunData:
-    """Two evaluations of a model that changed by so much: items flip, documents move, most of it by chance."""
+    """Two evaluations of a model with this gain: results of items and losses of documents also change randomly."""
 
     def results(items: int) -> tuple[str, str]:
         before, after = "", ""
@@ -139,7 +139,7 @@ def simulated(rng: random.Random, *, loss: float = 0.0, gain: float = 0.0) -> Ru
         for _ in range(items):
             first = rng.random() < share
             second = first
-            # A pair that disagrees is as likely one way as the other, unless there is a gain.
+            # Without a gain, a changed item is equally likely to become right or wrong.
             if rng.random() < flipped:
                 first = rng.random() < 0.5
                 second = not first
@@ -174,12 +174,12 @@ def test_reports_of_runs_that_changed_nothing_rarely_claim_a_change() -> None:
     reports = [verdict(changes(simulated(rng))) for _ in range(600)]
     claimed = sum(bool(report.gained or report.lost) for report in reports)
     assert claimed / len(reports) <= ALPHA
-    # The tests have not become deaf: without the correction many reports would claim something.
+    # The tests still have power: without the correction many reports would claim a change.
     rows = [row for report in reports[:100] for row in report.unchanged]
     assert sum(row.test.p <= ALPHA for row in rows if row.test) > len(reports[:100]) / 10
 
 
-def test_a_change_that_is_there_is_found() -> None:
+def test_a_real_change_is_detected() -> None:
     rng = random.Random(21)
     reports = [verdict(changes(simulated(rng, loss=-0.05, gain=0.5))) for _ in range(40)]
     for name in ("domain loss", "probe: all"):

@@ -1,4 +1,4 @@
-"""Pictures of charts: real files, the same for the same chart, and none where matplotlib is missing."""
+"""Pictures of charts: valid files, identical for equal charts, and none without matplotlib."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_svg_is_the_same_for_the_same_chart(chart: LineChart) -> None:
 
 
 @pytest.mark.parametrize("chart", odd_charts(), ids=lambda chart: chart.id)
-def test_odd_charts_are_drawn_or_left_out(chart: LineChart) -> None:
+def test_unusual_charts_are_drawn_or_omitted(chart: LineChart) -> None:
     empty = ("no-", "all-", "only-zeros", "zero-counts")
     assert (draw_picture(chart, "svg") is None) == chart.id.startswith(empty)
 

@@ -1,4 +1,4 @@
-"""Nothing from data can move the cursor, colour the terminal or be read as markup."""
+"""Data cannot move the cursor, colour the terminal or be parsed as markup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PIECES = st.sampled_from(
     ]
 )
 NASTY = st.lists(st.one_of(st.text(st.characters(), max_size=8), PIECES), max_size=8).map("".join)
-# Wide and combining characters change how lines are cut, which is not what the printing tests are about.
+# Wide and combining characters change how lines wrap, which the printing tests do not cover.
 NARROW = st.lists(st.one_of(st.text(st.characters(max_codepoint=0x2FF), max_size=8), PIECES), max_size=8).map(
     "".join
 )
@@ -41,7 +41,7 @@ def printed(renderable: object, width: int = 10_000) -> str:
 
 
 @given(NASTY)
-def test_plain_leaves_no_character_that_controls_a_terminal(text: str) -> None:
+def test_plain_removes_control_characters(text: str) -> None:
     shown = plain(text)
     for character in shown:
         assert character == "\n" or character in KEPT_FORMAT or unicodedata.category(character) not in (
@@ -51,17 +51,17 @@ def test_plain_leaves_no_character_that_controls_a_terminal(text: str) -> None:
 
 
 @given(NASTY)
-def test_plain_of_plain_is_plain(text: str) -> None:
+def test_plain_is_idempotent(text: str) -> None:
     assert plain(plain(text)) == plain(text)
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "S", "Zs"]), max_size=50))
-def test_ordinary_text_is_kept_as_it_is(text: str) -> None:
+def test_ordinary_text_is_unchanged(text: str) -> None:
     assert plain(text) == text
 
 
 @given(NARROW)
-def test_what_is_printed_is_what_plain_shows(text: str) -> None:
+def test_printed_text_equals_plain(text: str) -> None:
     shown = printed(as_text(text, keep_newlines=False))
     assert shown.rstrip() == plain(text, keep_newlines=False).rstrip()
 
@@ -73,7 +73,7 @@ def test_escapes_are_visible() -> None:
 
 
 @given(NASTY, st.integers(1, 6), st.integers(4, 40))
-def test_an_excerpt_keeps_to_its_lines_and_width(text: str, lines: int, width: int) -> None:
+def test_an_excerpt_fits_its_lines_and_width(text: str, lines: int, width: int) -> None:
     out = StringIO()
     console = Console(file=out, color_system=None, width=width)
     console.print(Excerpt(text, lines=lines))
@@ -83,7 +83,7 @@ def test_an_excerpt_keeps_to_its_lines_and_width(text: str, lines: int, width: i
     assert "\r" not in shown
 
 
-def test_an_excerpt_says_that_it_was_cut_and_leaves_short_text_alone() -> None:
+def test_a_truncated_excerpt_ends_with_an_ellipsis() -> None:
     assert printed(Excerpt("one\n\n\ntwo"), width=20).split() == ["one", "two"]
     assert "…" not in printed(Excerpt("a\nb\nc\nd", lines=4))
     cut = printed(Excerpt("a\nb\nc\nd\ne", lines=4)).splitlines()

@@ -1,4 +1,4 @@
-"""The plan's page: what it says, and in a real browser that it draws, follows the pointer and asks for nothing."""
+"""The plan's page: its contents, and in a real browser rendering, hover and no external requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return detailed(target.plan, timeline=True), effects
 
 
-def test_the_page_says_what_the_plan_says(plan: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+def test_the_page_contains_the_plan(plan: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
     plain, effects = plan
     text = render_plan(plain, effects)
     assert verdict(plain) in text

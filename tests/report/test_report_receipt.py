@@ -46,7 +46,7 @@ def test_a_line_for_memory_and_one_for_time() -> None:
     ]
 
 
-def test_what_is_not_known_is_said_and_not_invented() -> None:
+def test_unknown_values_are_reported_as_unknown() -> None:
     lines = receipt_lines(entry(predicted={"allocated": GIB, "step_seconds": None}))
     assert lines[1] == "step: measured 238 ms, not predicted"
     assert receipt_lines(entry(measured={})) == []
@@ -64,15 +64,15 @@ def test_the_page_has_a_table_of_the_last_start(make_run: MakeRun) -> None:
     data = read_run(with_receipt(make_run([]), older, entry()))
     rows = {row.name: (row.predicted, row.measured, row.difference) for row in receipt_rows(data)}
     assert rows == {
-        "tensors at the peak of a step": ("7.92 GiB", "7.90 GiB", "−0.3 %"),
-        "reserved by PyTorch's allocator": ("not predicted", "8.00 GiB", ""),
-        "the process on the host": ("2.00 GiB", "2.00 GiB", "+0.0 %"),
-        "an optimizer step": ("231 ms", "238 ms", "+3.0 %"),
-        "an evaluation": ("2.00 s", "2.50 s", "+25.0 %"),
-        "a checkpoint": ("not predicted", "1 min 01 s", ""),
+        "peak memory of tensors in a step": ("7.92 GiB", "7.90 GiB", "−0.3 %"),
+        "memory reserved by PyTorch's allocator": ("not predicted", "8.00 GiB", ""),
+        "host memory of the process": ("2.00 GiB", "2.00 GiB", "+0.0 %"),
+        "optimizer step": ("231 ms", "238 ms", "+3.0 %"),
+        "evaluation": ("2.00 s", "2.50 s", "+25.0 %"),
+        "checkpoint": ("not predicted", "1 min 01 s", ""),
     }
     page = render(data)
-    assert "predicted beside measured" in page
+    assert "predicted and measured" in page
     for cells in rows.values():
         assert all(cell in page for cell in cells[:2])
 
@@ -87,7 +87,7 @@ def test_a_run_without_a_receipt_has_no_table(make_run: MakeRun) -> None:
     "text",
     ["{", "[]", '{"version": 2, "starts": []}', '{"version": 1, "starts": [7]}', '{"version": 1}'],
 )
-def test_a_damaged_or_later_receipt_is_no_obstacle(make_run: MakeRun, text: str) -> None:
+def test_a_damaged_or_newer_receipt_is_ignored(make_run: MakeRun, text: str) -> None:
     run = make_run([])
     (run / "receipts").mkdir()
     (run / "receipts" / "plan.json").write_text(text)
@@ -97,7 +97,7 @@ def test_a_damaged_or_later_receipt_is_no_obstacle(make_run: MakeRun, text: str)
 
 
 @pytest.mark.parametrize("value", ["<script>", float("inf"), [1], {"median": 1.0}])
-def test_what_is_no_number_is_not_shown(make_run: MakeRun, value: Any) -> None:
+def test_invalid_numbers_are_not_shown(make_run: MakeRun, value: Any) -> None:
     bad = entry()
     bad["measured"]["allocated"] = value
     data = read_run(with_receipt(make_run([]), bad))

@@ -1,4 +1,4 @@
-"""Reading a run folder back: what is whole is read, what is damaged is counted or refused with a remedy."""
+"""Reading a run folder: valid data are read, damaged data are counted or refused with a remedy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TRAIN = {
 EVAL = {"kind": "eval", "step": 0, "name": "domain", "loss": 1.0, "perplexity": 2.7}
 
 
-def test_a_whole_run_is_read(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_a_complete_run_is_read(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     assert data.damaged_lines == 0
     assert len(data.of("train")) == 300
@@ -48,7 +48,7 @@ def test_a_whole_run_is_read(make_run: MakeRun, learnt: list[dict[str, Any]]) ->
     assert memory["activations"] == 447 * 2**20
 
 
-def test_words_for_numbers_that_json_lacks(make_run: MakeRun) -> None:
+def test_strings_for_nonfinite_numbers(make_run: MakeRun) -> None:
     rows = [{**TRAIN, "loss": w} for w in ("NaN", "Infinity", "-Infinity")]
     losses = [r["loss"] for r in read_run(make_run(rows)).of("train")]
     assert math.isnan(losses[0])
@@ -100,7 +100,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_read(make_run: MakeRun, line:
     assert [r["step"] for r in data.of("train")] == [1, 2]
 
 
-def test_an_empty_checkpoint_folder_proves_no_steps(make_run: MakeRun) -> None:
+def test_an_empty_checkpoint_folder_does_not_count(make_run: MakeRun) -> None:
     run = make_run([TRAIN])
     checkpoint = run / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
@@ -144,7 +144,7 @@ FIELDS = st.sampled_from(
 
 
 @given(KINDS, st.dictionaries(FIELDS, VALUES))
-def test_any_json_is_a_record_or_damaged_and_never_a_crash(kind: str, fields: dict[str, Any]) -> None:
+def test_any_json_is_read_or_counted_as_damaged(kind: str, fields: dict[str, Any]) -> None:
     record = _record(json.dumps({"kind": kind, **fields}))
     if record is not None and "loss" in fields and kind == "train":
         assert isinstance(record["loss"], int | float)
@@ -152,7 +152,7 @@ def test_any_json_is_a_record_or_damaged_and_never_a_crash(kind: str, fields: di
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.sampled_from(["model", "memory", "data", "time", "disk", "choices", "notes"]), VALUES)
-def test_a_plan_with_anything_in_it_is_drawn_or_refused(
+def test_any_plan_is_rendered_or_refused(
     tmp_path_factory: pytest.TempPathFactory, group: str, value: Any
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
@@ -163,8 +163,8 @@ def test_a_plan_with_anything_in_it_is_drawn_or_refused(
     closing(data)
 
 
-def test_missing_folders_and_files_say_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not there; give a run folder"):
+def test_missing_folders_and_files_have_remedies(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist; give a run folder"):
         read_run(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"has no metrics.jsonl; give a run folder"):
         read_run(tmp_path)
@@ -184,7 +184,7 @@ def test_damaged_json_files_are_named(make_run: MakeRun, name: str, content: str
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000])
-def test_a_damaged_environment_is_noted(make_run: MakeRun, content: str) -> None:
+def test_a_damaged_environment_is_reported(make_run: MakeRun, content: str) -> None:
     folder = make_run([TRAIN])
     (folder / "environment.json").write_text(content)
     data = read_run(folder)
@@ -208,12 +208,12 @@ def test_a_plan_of_wrong_types_is_refused(make_run: MakeRun, change: dict[str, A
         read_run(make_run([TRAIN], plan=change))
 
 
-def test_a_plan_from_the_future_is_refused(make_run: MakeRun) -> None:
+def test_a_plan_of_a_newer_version_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(CheckpointError, match=r"format version 2.*newer trimtab"):
         read_run(make_run([TRAIN], plan={"version": 2}))
 
 
-def test_a_run_that_only_began_has_its_metrics(make_run: MakeRun) -> None:
+def test_a_run_without_steps_has_its_metrics(make_run: MakeRun) -> None:
     data = read_run(make_run([], plan=None, recipe=None))
     assert data.records == {}
     assert data.plan == {}

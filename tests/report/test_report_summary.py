@@ -1,4 +1,4 @@
-"""What is called gained, lost and unchanged, and what the curves hold."""
+"""Improvements, regressions and unchanged results, and the contents of the curves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,11 @@ MakeRun = Callable[..., Path]
 @pytest.mark.parametrize(
     ("after", "outcome"), [(1.9, "untested"), (2.1, "untested"), (math.nan, "worse"), (math.inf, "worse")]
 )
-def test_without_a_test_only_a_number_that_is_not_finite_is_worse(
-    unit: str, after: float, outcome: str
-) -> None:
+def test_without_a_test_only_a_nonfinite_loss_is_worse(unit: str, after: float, outcome: str) -> None:
     assert Change("x", 2.0, after, unit).outcome == outcome
 
 
-def test_the_probe_is_also_counted_as_a_whole(make_run: MakeRun) -> None:
+def test_the_probe_has_a_total(make_run: MakeRun) -> None:
     def record(step: int, first: float, second: float) -> dict[str, Any]:
         return {
             "kind": "probe",
@@ -47,7 +45,7 @@ def test_the_probe_is_also_counted_as_a_whole(make_run: MakeRun) -> None:
     assert rows[0].text() == "20 of 40 → 37 of 40 (+42.5 points)"
 
 
-def test_changes_read_as_people_write_them() -> None:
+def test_changes_are_formatted() -> None:
     assert Change("x", 2.0, 1.5, "loss").text() == "2.000 → 1.500 (−0.500)"
     assert Change("x", 0.5, 0.75, "share").text() == "50% → 75% (+25 points)"
     assert Change("x", 0.501, 0.504, "share").text() == "50% → 50% (±0 points)"
@@ -59,7 +57,9 @@ def test_changes_read_as_people_write_them() -> None:
     assert Change("x", 2.0, math.nan, "loss").text() == "2.000 → nan (—)"
 
 
-def test_the_verdict_of_a_run_that_learnt_and_forgot(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_the_verdict_of_a_run_with_improvements_and_regressions(
+    make_run: MakeRun, learnt: list[dict[str, Any]]
+) -> None:
     rows = changes(read_run(make_run(learnt)))
     found = verdict(rows)
     assert [c.name for c in found.gained] == [
@@ -78,7 +78,7 @@ def test_the_verdict_of_a_run_that_learnt_and_forgot(make_run: MakeRun, learnt: 
     assert first_label(rows) == "before"
 
 
-def test_a_log_without_results_by_item_claims_nothing(
+def test_metrics_without_results_by_item_claim_no_change(
     make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
 ) -> None:
     found = verdict(changes(read_run(make_run(learnt_without_items))))
@@ -86,13 +86,13 @@ def test_a_log_without_results_by_item_claims_nothing(
     assert [c.name for c in found.untested][:3] == ["domain loss", "general loss", "exact answers"]
     assert all(c.evidence() == "" for c in found.untested)
     assert found.explanation() == (
-        "Without a paired test nothing is claimed: metrics.jsonl holds no results by item, which versions before this "
-        "one did not write."
+        "Not tested, so no change is claimed: metrics.jsonl contains no results by item; older versions "
+        "did not write them."
     )
 
 
-def test_other_items_than_before_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
-    """As after a resume with another number of sequences, or with problems of a newer version."""
+def test_different_items_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+    """For example after a resume with another number of sequences, or with problems of a newer version."""
     records = []
     for record in learnt:
         changed = dict(record)
@@ -104,7 +104,7 @@ def test_other_items_than_before_are_not_compared(make_run: MakeRun, learnt: lis
     found = verdict(changes(read_run(make_run(records))))
     assert (found.gained, found.lost, found.unchanged) == ([], [], [])
     assert {c.untested for c in found.untested} == {OTHER_ITEMS}
-    assert "other items were measured" in found.explanation()
+    assert "different items were measured" in found.explanation()
 
 
 def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
@@ -116,7 +116,7 @@ def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[
     assert "for 6 comparisons" in found.explanation()
 
 
-def test_nothing_is_said_of_what_was_measured_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_single_measurements_are_not_compared(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run([r for r in learnt if r.get("step", 0) == 0]))
     assert changes(data) == []
     assert verdict([]).explanation() == ""
@@ -125,14 +125,14 @@ def test_nothing_is_said_of_what_was_measured_once(make_run: MakeRun, learnt: li
     assert memory_verdict(data) is None
 
 
-def test_a_first_measurement_that_is_not_before_training_says_its_step(
+def test_a_first_measurement_after_training_started_has_its_step(
     make_run: MakeRun, learnt: list[dict[str, Any]]
 ) -> None:
     rows = changes(read_run(make_run([r for r in learnt if r.get("step", 0) > 0])))
     assert first_label(rows) == "step 50"
 
 
-def test_memory_predicted_beside_measured(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_memory_predicted_and_measured(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     rows = [(row.when, row.source) for row in memory_rows(data)]
     assert rows == [
@@ -143,17 +143,17 @@ def test_memory_predicted_beside_measured(make_run: MakeRun, learnt: list[dict[s
         ("after", "measured"),
     ]
     assert memory_verdict(data) == (
-        "At the peak 516.0 MiB were predicted and 519.0 MiB measured: the prediction was 0.6% too low."
+        "Peak memory: 516.0 MiB predicted, 519.0 MiB measured; the prediction was 0.6% too low."
     )
     basis = memory_basis(data)
     assert basis is not None
-    assert "bytes of tensors" in basis
+    assert "tensor allocations" in basis
     data.choices["device"] = "cuda"
     assert "allocator" in str(memory_basis(data))
 
 
 @given(st.dictionaries(st.sampled_from(BUCKETS), st.integers(0, 2**50)), st.integers(1, 100))
-def test_a_bar_is_as_wide_as_asked(buckets: dict[str, int], width: int) -> None:
+def test_a_bar_has_the_requested_width(buckets: dict[str, int], width: int) -> None:
     whole = sum(buckets.values())
     text = bucket_bar(buckets, whole).text(width).plain
     assert len(text) == width
@@ -161,7 +161,7 @@ def test_a_bar_is_as_wide_as_asked(buckets: dict[str, int], width: int) -> None:
     assert len(bucket_bar(buckets, 3 * whole).text(width).plain) == width
 
 
-def test_a_bar_shows_even_little() -> None:
+def test_a_bar_shows_small_values() -> None:
     assert bucket_bar({"weights": 1}, 10_000).text(10).plain == "▏·········"
 
 
@@ -175,7 +175,7 @@ def test_a_sparkline_falls_with_the_loss() -> None:
     assert sparkline([1.0, 1.0], 4) == "▁▁"
 
 
-def test_training_counts_its_time_from_the_loop_until_the_clock_knows_better() -> None:
+def test_remaining_time_uses_loop_seconds_then_wall_time() -> None:
     state = Training(total=100)
     assert state.left() is None
     state.update({"step": 2, "loss": 1, "tokens_per_second": 1, "seconds": 6, "memory_bytes": 0})
@@ -198,7 +198,7 @@ def test_curves(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     assert [x for x, _ in loss.lines[2].points] == [0, 50, 100, 150, 200, 250, 300]
 
 
-def test_a_drawn_chart_keeps_within_its_frame(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_a_drawn_chart_is_inside_its_frame(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     for chart in charts(read_run(make_run(learnt))):
         drawing = draw(chart)
         assert drawing is not None
@@ -237,7 +237,7 @@ def test_any_numbers_can_be_drawn(points: list[tuple[int, float]]) -> None:
             assert "inf" not in drawing.strokes[0].path
 
 
-def test_a_number_that_is_not_finite_is_a_gap(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_a_nonfinite_number_is_a_gap(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     rows = [{**r, "loss": "NaN"} if r["kind"] == "train" and r["step"] == 20 else r for r in learnt]
     drawing = draw(charts(read_run(make_run(rows)))[0])
     assert drawing is not None
@@ -260,29 +260,29 @@ def test_long_curves_keep_their_spikes() -> None:
 
 def test_long_curves_keep_their_last_point() -> None:
     points = [(i, float(i % 7)) for i in range(10_000)]
-    points[-1] = (9_999, 3.5)  # neither the least nor the greatest of its stretch
+    points[-1] = (9_999, 3.5)  # neither the minimum nor the maximum of its interval
     assert thinned(points)[-1] == (9_999, 3.5)
 
 
-def test_the_smoothed_curve_ends_in_a_mean() -> None:
+def test_the_smoothed_curve_ends_with_a_mean() -> None:
     values = [1.0] * 99 + [5.0]
     assert _smoothed(values)[-1] == pytest.approx(1 + 4 / 3)  # the mean of the last three
     assert _smoothed(values[::-1])[0] == pytest.approx(1 + 4 / 3)
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))
-def test_smoothing_stays_between_the_least_and_the_greatest(values: list[float]) -> None:
+def test_smoothing_is_between_minimum_and_maximum(values: list[float]) -> None:
     smooth = _smoothed(values)
     slack = 1e-6 * (1 + max(abs(v) for v in values) * len(values))
     assert len(smooth) == len(values)
     assert all(min(values) - slack <= v <= max(values) + slack for v in smooth)
 
 
-def test_what_of_a_model_is_trained() -> None:
-    assert parameters({"parameters": 1000}) == "1.00 K parameters, all trained"
-    assert parameters({"parameters": 1000, "trained": 1000}) == "1.00 K parameters, all trained"
+def test_trainable_parameters_are_formatted() -> None:
+    assert parameters({"parameters": 1000}) == "1.00 K parameters, all trainable"
+    assert parameters({"parameters": 1000, "trained": 1000}) == "1.00 K parameters, all trainable"
     adapted = parameters({"parameters": 1000, "trained": 10})
-    assert adapted == "1.00 K parameters, frozen; 10 are trained on top, 1.00% as many"
+    assert adapted == "1.00 K frozen parameters, 10 trainable (1.00%)"
     for nonsense in ({}, {"parameters": "many"}, {"parameters": 0, "trained": 1}):
         assert parameters(nonsense) == ""
 

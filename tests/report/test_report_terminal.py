@@ -25,7 +25,7 @@ OURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class _Still(Live):
-    """Live without its thread, so that what is written does not depend on the clock."""
+    """Live without its thread, so that the output does not depend on time."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{**options, "auto_refresh": False})
@@ -52,7 +52,7 @@ def text_of(shown: Console) -> str:
 
 
 def is_inert(shown: str) -> bool:
-    """Whether only rich's own escapes are in it, and nothing was read as markup."""
+    """Whether a text contains only rich's own escapes, and nothing was parsed as markup."""
     rest = OURS.sub("", shown)
     return not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]", rest)
 
@@ -83,7 +83,7 @@ def test_a_plan_names_the_kernels_that_are_not_torch_s() -> None:
     assert "loss" not in said({"loss": {**loss, "impl": "chunked"}, "pointwise": {"impl": "reference"}})
 
 
-def test_closing_says_it_all(
+def test_closing_contains_every_section(
     make_run: MakeRun, learnt: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_run(learnt)
@@ -100,9 +100,9 @@ def test_closing_says_it_all(
         r"at\s+most\s+5%\s+of\s+reports",
         r"Question: Solve 3x \+ 4 = 19 for x\.\nSolution:\n  before  I do not know",
         r"  after   Subtract 4 from both sides: 3x = 15\. *\n          Divide by 3: x = 5\.",
-        r"\(nothing but white space\)",
+        r"\(only white space\)",
         r"■ activations +0 B +0 B +444\.0 MiB +447\.0 MiB +0 B",
-        r"bytes of tensors",
+        r"tensor allocations",
         r"steps +300 of 300",
         r"run folder +run\b",
         r"report +run/report\.html",
@@ -110,18 +110,18 @@ def test_closing_says_it_all(
         assert re.search(words, text), words
 
 
-def test_closing_of_an_older_log_claims_nothing(
+def test_closing_of_older_metrics_claims_no_change(
     make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
 ) -> None:
     shown = console(80)
     shown.print(closing(read_run(make_run(learnt_without_items))))
     text = text_of(shown)
     assert re.search(r"\? not tested *\n  domain loss +3\.520 +1\.210 +−2\.310 *\n", text)
-    assert "nothing is claimed" in " ".join(text.split())
+    assert "no change is claimed" in " ".join(text.split())
     assert not re.search(r"better|worse|no measurable", text)
 
 
-def test_long_completions_are_cut_to_four_lines(make_run: MakeRun) -> None:
+def test_long_completions_are_truncated_to_four_lines(make_run: MakeRun) -> None:
     records = [
         {
             "kind": "sample",
@@ -144,7 +144,7 @@ def test_closing_of_a_run_without_results(make_run: MakeRun, records: list[Any])
     assert ("1 damaged" in text_of(shown)) == (records == ["{"])
 
 
-def test_a_run_of_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_a_run_with_nonfinite_losses(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     words = {"loss": "NaN", "grad_norm": "Infinity", "perplexity": "Infinity", "tokens_per_second": "NaN"}
     rows = [{**r, **{k: v for k, v in words.items() if k in r and r["step"]}} for r in learnt]
     data = read_run(make_run(rows))
@@ -154,7 +154,7 @@ def test_a_run_of_numbers_that_are_not_finite(make_run: MakeRun, learnt: list[di
     for terminal in (False, True):
         shown = console(80, terminal)
         with LiveView(300, shown) as view:
-            for row in rows:  # the words themselves, as a reader of the log would hand them on
+            for row in rows:  # strings, as rundata passes them on
                 view.record(row)
         assert "loss nan" in OURS.sub("", text_of(shown))
 
@@ -169,7 +169,10 @@ def test_hostile_text_is_inert_in_the_terminal(
     with LiveView(40, shown) as view:
         view.plan(data.plan)
         view.message(hostile)
-        for text in (hostile, "\x1b]0;t\x07\u202e[/b]\r"):  # a bar's line is cut, so a short one too
+        for text in (
+            hostile,
+            "\x1b]0;t\x07\u202e[/b]\r",
+        ):  # a progress line is truncated, so use a short text too
             for done in (5, 10):
                 view.working(text, done, 10, text)
         for rows in data.records.values():
@@ -202,7 +205,7 @@ def test_without_a_terminal_every_logging_step_has_its_line(every: int, expected
     assert len(text_of(shown).splitlines()) == len(lines) + 1
 
 
-def test_quiet_prints_messages_and_where_the_run_is(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_quiet_prints_messages_and_the_run_folder(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     shown = console(80)
     with LiveView(300, shown, detail="quiet") as view:
@@ -219,7 +222,7 @@ def test_quiet_prints_messages_and_where_the_run_is(make_run: MakeRun, learnt: l
     assert not any("loss" in line or "predicted" in line for line in lines)
 
 
-def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
+def test_the_short_form_has_each_value_once(make_run: MakeRun, learnt: list[dict[str, Any]]) -> None:
     data = read_run(make_run(learnt))
     long, short = console(80), console(80)
     for shown, detail in ((long, "full"), (short, "short")):
@@ -229,7 +232,7 @@ def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dic
     assert "■ weights" in text_of(long)
     assert "■ weights" not in text_of(short)
     assert re.search(r"tensors +\S+ \S+ at the peak: weights", text_of(short))
-    assert "were predicted and" in text_of(short)
+    assert "the prediction was" in text_of(short)
     categories = re.compile(r"^  probe: (?!all\b)", re.MULTILINE)
     listed = [len(categories.findall(text_of(shown))) for shown in (long, short)]
     left_out = int(re.search(r"and (\d+) categories of the probe", text_of(short))[1])  # type: ignore[index]
@@ -237,7 +240,7 @@ def test_the_short_form_has_each_figure_once(make_run: MakeRun, learnt: list[dic
     assert len(text_of(short).splitlines()) < len(text_of(long).splitlines()) - 15
 
 
-def test_without_a_terminal_preparations_give_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_preparations_print_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     shown = console(80)
@@ -262,7 +265,7 @@ def receipt(*, predicted: int, measured: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def test_measurements_are_told_with_their_change() -> None:
+def test_evaluations_are_printed_with_their_change() -> None:
     shown = console(100)
     view = LiveView(300, shown)
     view.plan({"memory": {"peak": {"weights": 2**20}}, "choices": {"device": "cpu"}})
@@ -287,7 +290,7 @@ def test_measurements_are_told_with_their_change() -> None:
     ]
 
 
-def test_on_a_terminal_progress_moves_and_its_last_state_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_progress_is_live_and_the_final_state_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "Live", _Still)
     shown = console(80, terminal=True)
     with LiveView(20, shown) as view:
@@ -306,7 +309,7 @@ def test_on_a_terminal_progress_moves_and_its_last_state_stays(monkeypatch: pyte
     assert all(len(line) <= 80 for line in last)
 
 
-def test_a_run_that_stops_early_leaves_the_terminal_whole() -> None:
+def test_an_early_exit_restores_the_terminal() -> None:
     shown = console(80, terminal=True)
 
     def stops() -> None:
@@ -328,7 +331,7 @@ def test_a_dumb_terminal_gets_lines() -> None:
     assert text_of(shown) == "step  1/20  loss 2.5000  1.23 K tokens/s  1.00 GiB  19.0 s left\n"
 
 
-def test_the_picture_for_the_readme_refers_to_nothing(
+def test_the_readme_picture_has_no_external_references(
     make_run: MakeRun, learnt: list[dict[str, Any]]
 ) -> None:
     folder = make_run(learnt)
@@ -340,13 +343,13 @@ def test_the_picture_for_the_readme_refers_to_nothing(
     assert "@font-face" not in picture
     assert "url(http" not in picture
     plain_text = re.sub(r"<[^>]+>", "", picture).replace("&#160;", " ")
-    assert "what this run will take" in plain_text
+    assert "plan of this run" in plain_text
     assert "domain loss" in plain_text
 
 
 def test_no_torch_is_needed() -> None:
-    rooms = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
-    code = f"import sys; import {rooms}; assert 'torch' not in sys.modules"
+    modules = "trimtab.report.live, trimtab.report.page, trimtab.report.closing"
+    code = f"import sys; import {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -362,7 +365,7 @@ EXAMPLE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_an_example_shows_what_is_trained_on_and_is_inert(terminal: bool) -> None:
+def test_an_example_shows_trained_tokens_and_is_inert(terminal: bool) -> None:
     shown = console(terminal=terminal)
     LiveView(console=shown).record(EXAMPLE)
     text = text_of(shown)
@@ -378,11 +381,11 @@ def test_an_example_shows_what_is_trained_on_and_is_inert(terminal: bool) -> Non
         assert "⟦an [red]answer\\u202e⟧" in text
 
 
-def test_a_long_example_is_shortened_and_its_answer_still_seen() -> None:
+def test_a_long_example_is_shortened_but_shows_its_answer() -> None:
     shown = console()
     runs = [("q" * 100_000, False), ("a" * 100_000, True)] * 50
     LiveView(console=shown).record({**EXAMPLE, "runs": runs, "cut": True})
     text = text_of(shown)
     assert len(text) < 6000
     assert "⟦aaa" in text
-    assert text.rstrip().endswith("(cut here: max_seq_length)")
+    assert text.rstrip().endswith("(truncated here: max_seq_length)")

@@ -191,7 +191,7 @@ def test_the_command_line_shows_evaluates_and_answers(
     path = recipe(tmp_path, template=str(template), num_train_epochs=None, max_steps=1)
     assert main(["train", str(path)]) == 0
     shown = capsys.readouterr().out
-    assert "trained on in chats.jsonl:1 (" in shown
+    assert "trained tokens of chats.jsonl:1 (" in shown
     assert "assistant:⟦ it was 0 and a tree<|end|>" in shown
     assert "\x1b" not in shown
     held = str(folder / "held.jsonl")

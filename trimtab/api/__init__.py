@@ -1,4 +1,4 @@
-"""trimtab from Python: load, train, generate, save, in a few lines. The command line calls the same functions."""
+"""The Python API of trimtab: load, train, generate, save. The command line calls the same functions."""
 
 from __future__ import annotations
 

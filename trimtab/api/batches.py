@@ -1,4 +1,4 @@
-"""Generating for a whole file of prompts."""
+"""Generates completions for a file of prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ENCODED_AT_ONCE = 64
 
 Progress = Callable[[int, int], None]
-"""Called with (prompts done, prompts in all)."""
+"""Called with (prompts done, total prompts)."""
 
 
 def generate_file(
@@ -40,7 +40,7 @@ def generate_file(
     on_progress: Progress | None,
     spelled: Callable[[str], str] = keyword,
 ) -> int:
-    """See `trimtab.Model.generate_file`; `spelled` is how error messages write an argument's name."""
+    """See `trimtab.Model.generate_file`; `spelled` returns the name of an argument in error messages."""
     from trimtab.generate import generate_many
     from trimtab.run.folder import RunFolder
     from trimtab.run.inference_memory import predict_prompts
@@ -86,9 +86,9 @@ def generate_file(
             except ExplainedOutOfMemory as error:
                 raise ExplainedOutOfMemory(
                     error.report,
-                    f"do the same again with a smaller {spelled('batch_size')}: it goes on from there",
+                    f"repeat the call with a smaller {spelled('batch_size')}; it continues after these rows",
                     error.details,
-                    cause=f"{error.cause}, for {len(batch)} prompts at once; {begin} rows are in {output}",
+                    cause=f"{error.cause}, for a batch of {len(batch)} prompts; {output} contains {begin} rows",
                 ) from error.__cause__
             written.write(done)
             if on_progress is not None:
@@ -99,18 +99,18 @@ def generate_file(
 def _read_rows(
     source: Path, output: Path, *, chat: bool, system: str | None, spelled: Callable[[str], str]
 ) -> list[PromptRow]:
-    """The prompts of a file, where `system` and the output fit them."""
+    """Reads the prompts; raises a RecipeError if `system` or the output file conflicts with them."""
     rows = read_prompts(source)
     if system is not None and not chat:
         for row in rows:
             if "prompt" in row.fields:
                 raise RecipeError(
-                    f"{spelled('system')} is given, and {row.place} is no conversation",
+                    f"{spelled('system')} is given, but {row.place} is not a conversation",
                     f"add {spelled('chat')}, or put it into the prompt",
                 )
     if output.exists() and output.samefile(source):
         raise RecipeError(
-            f"{spelled('output')} {output} is the file of prompts itself", f"name another {spelled('output')}"
+            f"{spelled('output')} {output} is the file of prompts", f"name another {spelled('output')}"
         )
     return rows
 
@@ -118,7 +118,7 @@ def _read_rows(
 def _settings(
     opened: OpenedModel, options: SamplingOptions, *, chat: bool, system: str | None
 ) -> dict[str, object]:
-    """What decides the completions besides the prompts."""
+    """Returns the settings that determine the completions."""
     from trimtab.adapt import active_adapters
 
     return {
@@ -135,7 +135,7 @@ def _settings(
 def _encoded(
     opened: OpenedModel, prompts: list[Prompt], rows: Sequence[PromptRow], max_new_tokens: int | None
 ) -> list[array[int]]:
-    """Tokens of all prompts (4 bytes each), every one checked before the first is generated."""
+    """Tokenizes all prompts (4 bytes per token) and checks each of them before the first is generated."""
     from trimtab.generate.loop import check_prompt, prompt_ids
 
     encoded: list[array[int]] = []
@@ -154,8 +154,8 @@ def _encoded(
 
 
 def _encoded_alone(opened: OpenedModel, prompt: Prompt, row: PromptRow) -> list[int]:
-    """Finds the row that a chat template does not take."""
-    if opened.tokenizer.chat_template is None:  # not the row's fault
+    """Encodes a single prompt, to find the row that the chat template rejects."""
+    if opened.tokenizer.chat_template is None:  # an error of the model, not of the row
         return encode_prompts(opened.tokenizer, [prompt])[0]
     with _named(row):
         return encode_prompts(opened.tokenizer, [prompt])[0]
@@ -163,7 +163,7 @@ def _encoded_alone(opened: OpenedModel, prompt: Prompt, row: PromptRow) -> list[
 
 @contextmanager
 def _named(row: PromptRow) -> Iterator[None]:
-    """An error about one prompt, said of its line."""
+    """Adds the line number to an error about one prompt."""
     try:
         yield
     except ModelError as error:

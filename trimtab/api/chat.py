@@ -1,4 +1,4 @@
-"""A conversation with a model: history, context length, and keys and values kept between turns."""
+"""A conversation with a model: history, context length, and a key/value cache that is reused between turns."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from trimtab.run import OpenedModel
 
 ANSWER_TOKENS = 512
-"""Most tokens of an answer, unless another number is given."""
+"""Default maximum number of tokens of an answer."""
 
 
 class Chat:
-    """A conversation; made by `Model.chat`.
+    """A conversation, created by `Model.chat`.
 
-    Keys and values of tokens that two prompts share are kept, so that a turn reads only what is new; after
-    `Model.use_adapters` or another change of the weights the conversation is read anew. When the
-    conversation outgrows the model's context, its oldest turns are left out of the prompt (`left_out`); `messages`
-    keeps all of them.
+    The key/value cache of the common prefix of two prompts is reused, so each turn processes only new tokens; after
+    `Model.use_adapters` or another change of the weights the whole conversation is processed again. When the
+    conversation exceeds the model's context length, its oldest turns are dropped from the prompt (`left_out`);
+    `messages` contains all of them.
 
     Args:
-        opened: a model with a chat template; ModelError without one.
-        options: of every answer; each turn draws anew.
-        system: the system message, None for none.
+        opened: a model with a chat template; raises a ModelError without one.
+        options: sampling options of every answer.
+        system: the system message, or None.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class Chat:
             )
         self._opened, self._options, self.system = opened, options, system
         self.messages: list[dict[str, str]] = []
-        """User messages and answers, all of them."""
+        """All user messages and answers."""
         self.left_out = 0
-        """How many of the oldest messages no longer fit into the model's context."""
+        """Number of oldest messages that no longer fit into the model's context."""
         self._turn = 0
         self._cache = PromptCache()
         self._adapters: list[str] = []
 
     def send(self, text: str, *, stream: Callable[[str], None] | None = None) -> Completion:
-        """The answer to a message, which joins the conversation with it.
+        """Returns the answer to a message, and adds both to the conversation.
 
-        An interrupted answer (KeyboardInterrupt) stays in the conversation as far as it was streamed, so that it can
-        continue; a message that fails otherwise, or that got no answer, does not.
+        If the answer is interrupted (KeyboardInterrupt), the part streamed so far is added. A message that fails
+        otherwise, or that got no answer, is not added.
 
         Args:
             text: the user's message.
-            stream: called with each piece of the answer as it comes.
+            stream: called with each piece of the answer as it is generated.
 
         Raises:
-            ModelError: the message alone is longer than the model's context, or the template does not take it.
+            ModelError: the message alone exceeds the model's context length, or the template rejects it.
         """
         from trimtab.adapt import active_adapters
         from trimtab.generate import PromptCache, generate
@@ -87,7 +87,7 @@ class Chat:
                 stream(piece)
 
         used = active_adapters(self._opened.decoder)
-        if used != self._adapters:  # what is kept was computed with others
+        if used != self._adapters:  # the cache was computed with other adapters
             self._cache, self._adapters = PromptCache(), used
         question = {"role": "user", "content": text}
         before = self.left_out
@@ -117,11 +117,11 @@ class Chat:
         return done
 
     def reset(self) -> None:
-        """Forgets the conversation; the system message stays."""
+        """Starts a new conversation with the same system message."""
         self.messages, self.left_out = [], 0
 
     def transcript(self) -> list[dict[str, str]]:
-        """The whole conversation, the system message included, as `messages` of training data."""
+        """Returns all messages including the system message, as `messages` of training data."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*first, *self.messages]
 
@@ -130,9 +130,9 @@ class Chat:
         self._turn += 1
 
     def _fitted(self, messages: list[dict[str, str]]) -> tuple[list[int], int, int]:
-        """(prompt, messages left out, most new tokens), with as few of the oldest turns left out as possible."""
+        """Returns (prompt, messages dropped, max new tokens), dropping as few of the oldest turns as possible."""
         positions = self._opened.decoder.shape.max_positions
-        # A quarter of a short context is kept for the answer, or what was asked for.
+        # Reserve max_new_tokens for the answer, or by default at most a quarter of the context.
         wanted = self._options.max_new_tokens or min(ANSWER_TOKENS, max(1, positions // 4))
         start = self.left_out
         while True:
@@ -142,8 +142,8 @@ class Chat:
                 return ids, start, self._options.max_new_tokens or min(ANSWER_TOKENS, room)
             if start >= len(messages) - 1:
                 raise ModelError(
-                    f"the message has {len(ids)} tokens with the template's own, which with {wanted} for the answer "
-                    f"exceed the model's {positions} positions",
+                    f"the message has {len(ids)} tokens including the template, which with {wanted} for the answer "
+                    f"exceeds the model's context of {positions} tokens",
                     "shorten it, or lower max_new_tokens",
                 )
             start += 2  # a question and its answer

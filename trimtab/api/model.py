@@ -1,4 +1,4 @@
-"""Loading a model and using it: generate, save, merge, adapters."""
+"""Loads a model to generate, chat, evaluate, save and merge, and to use adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trimtab.run.memory_report import PredictedMemory
 
 BATCH_SIZE = 16
-"""Prompts that are generated together, unless another number is given."""
+"""Default number of prompts per batch."""
 DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -73,9 +73,9 @@ class Model:
     def generate(self, prompt: list[str] | list[Messages], **options: Any) -> list[str]: ...
 
     def generate(self, prompt: Any, **options: Any) -> str | list[str]:
-        """The text that follows a prompt, or the answer to chat messages; for a list of prompts the list of texts.
+        """Returns the continuation of a prompt or the answer to chat messages; for a list of prompts a list of texts.
 
-        Options as in `complete`.
+        Takes the options of `complete`.
 
         Example:
             >>> model.generate("2 + 2 =", max_new_tokens=2)              # doctest: +SKIP
@@ -90,7 +90,7 @@ class Model:
     @overload
     def complete(self, prompt: list[str] | list[Messages], **options: Any) -> list[Completion]: ...
 
-    def complete(  # type: ignore[misc]  # its own options are listed once, here
+    def complete(  # type: ignore[misc]  # the options are listed only here, not in the overloads
         self,
         prompt: Any,
         *,
@@ -99,20 +99,20 @@ class Model:
         first_index: int = 0,
         **sampling: Unpack[SamplingKeywords],
     ) -> Completion | list[Completion]:
-        """Like `generate`, with token ids, why it ended, and tokens per second.
+        """Like `generate`, but also returns token ids, finish reason and tokens per second.
 
         Args:
-            prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`); or a list of texts
-                or of conversations, which are generated in batches, each as it would be alone.
-            stream: called with each piece of text as it comes; for a single prompt.
-            batch_size: prompts that are generated together. It does not change what is drawn.
-            first_index: number of the first prompt: what is drawn depends on the seed and the prompt's number, so a
-                long list may be given in parts.
-            sampling: the fields of `trimtab.generate.SamplingOptions` by name: `max_new_tokens` (at most so many; by
-                default 128, or what the model has room for), `temperature` (0 always takes the likeliest token; by
-                default 0, or 1 if top_p or top_k is given), `top_p` (draw from the likeliest tokens of this mass),
-                `top_k` (draw from the so many likeliest tokens; 0 for all), `stop` (a text, or several, before which
-                it ends), `seed` (the same seed draws the same text).
+            prompt: text to continue, or chat messages (`[{"role": "user", "content": "…"}]`); or a list of texts or
+                conversations, which are generated in batches with the same result as one by one.
+            stream: called with each piece of text as it is generated; only for a single prompt.
+            batch_size: number of prompts per batch. It does not change the sampled text.
+            first_index: index of the first prompt: samples depend on the seed and the prompt's index, so a long list
+                can be generated in parts.
+            sampling: the fields of `trimtab.generate.SamplingOptions` as keyword arguments: `max_new_tokens` (by
+                default 128, or what fits into the model's context), `temperature` (0 is greedy decoding; by default
+                0, or 1 if top_p or top_k is given), `top_p` (sample from the most likely tokens with this cumulative
+                probability), `top_k` (sample from this many of the most likely tokens; 0 for all), `stop` (one or
+                several texts before which generation stops), `seed` (the same seed samples the same text).
 
         Example:
             >>> done = model.complete("2 + 2 =", max_new_tokens=2, temperature=0.7, seed=7)  # doctest: +SKIP
@@ -128,7 +128,7 @@ class Model:
         prompts, is_batch = as_batch(prompt, "the prompt")
         check_stream(stream)
         if is_batch and stream is not None:
-            raise RecipeError("stream is given with a list of prompts", "give one prompt, or no stream")
+            raise RecipeError("stream is given with a list of prompts", "give one prompt, or omit stream")
         decoder, tokenizer = self.opened.decoder, self.opened.tokenizer
         ids = encode_prompts(tokenizer, prompts)
         predict = partial(predict_prompts, decoder, ids, options.max_new_tokens, batch_size)
@@ -152,20 +152,20 @@ class Model:
         on_progress: Callable[[int, int], None] | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> int:
-        """Generates for every prompt of a file and writes JSON lines, in order; returns how many rows there are.
+        """Generates for every prompt of a file and writes JSON lines in order; returns the number of rows.
 
-        Rows are written batch by batch. If `output` holds rows already, of the same prompts, model and options, it goes
-        on behind them: a call that was killed can be repeated as it is.
+        Rows are written batch by batch. If `output` already contains rows of the same prompts, model and options, it
+        continues after them: repeat an interrupted call to finish it.
 
         Args:
             prompts: `.txt` with one prompt per line, `.jsonl` with {"prompt": …} or {"messages": […]}, or `.csv` with
                 a column `prompt`.
-            output: the file to write: index, prompt or messages, completion, finish_reason, tokens, settings.
-            chat: prompts that are texts are user messages for the chat template.
-            system: the system message of conversations that have none.
-            batch_size: prompts that are generated together.
-            overwrite: begin anew, whatever `output` holds.
-            on_progress: called with (prompts done, prompts in all) after each batch.
+            output: the file to write, with index, prompt or messages, completion, finish_reason, tokens, settings.
+            chat: whether to send text prompts as user messages in the chat template.
+            system: the system message of conversations without one.
+            batch_size: number of prompts per batch.
+            overwrite: whether to replace the contents of `output`.
+            on_progress: called with (prompts done, total prompts) after each batch.
             sampling: as in `complete`.
 
         Example:
@@ -193,11 +193,11 @@ class Model:
         system: str | None = None,
         **sampling: Unpack[SamplingKeywords],
     ) -> Chat:
-        """A conversation that remembers: each message is answered with those before it in view.
+        """Starts a conversation; each answer sees the previous messages.
 
         Args:
             system: the system message.
-            sampling: as in `complete`; `max_new_tokens` of an answer, by default 512, or what the model has room for.
+            sampling: as in `complete`; `max_new_tokens` is per answer, by default 512 or what fits into the context.
 
         Example:
             >>> chat = model.chat(system="Answer in one word.")     # doctest: +SKIP
@@ -219,10 +219,10 @@ class Model:
     def loss(self, text: list[str] | list[Messages], *, batch_size: int = 8) -> list[float]: ...
 
     def loss(self, text: Any, *, batch_size: int = 8) -> float | list[float]:
-        """Mean loss per token (nats) of a text, given what stands before each token; of a list the list of losses.
+        """Returns the mean loss per token (nats) of a text; for a list of texts a list of losses.
 
-        Of a text every token counts but the first, as in transformers with `labels=input_ids`; no end token is
-        added. Of a conversation the answers count, as in training with `train_on: completions`.
+        For a text, every token except the first counts, as in transformers with `labels=input_ids`; no end token is
+        added. For a conversation, only the answers count, as in training with `train_on: completions`.
 
         Example:
             >>> model.loss("Once upon a time")                           # doctest: +SKIP
@@ -243,7 +243,7 @@ class Model:
         return losses if is_batch else losses[0]
 
     def _prepare(self) -> None:
-        """Dequantizes packed weights for the CPU, once: generating is faster then."""
+        """Dequantizes packed weights once if the model is on the CPU, which makes generation faster."""
         from trimtab.run.quantizing import dequantize_for_cpu
 
         dequantize_for_cpu(self.opened.decoder, tell)
@@ -255,7 +255,7 @@ class Model:
         if self.adapters:
             raise RecipeError(
                 f"{self.opened.name} is a model with adapters",
-                "merge them with model.merge(folder) (`trimtab merge`), or write the adapter alone with "
+                "merge them with model.merge(folder) (`trimtab merge`), or save only the adapter with "
                 "model.save_adapter(folder) (`trimtab export peft`)",
             )
         with self._explained(RunPhase.EXPORT), self._exporting(folder, "hf", dtype) as (target, receipt):
@@ -265,13 +265,13 @@ class Model:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters on the model."""
+        """Names of the model's adapters."""
         from trimtab.adapt import adapter_names
 
         return adapter_names(self.opened.decoder)
 
     def add_adapter(self, folder: str | Path, name: str) -> None:
-        """Puts one more adapter on the model, from a folder of peft's or of `save_adapter`, and uses it."""
+        """Loads an adapter from a folder written by peft or `save_adapter`, adds it to the model and activates it."""
         from trimtab.run.adapter_tokens import check_known
         from trimtab.run.models import put_adapter
 
@@ -281,7 +281,7 @@ class Model:
             put_adapter(self.opened, place, tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
-        """Which adapters take part from now on; none at all gives the base model.
+        """Activates these adapters and deactivates all others; without names, the base model is used.
 
         Example:
             >>> model.use_adapters("french")  # doctest: +SKIP
@@ -302,11 +302,11 @@ class Model:
         """Writes an adapter as a folder that peft loads, checks it, and returns the receipt's path.
 
         Args:
-            folder: where to; it must not exist yet.
-            adapter: which one; the one in use if None.
-            base_name: the hub id or Hugging Face folder that peft is to load the base from, where the run's own base
-                is nothing that peft can load (a GGUF file).
-            overwrite: replace a folder that holds an adapter.
+            folder: the folder to write; it must not exist yet.
+            adapter: name of the adapter; the active adapter if None.
+            base_name: the hub id or Hugging Face folder from which peft loads the base, if peft cannot load the run's
+                base (a GGUF file).
+            overwrite: whether to replace a folder that contains an adapter.
         """
         from trimtab.export import export_peft
         from trimtab.run.base_weights import check_base_name, unloadable_by_peft
@@ -342,16 +342,16 @@ class Model:
         used = active_adapters(self.opened.decoder)
         if len(used) != 1:
             raise RecipeError(
-                f"of the adapters {', '.join(sorted(self.adapters))}, {len(used) or 'none'} are in use",
-                "name the one to write: save_adapter(folder, adapter=NAME)",
+                f"of the adapters {', '.join(sorted(self.adapters))}, {len(used) or 'none'} are active",
+                "name the adapter to save: save_adapter(folder, adapter=NAME)",
             )
         return used[0]
 
     def merge(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
-        """Merges the adapters in use into the weights and writes a folder that transformers loads.
+        """Merges the active adapters into the weights and writes a folder that transformers loads.
 
-        It must be loaded in fp32: in 16 bits a merge would round twice. The model itself is merged from then on: it has
-        no adapters any more. Returns the receipt's path.
+        The model must be loaded in fp32: in 16 bits a merge would round twice. This model is merged in place and has
+        no adapters afterwards. Returns the receipt's path.
         """
         from trimtab.export import export_merged
 
@@ -363,7 +363,7 @@ class Model:
     def _explained(
         self, phase: RunPhase, predict: Callable[[], PredictedMemory] | None = None
     ) -> AbstractContextManager[None]:
-        """Says what fills the memory where it runs out inside, and what was predicted."""
+        """Adds current and predicted memory use to an out-of-memory error raised inside."""
         from trimtab.run.folder import RunFolder
         from trimtab.run.out_of_memory import explaining_memory
 
@@ -372,14 +372,14 @@ class Model:
         )
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """The GPU that the model is on as torch's current one."""
+        """Makes the model's GPU torch's current device."""
         from trimtab.run.torch_setup import on_device_of
 
         return on_device_of(self.opened.decoder)
 
     @contextmanager
     def _exporting(self, folder: str | Path, kind: str, dtype: str = "fp32") -> Iterator[tuple[Path, Path]]:
-        """(folder, receipt) to write, checked; the body runs on the model's device."""
+        """Yields the validated (folder, receipt) to write; the body runs on the model's device."""
         target = path_of(folder, "the folder")
         _check_dtype(dtype_alias(dtype))
         places = [
@@ -388,7 +388,7 @@ class Model:
         ]
         if any(place.resolve().is_relative_to(target.resolve()) for place in places):
             raise RecipeError(
-                f"{target} is where the model itself comes from, and would be replaced", "name another folder"
+                f"{target} contains the loaded model itself and would be replaced", "name another folder"
             )
         with self._on_device():
             yield target, self._receipt(target, kind)
@@ -401,11 +401,11 @@ class Model:
         receipts = run.receipts if RunFolder.is_run(run.path) else None
         receipt = receipt_path(folder, receipts, kind)
         if receipts is not None and receipt.parent != receipts:
-            tell(f"{receipts} cannot be written: the receipt goes to {receipt}")
+            tell(f"{receipts} cannot be written: the receipt is written to {receipt}")
         return receipt
 
     def _folder_options(self, dtype: str, receipt: Path, overwrite: bool) -> dict[str, Any]:
-        """What a Hugging Face folder is written with."""
+        """Returns the arguments for writing a Hugging Face folder."""
         from trimtab.model import read_generation_config, read_token_ids
 
         opened = self.opened
@@ -435,12 +435,12 @@ def load(
     """Loads a model for use.
 
     Args:
-        name: a hub id, a folder, a GGUF file, a run folder, or `starter` for the one that ships with trimtab.
+        name: a hub id, a folder, a GGUF file, a run folder, or `starter` for the model that ships with trimtab.
         revision: branch, tag or commit of a hub id.
-        checkpoint: of a run folder: `latest`, `best` or a step number.
-        adapter: a folder with a LoRA adapter, of peft's or of `trimtab export peft`, to put on the model.
-        dtype: `fp32`, `bf16`, `fp16`, or `auto` for what the device computes well; torch's dtypes are accepted too.
-        device: `auto`, `cpu`, `cuda`, or `cuda:1` for the second of the visible GPUs, as text or a torch.device.
+        checkpoint: checkpoint of a run folder: `latest`, `best` or a step number.
+        adapter: a folder with a LoRA adapter, written by peft or `trimtab export peft`, to apply to the model.
+        dtype: `fp32`, `bf16`, `fp16`, or `auto` for the best dtype on this device; torch dtypes are accepted too.
+        device: `auto`, `cpu`, `cuda`, or `cuda:1` for the second visible GPU, as a string or a torch.device.
 
     Example:
         >>> trimtab.load("starter")                                # doctest: +SKIP
@@ -457,13 +457,13 @@ def load(
     place = path_of(name, "the model")
     device = str(device) if isinstance(device, torch.device) else device
     if revision is not None and not isinstance(revision, str):
-        raise RecipeError(f"revision is {revision!r}", "give a branch, a tag or a commit as text")
+        raise RecipeError(f"revision is {revision!r}", "give a branch, a tag or a commit as a string")
     facts = detect(device)
     dtype = dtype_alias(dtype)
     if dtype == "auto":
         dtype = "bf16" if facts.bf16 and facts.kind == "cuda" else "fp32"
     if dtype not in DTYPES:
-        raise RecipeError(f"dtype {dtype!r} is not known", f"use auto, {', '.join(DTYPES)}")
+        raise RecipeError(f"dtype {dtype!r} is not supported", f"use auto, {', '.join(DTYPES)}")
     written = os.fsdecode(name)
     with explaining_memory(RunPhase.LOAD, run=RunFolder(place)), current_gpu(device):
         opened = open_model(
@@ -482,8 +482,7 @@ def load(
 def check_saving(
     folder: str | Path, *, dtype: str = "fp32", overwrite: bool, holds: str = "config.json"
 ) -> None:
-    """For the command line, before a model is read, which may take long: refuses another dtype and a folder that may
-    not be replaced."""
+    """Checks dtype and target folder for the command line before the model is loaded, which may take long."""
     from trimtab.model.save import check_replaceable
 
     _check_dtype(dtype_alias(dtype))
@@ -492,4 +491,4 @@ def check_saving(
 
 def _check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
-        raise RecipeError(f"dtype {dtype!r} is not known", f"use one of {', '.join(DTYPES)}")
+        raise RecipeError(f"dtype {dtype!r} is not supported", f"use one of {', '.join(DTYPES)}")

@@ -1,4 +1,4 @@
-"""Notices to the user of the Python API."""
+"""Notices to users of the Python API."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def tell(message: str) -> None:
-    """Prints a line to standard error: what a program writes to standard output stays as it was."""
+    """Prints a line to standard error, so that the standard output of the calling program is not changed."""
     from trimtab.report.plain import plain
 
     print(plain(message), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The planner from Python: what a run will take, what each technique saves and costs, searches and tables. No torch."""
+"""The planner's Python API: resource use of a run, cost of techniques, searches and tables. Does not need torch."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def plan_run(
     host_memory: str | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """What a run will take in memory, time and disk, as plain data; nothing is trained, and torch is not needed.
+    """Predicts memory, time and disk space of a run, as plain data, without training and without torch.
 
-    Not called `plan`: that name is the package that does it.
+    It is not called `plan` because that is the name of the package.
 
     Args:
-        recipe: a YAML file, a dict, the name of a model (a hub id of the catalogue, a config.json, a folder, a GGUF
-            file), or nothing where the keys are given by name.
-        data: as in `train`; rows are not read, and without data the defaults are planned.
+        recipe: a YAML file, a dict, or a model (a hub id of the catalogue, a config.json, a folder, a GGUF file);
+            None if all keys are passed as keyword arguments.
+        data: as in `train`; rows are not read, and the default without data is to plan without a data set.
         model: as in `train`.
-        gpu: plan for this GPU, by name or memory, instead of for this machine.
-        method: full, lora, qlora or int8, over what the recipe says.
+        gpu: plan for this GPU, by name or memory, instead of this machine.
+        method: full, lora, qlora or int8; overrides the recipe.
         host_memory: free memory of the host of that GPU, such as "64GB".
-        keys: keys of the recipe, which replace what it says.
+        keys: keys of the recipe to override.
 
     Example:
         >>> plan = plan_run("Qwen/Qwen3-8B", gpu="24GB", method="qlora")
@@ -62,9 +62,9 @@ def what_if(
     host_memory: str | None = None,
     **keys: Any,
 ) -> list[dict[str, Any]]:
-    """What each technique would save in bytes and cost in seconds per step, the cheapest first; then those in use.
+    """Returns what each technique saves in bytes and costs in seconds per step, cheapest first; then those in use.
 
-    The arguments are those of `plan_run`.
+    Takes the arguments of `plan_run`.
 
     Example:
         >>> rows = what_if("Qwen/Qwen3-8B", gpu="rtx4090", method="lora")
@@ -89,13 +89,13 @@ def solve(
     prices: str | Path | None = None,
     **keys: Any,
 ) -> dict[str, Any]:
-    """Search for `max_seq_length`, `batch_size`, `fastest`, `smallest_gpu` or `cheapest`.
+    """Searches for `max_seq_length`, `batch_size`, `fastest`, `smallest_gpu` or `cheapest`.
 
-    The other arguments are those of `plan_run`; `prices` is a file of prices for `cheapest`.
+    The other arguments are those of `plan_run`; `prices` is a file of GPU prices for `cheapest`.
 
     Returns:
-        `answer` in words, `recipe` with the keys to set, `plan` with them (None where nothing fits), and `options`,
-        the candidates that were compared.
+        `answer` as a sentence, `recipe` with the keys to set, `plan` with these keys (None if nothing fits), and
+        `options`, the compared candidates.
 
     Example:
         >>> found = solve("max_seq_length", "Qwen/Qwen3-8B", gpu="24GB", method="qlora")
@@ -114,7 +114,7 @@ def plan_table(
     methods: Sequence[str] = ("full", "lora", "qlora"),
     **keys: Any,
 ) -> list[dict[str, Any]]:
-    """A row for each model, method and GPU: whether it fits, memory at the peak, tokens per second.
+    """Returns a row for each model, method and GPU: whether it fits, peak memory, tokens per second.
 
     Example:
         >>> [row["fits"] for row in plan_table(["Qwen/Qwen3-8B"], ["24GB"], ["full", "qlora"])]

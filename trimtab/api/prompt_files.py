@@ -1,7 +1,7 @@
-"""Files of prompts, and the file of what was generated for them: rows in order, resumable after a kill.
+"""Reads files of prompts, and writes the resumable output file of their completions, with rows in order.
 
-An output row holds the prompt, the completion and a digest of the settings (`settings`), so that a later call can
-check that the existing rows are the beginning of what it would write, and continue after them.
+An output row contains the prompt, the completion and a digest of the settings (`settings`), so that a later call can
+check that the existing rows match its prompts and settings, and continue after them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KINDS = (".txt", ".jsonl", ".csv")
 OWN_KEYS = ("index", "prompt", "messages", "completion", "finish_reason", "tokens", "settings")
-"""What an output row says itself; other keys of a prompt's row are copied."""
+"""Keys that an output row sets; other keys of a prompt's row are copied."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class PromptRow:
     """One prompt of a file."""
 
     place: str
-    """`file:line`, for messages."""
+    """`file:line`, for error messages."""
     fields: Mapping[str, Any]
-    """The row as it stands in the file: `prompt` (a text) or `messages`, and whatever else it has."""
+    """The row of the file: `prompt` (a text) or `messages`, and any other fields."""
 
     def prompt(self, *, chat: bool = False, system: str | None = None) -> Prompt:
-        """What the model is asked: a text, or a conversation, which a text is turned into with `chat`."""
+        """Returns the prompt: a text, or a conversation, to which `chat` converts a text."""
         if "messages" in self.fields:
             messages = list(self.fields["messages"])
         elif chat:
@@ -51,9 +51,9 @@ class PromptRow:
 
 
 def read_prompts(path: str | Path) -> list[PromptRow]:
-    """Prompts of a file: `.txt` one per line, `.jsonl` {"prompt": …} or {"messages": […]}, `.csv` a column `prompt`.
+    """Reads prompts: `.txt` one per line, `.jsonl` {"prompt": …} or {"messages": […]}, `.csv` a column `prompt`.
 
-    Empty lines are skipped. DataError with the line for a row that cannot be used.
+    Empty lines are skipped. Raises a DataError with the line number for an invalid row.
 
     Example:
         >>> [row.prompt() for row in read_prompts("questions.txt")]        # doctest: +SKIP
@@ -61,14 +61,14 @@ def read_prompts(path: str | Path) -> list[PromptRow]:
     """
     path = Path(path)
     if path.suffix.lower() not in KINDS:
-        raise DataError(f"{path} is none of {', '.join(KINDS)}", "rename or convert the file of prompts")
+        raise DataError(f"{path} is not one of {', '.join(KINDS)}", "rename or convert the file of prompts")
     try:
         with path.open("r", encoding="utf-8-sig", newline="\n") as file:
             rows = list(_rows(path, file))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})", "name a file of prompts") from error
     if not rows:
-        raise DataError(f"{path} holds no prompts", "write one prompt per line")
+        raise DataError(f"{path} contains no prompts", "write one prompt per line")
     return rows
 
 
@@ -87,7 +87,7 @@ def _rows(path: Path, file: IO[str]) -> Iterator[PromptRow]:
 
 
 def _lines(path: Path, file: IO[str]) -> Iterator[tuple[int, str]]:
-    """Lines by number; only "\\n" ends one, so that numbers are those of an editor."""
+    """Yields numbered lines; only "\\n" ends a line, so that numbers match those of an editor."""
     number = 0
     try:
         for number, line in enumerate(file, 1):
@@ -113,14 +113,14 @@ def _json_fields(place: str, line: str) -> dict[str, Any]:
         row["messages"] = row.pop("prompt")
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
-            raise DataError(f"{place}: prompt is no text", remedy)
+            raise DataError(f"{place}: prompt is not a string", remedy)
         return row
     messages = row["messages"]
     good = isinstance(messages, list) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
     )
     if not good or not messages:
-        raise DataError(f"{place}: messages is no list of messages with role and content", remedy)
+        raise DataError(f"{place}: messages is not a list of messages with role and content", remedy)
     return row
 
 
@@ -130,10 +130,12 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[PromptRow]:
         before = max(reader.line_num, 1) + 1
         try:
             if "prompt" not in (reader.fieldnames or []):
-                raise DataError(f"{path} has no column prompt", "call the column with the prompts `prompt`")
+                raise DataError(f"{path} has no column `prompt`", "name the column with the prompts `prompt`")
             row = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"{path}:{before}: not CSV ({error})", "quote fields that hold quotes") from None
+            raise DataError(
+                f"{path}:{before}: invalid CSV ({error})", "quote fields that contain quotes"
+            ) from None
         if row is None:
             return
         if None in row or None in row.values():
@@ -146,13 +148,13 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[PromptRow]:
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """What decides the completions besides the prompts, in 12 characters."""
+    """Returns a digest of 12 characters of the settings that determine the completions."""
     plain = json.dumps(settings, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def keyword(name: str) -> str:
-    """How Python writes an argument of `Model.generate_file` in messages; the command line has its flags.
+    """Returns the name of an argument of `Model.generate_file` in error messages; the command line uses its flags.
 
     Example:
         >>> keyword("output"), keyword("overwrite")
@@ -162,14 +164,14 @@ def keyword(name: str) -> str:
 
 
 class OutputFile:
-    """The rows written so far, and appending to them; a row half written by a killed process is taken off.
+    """Validates existing rows and appends to them; removes a partial row that a killed process left.
 
     Args:
-        path: made if it does not exist. A device or a pipe is written to, and never read.
+        path: the file, created if it does not exist. A device or a pipe is only written.
         rows: the prompts, in order.
-        digest: of the settings.
-        overwrite: begin anew whatever is there.
-        spelled: how error messages write an argument's name.
+        digest: digest of the settings.
+        overwrite: whether to discard existing rows.
+        spelled: returns the name of an argument in error messages.
     """
 
     def __init__(
@@ -192,12 +194,12 @@ class OutputFile:
                 f"{self.path} cannot be written ({error.strerror})", f"name another {spelled('output')}"
             ) from error
         self.done = 0
-        """Rows that are there."""
+        """Number of complete rows in the file."""
         if self._is_regular:
             self._find_end()
 
     def _find_end(self) -> None:
-        """Checks the rows that are there and cuts off one that is incomplete."""
+        """Checks the existing rows and truncates an incomplete one."""
         end = 0
         try:
             for line in self._file:
@@ -215,9 +217,10 @@ class OutputFile:
             raise
 
     def write(self, completions: Sequence[Completion]) -> None:
-        """Appends the next rows and hands them to the disk."""
+        """Appends the next rows and syncs them to disk."""
         lines = [
-            self._line(self.done + i, self._rows[self.done + i], one) for i, one in enumerate(completions)
+            self._line(self.done + i, self._rows[self.done + i], completion)
+            for i, completion in enumerate(completions)
         ]
         try:
             self._file.write("".join(lines).encode())
@@ -227,11 +230,11 @@ class OutputFile:
         except BrokenPipeError:
             raise
         except OSError as error:
-            with contextlib.suppress(OSError):  # closing writes what is buffered once more
+            with contextlib.suppress(OSError):  # closing flushes the buffer again
                 self._file.close()
             raise ResourceError(
-                f"{self.path} cannot be written ({error.strerror}); {self.done} rows are in it",
-                f"free some space and do the same again, which goes on from there, or name another "
+                f"{self.path} cannot be written ({error.strerror}); it contains {self.done} rows",
+                f"free some space and repeat the call, which continues after these rows, or name another "
                 f"{self._spelled('output')}",
             ) from error
         self.done += len(lines)
@@ -251,13 +254,17 @@ class OutputFile:
         more = {key: value for key, value in row.fields.items() if key not in OWN_KEYS}
         return {"index": index, **asked, **more}
 
-    def _line(self, index: int, row: PromptRow, one: Completion) -> str:
-        made = {"completion": one.text, "finish_reason": one.finish_reason, "tokens": len(one.ids)}
-        # Escaped: a text may hold half of a Unicode pair, which UTF-8 cannot.
+    def _line(self, index: int, row: PromptRow, completion: Completion) -> str:
+        made = {
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "tokens": len(completion.ids),
+        }
+        # Escaped because a text may contain a lone surrogate, which UTF-8 cannot encode.
         return json.dumps({**self._beginning(index, row), **made, "settings": self._digest}) + "\n"
 
     def _is_cut(self, line: bytes) -> bool:
-        """Whether a line without its end is the beginning of the next row, as a killed process leaves it."""
+        """Whether a line without a newline is a prefix of the next row, as a killed process leaves it."""
         if self.done >= len(self._rows):
             return False
         begins = self._beginning(self.done, self._rows[self.done])
@@ -265,8 +272,10 @@ class OutputFile:
         return line.startswith(written) or written.startswith(line)
 
     def _check(self, line: bytes) -> None:
-        """RecipeError unless a row that is there is the one that would be written."""
-        remedy = f"name another {self._spelled('output')}, or start anew with {self._spelled('overwrite')}"
+        """Raises a RecipeError unless an existing row belongs to the next prompt and the same settings."""
+        remedy = (
+            f"name another {self._spelled('output')}, or replace the file with {self._spelled('overwrite')}"
+        )
         try:
             row = json.loads(line)
             index, digest = row["index"], row["settings"]
@@ -282,6 +291,6 @@ class OutputFile:
         same = all(row.get(key) == asked.get(key) for key in ("prompt", "messages"))
         if index != self.done or not same:
             raise RecipeError(
-                f"{self.path}:{self.done + 1} answers another prompt than {self._rows[self.done].place}",
+                f"{self.path}:{self.done + 1} is for another prompt than {self._rows[self.done].place}",
                 remedy,
             )

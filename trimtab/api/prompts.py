@@ -1,4 +1,4 @@
-"""What `Model` is asked with: texts and conversations, one or many, and their tokens."""
+"""Prompts of `Model`: validation and tokenization of texts and conversations, single or in batches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Prompt = str | Messages
 
 
 def as_batch(given: Prompt | Sequence[Prompt], name: str = "the prompt") -> tuple[list[Prompt], bool]:
-    """(prompts, whether several were given): a list of messages is one conversation, any other list is a batch.
+    """Returns (prompts, whether it is a batch): a list of messages is one conversation, any other list is a batch.
 
-    RecipeError, with the argument's `name`, for anything else.
+    Raises a RecipeError with the argument's `name` for anything else.
 
     Example:
         >>> as_batch("a"), as_batch([{"role": "user", "content": "a"}])
@@ -55,11 +55,11 @@ def as_batch(given: Prompt | Sequence[Prompt], name: str = "the prompt") -> tupl
 
 
 def check_stream(stream: object) -> None:
-    """RecipeError for a stream that cannot be called, such as `stream=True`."""
+    """Raises a RecipeError for a stream that is not callable, such as `stream=True`."""
     if stream is not None and not callable(stream):
         raise RecipeError(
             f"stream is {described(stream)}",
-            "give a function that is called with each piece of text: stream=print",
+            "give a function that takes each piece of text: stream=print",
         )
 
 
@@ -73,7 +73,7 @@ def _checked(messages: Messages, name: str) -> Messages:
 
 
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Tokens of each prompt; conversations go through the chat template, all of them in one sandbox."""
+    """Tokenizes each prompt; all conversations are rendered by the chat template in one sandbox."""
     chats = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     conversations: list[Any] = [prompts[i] for i in chats]
     rendered = tokenizer.render_chats(conversations, add_generation_prompt=True) if chats else []
@@ -87,7 +87,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list
 def encode_scored(
     tokenizer: Tokenizer, prompts: Sequence[Prompt]
 ) -> list[tuple[list[int], list[bool] | None]]:
-    """Tokens of each text or conversation, and which of them count in its loss: of conversations the answers."""
+    """Tokenizes each text or conversation and returns its loss mask: the answers of a conversation, None for a text."""
     from trimtab.data.tokenizing import encode_conversations
 
     chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
@@ -99,5 +99,5 @@ def encode_scored(
 
 
 def texts_of(done: Completion | list[Completion]) -> str | list[str]:
-    """The texts of one completion or of a batch."""
-    return [one.text for one in done] if isinstance(done, list) else done.text
+    """Returns the text of a completion, or the texts of a batch."""
+    return [completion.text for completion in done] if isinstance(done, list) else done.text

@@ -1,4 +1,4 @@
-"""What a run leaves behind, as objects."""
+"""The results of a run as objects."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of one set at one step."""
+    """The loss of one evaluation set at one step."""
 
     step: int
     name: str
-    """`domain`, the held-out part or set of what is trained on, or `general`."""
+    """`domain` (held-out data of the training domain) or `general`."""
     loss: float
     perplexity: float
 
@@ -30,7 +30,7 @@ class Evaluation:
 class RunResult:
     """A run that finished, was interrupted by a signal, or was stopped by a callback.
 
-    Numbers are read from the run folder, once, when they are asked for.
+    Metrics are read from the run folder on first access and cached.
 
     Example:
         >>> run = trimtab.train("recipe.yaml")               # doctest: +SKIP
@@ -45,12 +45,12 @@ class RunResult:
     """`finished`, `interrupted` or `stopped`; the last two can be resumed."""
     step: int
     reason: str | None = None
-    """Why it ended before its last step: early stopping, or what `control.stop` was given; None otherwise."""
+    """Why it ended before its last step: early stopping, or the reason passed to `control.stop`; None otherwise."""
 
     def __repr__(self) -> str:
         try:
             loss = self.final_loss
-        except TrimtabError:  # the folder is gone: an object can still be shown
+        except TrimtabError:  # the folder no longer exists
             loss = None
         ending = "" if loss is None else f", loss {loss:.4f}"
         return f"RunResult({str(self.folder)!r}, {self.status} at step {self.step}{ending})"
@@ -62,7 +62,7 @@ class RunResult:
         return read_run(self.folder)
 
     def data(self) -> RunData:
-        """Its metrics of every kind and its plan, read from the folder as it is now."""
+        """Reads the metrics of every kind and the plan from the folder again."""
         from trimtab.report import read_run
 
         return read_run(self.folder)
@@ -80,13 +80,13 @@ class RunResult:
 
     @property
     def final_loss(self) -> float | None:
-        """The training loss of the last step; None where no step was made."""
+        """The training loss of the last step; None without a step."""
         losses = self.losses
         return losses[-1] if losses else None
 
     @property
     def evaluations(self) -> list[Evaluation]:
-        """Every evaluation in order, the one before the first step included."""
+        """Every evaluation in order, including the one before the first step."""
         return [
             Evaluation(row["step"], row["name"], row["loss"], row["perplexity"])
             for row in self._data.of("eval")
@@ -94,16 +94,18 @@ class RunResult:
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation of the best checkpoint, which `run.model("best")` loads: the lowest loss on the set that
-        decides it. None where nothing was evaluated, or no step improved on the loss before the first one; there is
-        no best checkpoint then."""
-        found = self.evaluations
-        scored = [one for one in found if one.name == found[0].name and one.loss == one.loss]
-        best = min(scored, key=lambda one: one.loss, default=None)
+        """The evaluation of the best checkpoint, which `run.model("best")` loads: the lowest loss on the first set.
+
+        None if there are no evaluations, or if no step improved on the loss before training; then there is no best
+        checkpoint.
+        """
+        rows = self.evaluations
+        scored = [row for row in rows if row.name == rows[0].name and row.loss == row.loss]
+        best = min(scored, key=lambda row: row.loss, default=None)
         return None if best is None or best.step == 0 else best
 
     def to_pandas(self) -> Any:
-        """`history` as a pandas.DataFrame indexed by step, with columns such as `eval_domain_loss`."""
+        """Returns `history` as a pandas.DataFrame indexed by step, with columns such as `eval_domain_loss`."""
         try:
             pandas = import_module("pandas")
         except ImportError as missing:
@@ -111,15 +113,16 @@ class RunResult:
         rows: dict[int, dict[str, Any]] = {}
         for row in self.history:
             rows.setdefault(row["step"], {}).update(row)
-        for one in self.evaluations:
-            rows.setdefault(one.step, {"step": one.step})[f"eval_{one.name}_loss"] = one.loss
+        for evaluation in self.evaluations:
+            row = rows.setdefault(evaluation.step, {"step": evaluation.step})
+            row[f"eval_{evaluation.name}_loss"] = evaluation.loss
         columns = dict.fromkeys(key for row in (*self.history, *rows.values()) for key in row)
         return pandas.DataFrame([rows[step] for step in sorted(rows)], columns=list(columns)).set_index(
             "step"
         )
 
     def model(self, checkpoint: str | int = "latest") -> Model:
-        """The trained model: the `latest` checkpoint, the `best`, or a step."""
+        """Loads the trained model from the `latest` checkpoint, the `best`, or that of a step."""
         from trimtab.api.model import load
 
         return load(str(self.folder), checkpoint=checkpoint)

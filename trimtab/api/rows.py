@@ -1,4 +1,4 @@
-"""The `data=` argument: rows are found in it, stored, and named in the recipe as `memory:…` sources."""
+"""The `data=` argument: stores the rows in it and replaces them by `memory:…` sources in the recipe."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from trimtab.run.lifecycle import View
 
 Position = tuple[str | int, ...]
-"""Where a source stands in the recipe's data section: ("train", 0)."""
+"""Position of a source in the recipe's data section: ("train", 0)."""
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 @dataclass
 class DataArgument:
-    """What the user passed as data: the recipe's section, with the rows in it replaced by names.
+    """The data that the user passed: the recipe's section, with rows replaced by names.
 
     Example:
         >>> found = DataArgument.of(["a text"])
@@ -35,7 +35,7 @@ class DataArgument:
 
     section: dict[str, Any] = field(default_factory=dict)
     whole: bool = False
-    """Whether the section replaces the recipe's; rows alone replace only its `train`."""
+    """Whether the section replaces the whole section of the recipe instead of only its `train`."""
     rows: dict[Position, Any] = field(default_factory=dict)
     key: str | None = None
 
@@ -56,13 +56,11 @@ class DataArgument:
             _refuse_files(data)
             found.section = {"train": [found._named(data, ("train", 0))]}
         if key is not None and not found.rows:
-            raise RecipeError(
-                "data_key is given without rows", "pass the rows as data, or leave data_key out"
-            )
+            raise RecipeError("data_key is given without rows", "pass the rows as data, or omit data_key")
         return found
 
     def merged(self, section: Any) -> Any:
-        """A recipe's data section with what was passed."""
+        """Merges the passed data into a recipe's data section."""
         if not self.section:
             return section
         if self.whole or not isinstance(section, Mapping):
@@ -70,14 +68,14 @@ class DataArgument:
         return {**section, **self.section}
 
     def label(self, position: Position) -> str:
-        """What messages call the rows at a position."""
+        """Returns the name of the rows at a position in messages."""
         if not self.whole:
             return "data"
         names = [part for part in position if isinstance(part, str)]
         return "data" + "".join(f"[{name!r}]" for name in names)
 
     def store(self, recipe: Recipe, view: View) -> tuple[Recipe, dict[str, Passed]]:
-        """Spools the rows, or prepares their streaming: the recipe that names them, and what the run is given."""
+        """Spools the rows or prepares streaming; returns the recipe with their names, and the rows for the run."""
         from trimtab.recipe import build
 
         if not self.rows:
@@ -94,7 +92,7 @@ class DataArgument:
         return build(plain), passed
 
     def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, Passed]:
-        """The rows of a run that is resumed: a DataError unless they are those that it began with."""
+        """Stores the rows of a resumed run; raises a DataError unless they equal those of its start."""
         from trimtab.data.in_memory import first_difference, spool_path
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
 
@@ -105,35 +103,35 @@ class DataArgument:
         passed: dict[str, Passed] = {}
 
         def key_of(position: Position) -> str | None:
-            own = _kept_name(section, position, folder).removeprefix(MEMORY_PREFIX)
+            own = _recorded_name(section, position, folder).removeprefix(MEMORY_PREFIX)
             if self.key is not None and own != self.key and not own.startswith(f"{self.key}."):
                 raise DataError(
-                    f"data_key is {self.key!r}, and {folder} began with {own!r}",
+                    f"data_key is {self.key!r}, but {folder} was started with {own!r}",
                     "pass the same data, or start a new run",
                 )
             return own if _DIGEST.fullmatch(own) is None else None
 
         for position, name, given in self._all_stored(recipe, view, key_of):
-            kept = _kept_name(section, position, folder)
-            if name != kept:
-                places = [
+            recorded = _recorded_name(section, position, folder)
+            if name != recorded:
+                spools = [
                     spool_path(
-                        memory_folder(cache_folder(recipe.data.cache_dir)), one.removeprefix(MEMORY_PREFIX)
+                        memory_folder(cache_folder(recipe.data.cache_dir)), source.removeprefix(MEMORY_PREFIX)
                     )
-                    for one in (kept, name)
+                    for source in (recorded, name)
                 ]
-                row = first_difference(*places) if all(place.is_file() for place in places) else None
+                row = first_difference(*spools) if all(path.is_file() for path in spools) else None
                 where = f" (row {row} differs)" if row else ""
                 raise DataError(
-                    f"{self.label(position)} is not what {folder} began with{where}",
+                    f"{self.label(position)} is not the data with which {folder} was started{where}",
                     "pass the same rows, or start a new run",
                 )
             passed[name] = given
         return passed
 
     def _check_unchanged(self, section: dict[str, Any]) -> None:
-        """What is no rows must be as in the run's recipe; nothing that was passed is ignored."""
-        kept = set(_names(section))
+        """Raises a RecipeError if anything besides rows differs from the run's recipe."""
+        recorded = set(_names(section))
         more = [
             key
             for key, value in self.section.items()
@@ -143,22 +141,22 @@ class DataArgument:
         more += [
             name
             for name in _names(self.section)
-            if not name.startswith("memory:") and not {name, str(Path.cwd() / name)} & kept
+            if not name.startswith("memory:") and not {name, str(Path.cwd() / name)} & recorded
         ]
         if more:
             raise RecipeError(
-                f"data names {', '.join(map(str, more))}, and a resumed run has its data in its recipe",
-                "pass only the rows that the run began with",
+                f"data contains {', '.join(map(str, more))}, but a resumed run uses the data of its recipe",
+                "pass only the rows with which the run was started",
             )
 
     def _all_stored(
         self, recipe: Recipe, view: View, key_of: Callable[[Position], str | None]
     ) -> Iterator[tuple[Position, str, Passed]]:
-        """The rows of each position, stored: the name of their source, and what the run is given."""
+        """Stores the rows of each position; yields the name of their source, and the rows for the run."""
         from trimtab.run.corpora import MEMORY_PREFIX
 
         names: dict[str, Any] = {}
-        # A stream is named by its first rows; where others have that name already, it takes another one.
+        # A stream is named by a digest of its first rows; if another source has that name, it is renamed.
         for position in sorted(self.rows, key=lambda position: position[0] != "eval"):
             rows = self.rows[position]
             name, given = self._stored(position, recipe, view, key_of(position))
@@ -184,7 +182,7 @@ class DataArgument:
         )
         if spooled.reused:
             view.message(
-                f"{label}: the rows kept under the key {key!r} are used ({spooled.path}); "
+                f"{label}: using the rows cached under the key {key!r} ({spooled.path}); "
                 "change data_key when the rows change"
             )
         return MEMORY_PREFIX + spooled.name, Passed(label)
@@ -196,36 +194,39 @@ class DataArgument:
                 "give data={'train': rows, 'eval': rows}, or a list of rows",
             )
         made = {**data, "train": self._sources(data["train"], ("train",))}
-        measured = data.get("eval")
-        if isinstance(measured, Mapping) and not _is_source(measured):
-            made["eval"] = {name: self._sources(one, ("eval", name)) for name, one in measured.items()}
-        elif measured is not None:
-            made["eval"] = {"domain": self._sources(measured, ("eval", "domain"))}
+        held_out = data.get("eval")
+        if isinstance(held_out, Mapping) and not _is_source(held_out):
+            made["eval"] = {
+                name: self._sources(sources, ("eval", name)) for name, sources in held_out.items()
+            }
+        elif held_out is not None:
+            made["eval"] = {"domain": self._sources(held_out, ("eval", "domain"))}
         replay = data.get("replay")
         if isinstance(replay, Mapping) and "sources" in replay:
             made["replay"] = {**replay, "sources": self._sources(replay["sources"], ("replay", "sources"))}
         return made
 
     def _sources(self, value: Any, where: Position) -> Any:
-        """The sources at one place of the section, as a recipe writes them."""
+        """Converts the sources at one position of the section to the form in a recipe."""
         if isinstance(value, str | Path):
             return str(value)
         if _is_source(value) or not isinstance(value, list | tuple):
             return [self._named(value, (*where, 0))]
         if not value or isinstance(value[0], list | tuple) or _is_row(value[0]):
             return [self._named(value, (*where, 0))] if value else []
-        if all(isinstance(one, str) for one in value):
+        if all(isinstance(source, str) for source in value):
             _refuse_texts(value, where)
         return [
-            str(one) if isinstance(one, str | Path) else self._named(one, (*where, index))
-            for index, one in enumerate(value)
+            str(source) if isinstance(source, str | Path) else self._named(source, (*where, index))
+            for index, source in enumerate(value)
         ]
 
     def _named(self, value: Any, position: Position) -> Any:
-        """A source, with a name in place of its rows."""
+        """Returns a source with its rows replaced by a name."""
         options: dict[str, Any] = {}
         if _is_source(value):
-            options, value = {key: one for key, one in value.items() if key != "source"}, value["source"]
+            options = {key: option for key, option in value.items() if key != "source"}
+            value = value["source"]
         if isinstance(value, str | Path):
             return {**options, "source": str(value)}
         self.rows[position] = value
@@ -237,14 +238,14 @@ def _checked_key(key: str | None) -> str | None:
         return None
     if not isinstance(key, str) or not _KEY.fullmatch(key) or _DIGEST.fullmatch(key):
         raise RecipeError(
-            f"data_key {key!r} cannot name rows",
+            f"data_key {key!r} is not a valid name",
             "use up to 64 letters, digits, dots, dashes and underscores, such as 'chats-v3'",
         )
     return key
 
 
 def _is_source(value: Any) -> bool:
-    """Whether a mapping is a source with options and not a row, which may have a column named source."""
+    """Whether a mapping is a source with options, not a row that has a column named source."""
     from trimtab.recipe.keys import Source
 
     return isinstance(value, Mapping) and "source" in value and set(value) <= set(Source.model_fields)
@@ -255,28 +256,28 @@ def _is_row(value: Any) -> bool:
 
 
 def _are_sources(data: Any) -> bool:
-    """Whether a list holds sources with options; rows whose only column is `source` hold texts there, and no names."""
-    if not isinstance(data, list | tuple) or not data or not all(_is_source(one) for one in data):
+    """Whether a list contains sources with options, not rows whose only column `source` contains texts."""
+    if not isinstance(data, list | tuple) or not data or not all(_is_source(item) for item in data):
         return False
-    values = [one["source"] for one in data if isinstance(one["source"], str)]
+    values = [item["source"] for item in data if isinstance(item["source"], str)]
     return all(_exists(value) or not any(c.isspace() for c in value.strip()) for value in values)
 
 
 def _refuse_files(data: Any) -> None:
-    """A list of strings is a list of texts; one that names files would be trained on as their names."""
+    """Raises a DataError for a list of file names: a list of strings is a list of texts."""
     first = data[0] if isinstance(data, list | tuple) and data else None
     if isinstance(first, Path) or (isinstance(first, str) and _exists(first)):
         raise DataError(
-            f"row 1 of data is {str(first)!r}, which is a file or folder, and a list is read as a list of texts",
-            "name files as data={'train': [...]}; to train on these very words give rows like {'text': …}",
+            f"row 1 of data is {str(first)!r}, which is a file or folder, but a list is read as a list of texts",
+            "name files as data={'train': [...]}; to train on these strings as text, give rows like {'text': …}",
         )
 
 
 def _refuse_text(data: str) -> None:
-    """A str names a source; one with spaces that names nothing is a text to train on."""
+    """Raises a DataError for a string with spaces that is not a source, and so probably a text to train on."""
     if len(data.split()) > 1 and not _exists(data) and not glob.glob(data[:255]):
         raise DataError(
-            f"data is the text '{shortened(data)}', and a text names a file, a folder or a data set",
+            f"data is the string '{shortened(data)}', but a string names a file, a folder or a data set",
             "give texts to train on as a list: data=[text]",
         )
 
@@ -286,14 +287,14 @@ def _exists(name: str) -> bool:
 
 
 def _refuse_texts(values: list[str] | tuple[str, ...], where: Position) -> None:
-    """In a mapping strings name sources, as in a recipe."""
-    texts = (one for one in values if any(c.isspace() for c in one.strip()) and not _exists(one))
+    """Raises a DataError for texts in a mapping, in which strings name sources, as in a recipe."""
+    texts = (value for value in values if any(c.isspace() for c in value.strip()) and not _exists(value))
     text = next(texts, None)
     if text is not None and not glob.glob(text[:255]):
         raise DataError(
-            f"{_dotted(where)} of data is a list of strings, which name files and data sets there, and "
-            f"{text[:40]!r} is none",
-            "for texts give rows: [{'text': one} for one in texts]",
+            f"{_dotted(where)} of data is a list of strings, which name files and data sets, but "
+            f"{text[:40]!r} is neither",
+            "for texts give rows: [{'text': text} for text in texts]",
         )
 
 
@@ -307,26 +308,26 @@ def _at(section: Any, position: Position) -> Any:
     return section
 
 
-def _kept_name(section: dict[str, Any], position: Position, folder: Path) -> str:
-    """The source that a run has where rows were passed; an error where it has none from Python."""
+def _recorded_name(section: dict[str, Any], position: Position, folder: Path) -> str:
+    """Returns the source in the run's recipe for the passed rows; raises a DataError if it has no rows there."""
     try:
         name = str(_at(section, position)["source"])
     except (KeyError, IndexError, TypeError):
         name = ""
     if not name.startswith("memory:"):
-        used = ", ".join(one for one in _names(section) if one.startswith("memory:")) or "none"
+        used = ", ".join(source for source in _names(section) if source.startswith("memory:")) or "none"
         raise DataError(
-            f"rows are passed as {_dotted(position)} of data, and {folder} has no rows from Python there "
+            f"rows are passed as {_dotted(position)} of data, but {folder} has no rows from Python there "
             f"(its rows: {used})",
-            "leave data out, or pass it as the run began with it",
+            "omit data, or pass it as when the run was started",
         )
     return name
 
 
 def _names(section: Mapping[str, Any]) -> Iterator[str]:
-    """The names of all sources of a data section, however they are written."""
+    """Yields the names of all sources of a data section in any of its forms."""
     places = [section.get("train"), (section.get("replay") or {}).get("sources")]
     places += (section.get("eval") or {}).values()
     for place in places:
-        for one in [place] if isinstance(place, str | Mapping) else place or []:
-            yield one if isinstance(one, str) else one["source"]
+        for source in [place] if isinstance(place, str | Mapping) else place or []:
+            yield source if isinstance(source, str) else source["source"]

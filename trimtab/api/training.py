@@ -33,25 +33,26 @@ def train(
     explain_memory: bool = False,
     **keys: Any,
 ) -> RunResult:
-    """Trains a recipe: a path to a YAML file, the recipe as a dict, or its keys by name.
+    """Trains with a recipe: a path to a YAML file, the recipe as a dict, or its keys as keyword arguments.
 
     Args:
-        recipe: a YAML file, a dict, or nothing where the keys are given by name.
+        recipe: a YAML file or a dict; None if all keys are passed as keyword arguments.
         data: rows to train on: a list or an iterator of texts, of conversations (lists of messages) or of dicts by
             column, a `datasets.Dataset`, a DataFrame, or a function that returns an iterator; the name of a source, as
-            in a recipe; or a mapping like the recipe's `data`, in which rows may stand for any source:
+            in a recipe; or a mapping like the recipe's `data`, in which any source may be rows:
             `{"train": rows, "eval": rows}`.
-        data_key: your own name for the rows. Rows that are kept under it are not read again.
-        model: what a recipe's `model` says, or a loaded `Model`: the run begins from its weights.
+        data_key: a name under which the rows are cached. Rows that are cached under it are not read again.
+        model: the `model` of the recipe, or a loaded `Model`, from whose weights the run starts.
         callbacks: objects with methods such as `on_log` (`trimtab.Callback`).
-        view: shows the run; by default the terminal.
-        explain_memory: record the line that makes each tensor, for the report when memory runs out; steps are slower.
-        keys: keys of the recipe, which replace what it says.
+        view: shows the run; by default on the terminal.
+        explain_memory: record the source line of every tensor allocation for the out-of-memory report; steps are
+            slower.
+        keys: keys of the recipe to override.
 
     Returns:
-        The run, also where it ended early with everything saved: `status` is "finished", "stopped" (by a callback) or
-        "interrupted". SIGINT (Ctrl-C) and SIGTERM end the training after the current step and raise nothing, so the
-        program continues after this call: check `run.status` before the model is used as finished.
+        The run, even if it ended early and was saved: `status` is "finished", "stopped" (by a callback) or
+        "interrupted". SIGINT (Ctrl-C) and SIGTERM end the training after the current step without an exception, and
+        the program continues after this call: check `run.status` before using the model.
 
     Example:
         >>> run = trimtab.train("recipe.yaml", learning_rate=1e-4, max_steps=50)           # doctest: +SKIP
@@ -71,7 +72,7 @@ def train(
     loaded = model.opened if isinstance(model, Model) else None
     with _checked_view(view) as shown:
         if given.rows:
-            RunFolder(Path(built.output_dir)).check_new()  # before rows are read, which may take long
+            RunFolder(Path(built.output_dir)).check_new()  # before reading rows, which may take long
         built, passed = given.store(built, shown)
         return _result(launch.train(built, shown, given=Given(passed, callbacks, loaded, explain_memory)))
 
@@ -86,19 +87,19 @@ def resume(
     explain_memory: bool = False,
     **keys: Any,
 ) -> RunResult:
-    """Continues a run folder from its last good checkpoint; only keys that may change on resume are taken.
+    """Continues a run folder from its last valid checkpoint; accepts only keys that may change on resume.
 
-    Returns what `train` returns, after a signal too.
+    Returns the same as `train`, also after a signal.
 
     Args:
         folder: the run folder.
-        data: the rows that the run began with, from the first one on. Needed where they were streamed, or are not in
-            the cache any more; other rows are refused.
-        data_key: the key that the run began with, if it had one.
+        data: the rows with which the run was started, from the first row on. Needed if they were streamed, or are no
+            longer in the cache; different rows are refused.
+        data_key: the key with which the run was started, if any.
         callbacks: as in `train`.
-        view: shows the run; by default the terminal.
+        view: shows the run; by default on the terminal.
         explain_memory: as in `train`.
-        keys: keys of the recipe.
+        keys: keys of the recipe to override.
 
     Example:
         >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
@@ -150,7 +151,7 @@ def recipe_of_arguments(
     model: Any,
     data_key: str | None = None,
 ) -> tuple[Recipe, DataArgument]:
-    """The recipe with the keys, the data and the model that were passed; rows stand in it under preliminary names."""
+    """Returns the recipe with the passed keys, data and model; rows have preliminary names in it."""
     from trimtab.recipe import build, load
     from trimtab.recipe.loading import PAIRS
     from trimtab.recipe.problems import is_default_null
@@ -172,7 +173,7 @@ def recipe_of_arguments(
         own = plain.get("data")
         _refuse_objects(plain)
         if data is None and isinstance(own, Mapping) and "train" in own:
-            data, own = own, None  # rows may stand in the recipe's own section too
+            data, own = own, None  # the recipe's own section may contain rows too
         given = DataArgument.of(data, data_key)
         if given.section:
             plain["data"] = given.merged(own)
@@ -193,13 +194,13 @@ def recipe_of_arguments(
 
 
 def _model_name(model: Model) -> str:
-    """Where a loaded model was read from; of a run's model the folder with its config."""
+    """Returns the source of a loaded model; for a run's model the folder with its config."""
     opened = model.opened
     return str(opened.folder) if opened.step is not None else opened.name
 
 
 def _model_words(model: Any) -> list[str]:
-    """The `model` argument as overrides of a recipe file; a loaded model keeps the other keys of its section."""
+    """Returns the `model` argument as overrides of a recipe file; a loaded model replaces only name and revision."""
     if model is None:
         return []
     if isinstance(model, Model):
@@ -210,31 +211,31 @@ def _model_words(model: Any) -> list[str]:
 
 
 def _model_section(model: Any, own: Any) -> Any:
-    """The `model` argument in a recipe that is a dict."""
+    """Returns the `model` argument as the section of a recipe that is a dict."""
     if isinstance(model, Model):
-        kept = (
+        options = (
             {key: value for key, value in own.items() if key != "revision"}
             if isinstance(own, Mapping)
             else {}
         )
-        return {**kept, "name": _model_name(model)}
+        return {**options, "name": _model_name(model)}
     return str(model) if isinstance(model, Path) else plain_value(_checked_model(model), "model")
 
 
 def _checked_model(model: Any) -> Any:
-    """What a recipe's `model` can be; RecipeError for any other object."""
+    """Returns the model if it is valid in a recipe; raises a RecipeError for any other object."""
     if isinstance(model, RunResult):
         raise RecipeError(f"model is the result of a run ({model.folder})", "give run.model()")
     if not isinstance(model, str | Mapping):
         raise RecipeError(
             f"model= is {described(model)}",
-            "give a name or a path, a dict like the recipe's `model`, or what trimtab.load returns",
+            "give a name or a path, a dict like the recipe's `model`, or the result of trimtab.load",
         )
     return model
 
 
 def _refuse_missing(recipe: Mapping[str, Any]) -> None:
-    """A recipe without model or data, in terms of the arguments; where a key is misspelt, that is the error."""
+    """Raises a RecipeError for missing model or data that names the arguments; misspelt keys are reported instead."""
     from trimtab.recipe import Recipe
 
     if not set(recipe) <= set(Recipe.model_fields):
@@ -249,7 +250,7 @@ def _refuse_missing(recipe: Mapping[str, Any]) -> None:
 
 
 def _refuse_objects(recipe: Mapping[str, Any]) -> None:
-    """Rows and loaded models are passed by name, and cannot be part of a recipe that is a dict."""
+    """Raises a RecipeError for rows or a loaded model inside a recipe dict: they must be keyword arguments."""
     data, model = recipe.get("data"), recipe.get("model")
     if data is not None and not isinstance(data, Mapping):
         raise RecipeError(
@@ -259,5 +260,5 @@ def _refuse_objects(recipe: Mapping[str, Any]) -> None:
     if model is not None and not isinstance(model, str | os.PathLike | Mapping):
         raise RecipeError(
             f"'model' of the recipe is {described(model)}",
-            "name a model or a folder there, or pass a loaded one by keyword: trimtab.train(recipe, model=model)",
+            "give a model name or folder, or pass a loaded model by keyword: trimtab.train(recipe, model=model)",
         )

@@ -1,1 +1,1 @@
-"""The command line: one file a verb. Parses, calls, prints; nothing else."""
+"""The command line, with one module per verb: it parses arguments, calls the library and prints."""

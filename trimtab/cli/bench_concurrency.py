@@ -14,8 +14,8 @@ def concurrency(
     prompts: Annotated[
         Path | None,
         typer.Argument(
-            help="A file of prompts: .txt with one per line, or .jsonl or .csv with `prompt`. By default 32 problems "
-            "of mathematics.",
+            help="A file of prompts: .txt with one per line, or .jsonl or .csv with `prompt`. By default 32 "
+            "mathematics problems.",
             show_default=False,
         ),
     ] = None,
@@ -23,27 +23,27 @@ def concurrency(
         list[str] | None,
         typer.Option(
             "--way",
-            help="one-by-one, batch, threads, asyncio, asyncio-threads or processes; may be repeated. All by default.",
+            help="one-by-one, batch, threads, asyncio, asyncio-threads or processes; repeatable. All by default.",
         ),
     ] = None,
     model: Annotated[
         str, typer.Option(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
     ] = "starter",
     workers: Annotated[
-        int | None, typer.Option(help="Threads or processes at once; by default one per core, from 2 to 4.")
+        int | None, typer.Option(help="Number of threads or processes; by default one per core, from 2 to 4.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="For each prompt, at most.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 48,
     device: StudyDevice = "auto",
     out: Out = None,
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Generate one file of prompts by threads, asyncio, processes, one by one and as a batch: time and memory of each.
+    """Compare ways to generate a file of prompts: one by one, batched, threads, asyncio, processes.
 
-    Every way gives the same completions (the likeliest token is always taken), which is checked. The table has
-    seconds, tokens per second, the speed-up against one by one, and the peak memory of all processes together, with
-    the reasons: Python's global interpreter lock, which torch releases inside its kernels; one model per process; and
-    a batch, which needs no concurrency at all.
+    Decoding is greedy, so all ways must produce the same completions, which is checked. The table has seconds, tokens
+    per second, the speed-up over one by one, and the peak memory of all processes together, with the reasons: Python's
+    global interpreter lock, which torch releases inside its kernels; one model per process; and batching, which needs
+    no concurrency at all.
 
         trimtab bench concurrency
         trimtab bench concurrency questions.txt --workers 4 --max-new-tokens 100

@@ -24,24 +24,24 @@ def kernels(
         typer.Option(
             "--kernels",
             metavar="A,B",
-            help="reference (plain attention, torch's own operations), fast (as in training).",
+            help="reference (unfused attention, plain torch operations), fast (as in training).",
         ),
     ] = "reference,fast",
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     loss: Annotated[
-        str, typer.Option(help="logits_sum, as in the reference, or cross_entropy.")
+        str, typer.Option(help="logits_sum (sum of the logits) or cross_entropy.")
     ] = "logits_sum",
     rounds: Annotated[
-        int, typer.Option(help="Profiles of each pass, the fastest counts; fewer where they take long.")
+        int, typer.Option(help="Profiles of each pass; the fastest is reported. Fewer if a pass is slow.")
     ] = 3,
     trace: Annotated[
         bool,
-        typer.Option("--trace", help="Also write a trace of each full step, which ui.perfetto.dev opens."),
+        typer.Option("--trace", help="Also write a trace of each full step for ui.perfetto.dev."),
     ] = False,
     nvtx: Annotated[
         bool,
         typer.Option(
-            "--nvtx", help="Do not profile: emit NVTX ranges with the modules' names, for nsys and ncu."
+            "--nvtx", help="Do not profile; only emit NVTX ranges named after modules, for nsys and ncu."
         ),
     ] = False,
     device: StudyDevice = "auto",
@@ -49,12 +49,12 @@ def kernels(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show which kernels a step spends its time in: by kernel and by kind, forward pass and full step.
+    """Show where a step spends its time: by kernel and by kind of kernel, for forward pass and full step.
 
-    Shows which kernel leads, with its calls and share; how the share of matrix products moves from the forward pass
-    to the full step; what is no matrix product and matters; softmax against matrix products inside plain attention,
-    next to their FLOPs; and whether the device's time agrees with the host's clock. On a CPU torch's operators take the
-    place of kernels. CUDA graphs and torch.compile are off while profiling.
+    Shows the most expensive kernel with its calls and share; how the share of matmuls changes from the forward pass to
+    the full step; the most expensive kernels that are not matmuls; softmax vs. matmuls in unfused attention, next to
+    their FLOPs; and whether device time agrees with wall time. On a CPU, torch operators are shown instead of kernels.
+    CUDA graphs and torch.compile are off while profiling.
 
         trimtab bench kernels                             small at 128 and 1024
         trimtab bench kernels --sizes medium --kernels fast

@@ -15,13 +15,13 @@ def memory(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="small, medium, large, xl, 2.7B, or a recipe or model by name; all five by default, on a CPU small.",
+            help="small, medium, large, xl, 2.7B, or a recipe or model; all five by default, small on a CPU.",
         ),
     ] = None,
     contexts: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N", help="Tokens per sequence; 128,256,512,1024 by default, on a CPU 128,256."
+            metavar="N,N", help="Tokens per sequence; 128,256,512,1024 by default, 128,256 on a CPU."
         ),
     ] = None,
     precisions: Annotated[
@@ -30,19 +30,20 @@ def memory(
     passes: Annotated[
         str | None, typer.Option(metavar="A,B", help="forward, full step; both by default.")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     kernels: Annotated[
-        str, typer.Option(help="reference: plain attention and torch's operations; fast: as trimtab trains.")
+        str,
+        typer.Option(help="reference (unfused attention, plain torch operations) or fast (as in training)."),
     ] = "reference",
     loss: Annotated[
-        str, typer.Option(help="logits_sum, as the reference study, or cross_entropy.")
+        str, typer.Option(help="logits_sum (sum of the logits) or cross_entropy.")
     ] = "logits_sum",
     snapshots: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Also write every block of each cell as JSON there, and on a GPU torch's own snapshot (a pickle) for "
-            "pytorch.org/memory_viz.",
+            help="Also write every allocation of each cell to this folder as JSON, and on a GPU torch's memory "
+            "snapshot (a pickle) for pytorch.org/memory_viz.",
         ),
     ] = None,
     device: StudyDevice = "auto",
@@ -50,19 +51,19 @@ def memory(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the memory of a step goes: peaks by context, a timeline, the largest allocations with their lines.
+    """Show where the memory of a step goes: peak by sequence length, timeline, largest allocations with source lines.
 
-    Each study model runs forward alone and as a full step, in fp32 and bf16. The report has the peak of each, what is
-    in memory at that moment (weights, gradients, optimizer states, activations by part), a picture of memory over the
-    step, the largest allocations with module, file and line, and the residual stream computed and found. Out of memory
-    is a result: it is recorded, and the study continues.
+    Each study model runs the forward pass alone and a full step, in fp32 and bf16. The report has the peak of each, its
+    composition (weights, gradients, optimizer states, activations by part), memory over the step, the largest
+    allocations with module, file and line, and the residual stream, computed and measured. Out of memory is recorded
+    as a result, and the study continues.
 
         trimtab bench memory                                        everything
         trimtab bench memory --sizes small --contexts 128,1024      one model
-        trimtab bench memory --kernels fast --loss cross_entropy    as trimtab trains, next to the plan
-        trimtab bench memory --sizes small --snapshots snapshots    every block as a file
+        trimtab bench memory --kernels fast --loss cross_entropy    as in training, next to the plan
+        trimtab bench memory --sizes small --snapshots snapshots    every allocation as a file
 
-    On a CPU the same figures come from the allocation events of torch's profiler.
+    On a CPU the same values come from the allocation events of torch's profiler.
     """
     from trimtab.cli.studying import listed, listed_numbers
     from trimtab.lab.studies.memory.cells import Options, cells

@@ -14,17 +14,17 @@ from trimtab.cli.studying import DEFAULT_FOLDER, AsJson, show_report
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(metavar="PATH", help="Folders of studies, or files like records.jsonl."),
+        typer.Argument(metavar="PATH", help="Study folders, or files such as records.jsonl."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the report; by default that of the records, or lab/report for several."
+            help="Folder for the report; by default the folder of the records, or lab/report for several."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the report of studies again from their records, of one or several machines. Nothing is measured.
+    """Rebuild the report of studies from their records, from one or several machines. Nothing is measured.
 
         trimtab bench report lab/step
 
@@ -32,8 +32,8 @@ def report(
 
         trimtab bench report laptop/records.jsonl server/records.jsonl --out both
 
-    Each machine gets its own sections: times of two machines, or of two versions of torch, never share a table. Of a
-    cell that was measured several times the latest measurement counts.
+    Each machine gets its own sections: times from two machines, or from two versions of torch, never share a table. If
+    a cell was measured several times, the latest measurement is used.
     """
     from trimtab.cli.interrupts import work_begins
     from trimtab.cli.study_progress import count_outcomes

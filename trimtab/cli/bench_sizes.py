@@ -22,11 +22,11 @@ def sizes(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count the parameters of the study models, or of any other, exactly and by part.
+    """Count the parameters of the study models, or of any other model, exactly and by part.
 
-    Shows embedding, attention, feed-forward, norms and head; the formula that is usually quoted with what it leaves
-    out, part by part; and the bytes of weights, gradients and AdamW's states in fp32 and bf16. Nothing is measured or
-    downloaded, and torch is not needed.
+    Shows embedding, attention, feed-forward, norms and head; the formula that is usually quoted, and the parameters it
+    leaves out; and the size of weights, gradients and AdamW states in fp32 and bf16. Nothing is measured or downloaded,
+    and torch is not needed.
 
         trimtab bench sizes                             the five study models
         trimtab bench sizes small Qwen/Qwen3-0.6B       a study model and another

@@ -33,21 +33,22 @@ def step(
     kernels: Annotated[
         str,
         typer.Option(
-            metavar="A,B", help="reference (plain attention, torch's own operations), fast (as in training)."
+            metavar="A,B",
+            help="reference (unfused attention, plain torch operations), fast (as in training).",
         ),
     ] = "reference",
     loss: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="logits_sum, cross_entropy; of several, all but the first are timed for forward + backward alone. "
-            "Both by default.",
+            help="logits_sum, cross_entropy; only the first is timed for every part, the others for forward + backward "
+            "only. Both by default.",
         ),
     ] = None,
     parts: Annotated[
         str | None,
         typer.Option(
-            metavar="A,B", help="forward, backward, both, full (with the optimizer). All by default."
+            metavar="A,B", help="forward, backward, both, full (including the optimizer). All by default."
         ),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
@@ -55,7 +56,8 @@ def step(
         str,
         typer.Option(
             metavar="N,M",
-            help="Steps before the timed ones. Several numbers, or 0, make a warm-up study: each in a fresh process.",
+            help="Warm-up steps, which are not timed. Several numbers, or 0, make a warm-up study, each in a new "
+            "process.",
         ),
     ] = "5",
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 10,
@@ -63,8 +65,7 @@ def step(
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Begin no further step when the timed ones of a cell took so long; two are always timed. No limit by "
-            "default.",
+            help="Time limit for the timed steps of a cell; at least two steps are timed. No limit by default.",
         ),
     ] = None,
     device: StudyDevice = "auto",
@@ -72,18 +73,18 @@ def step(
     again: Again = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time forward, backward, both, and a whole step with the optimizer, over sizes and context lengths.
+    """Time forward, backward, both, and a full step with the optimizer, over model sizes and sequence lengths.
 
-    Every step is synchronized and timed by two clocks, the host's and the device's; every time is kept. The report has
-    mean and standard deviation, tokens/s, model FLOPs utilization and the share of what this device was measured to
-    reach; what a precision, compiling, CUDA graphs or faster kernels bring; and how far the two clocks are apart. A
-    configuration that does not fit is a result, "out of memory", and the study continues. The loss is the sum of the
-    logits, as in the study that this one repeats, and forward + backward is also timed with the real one.
+    Every step is synchronized and timed by the host's and the device's clock, and every time is recorded. The report
+    has mean and standard deviation, tokens/s, model FLOPs utilization and the share of the throughput measured on this
+    device; the speed-up from a precision, torch.compile, CUDA graphs or faster kernels; and the difference between the
+    two clocks. Out of memory is recorded as a result, and the study continues. The loss is the sum of the logits;
+    forward + backward is also timed with cross-entropy.
 
         trimtab bench step --sizes small --contexts 128,256     a first look
-        trimtab bench step --precisions fp32,bf16               what bf16 brings, all sizes
-        trimtab bench step --sizes small --modes eager,compiled what torch.compile brings
-        trimtab bench step --warm-up 0,1,2,5                    why timing needs a warm-up
+        trimtab bench step --precisions fp32,bf16               gain from bf16
+        trimtab bench step --sizes small --modes eager,compiled gain from compile
+        trimtab bench step --warm-up 0,1,2,5                    effect of warm-up
         trimtab bench step --sizes recipe.yaml --kernels fast   your own model
     """
     from trimtab.lab.choices import parse_counts, split_words

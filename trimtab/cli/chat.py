@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 app = new_app()
 
 HELP = """\
-/reset         forget the conversation; the system message stays
+/reset         forget the conversation but keep the system message
 /system TEXT   set the system message; without TEXT, remove it
 /save FILE     write the conversation as a line of training data ({"messages": […]})
-/help          this list
-/exit          end, as Ctrl-D does
-A message that begins with a slash is written with two. Ctrl-C stops an answer."""
+/help          show this list
+/exit          end the chat, like Ctrl-D
+To send a message that begins with a slash, type two slashes. Ctrl-C stops an answer."""
 
 
 @app.command()
@@ -37,7 +37,9 @@ def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of an answer; by default 512, or what the model has room for."),
+        typer.Option(
+            min=1, help="Maximum tokens per answer; by default 512, or what fits into the model's context."
+        ),
     ] = None,
     temperature: Temperature = None,
     top_p: TopP = 1.0,
@@ -50,9 +52,9 @@ def chat(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> int:
-    """Talk with a model: each message is answered with the conversation so far in view.
+    """Chat with a model; each answer sees the conversation so far.
 
-    The model needs a chat template; a base model continues text with `trimtab generate`.
+    The model needs a chat template; for a base model use `trimtab generate`.
 
         trimtab chat runs/assistant --system "Answer briefly."
         trimtab chat HuggingFaceTB/SmolLM2-135M-Instruct --temperature 0.7 --top-p 0.9
@@ -61,8 +63,8 @@ def chat(
     keeps the conversation, Ctrl-D ends it. When the conversation outgrows the model's context, the oldest turns are
     left out, with a notice.
 
-    Without a terminal every line of standard input is a message or a command, answers go to standard output and
-    notices to standard error; an error ends it with its exit code.
+    If standard input is not a terminal, every line of it is a message or a command; answers go to standard output and
+    notices to standard error. The first error ends the command with that error's exit code.
     """
     from trimtab.run.device import need_torch
 
@@ -94,7 +96,7 @@ class Session:
         }
 
     def run(self) -> None:
-        """Until Ctrl-D, `/exit` or the end of the input."""
+        """Reads and answers lines until Ctrl-D, `/exit` or the end of the input."""
         for line in self._lines():
             text = line.strip()
             if text in ("/exit", "/quit"):
@@ -130,7 +132,9 @@ class Session:
         name, _, rest = text.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            _say(f"there is no command {name}; /help lists them (a message with a slash in front: //…)")
+            _say(
+                f"there is no command {name}; /help lists them (for a message that begins with a slash: //…)"
+            )
         else:
             command(rest.strip())
 
@@ -151,15 +155,15 @@ class Session:
             if not self.at_terminal:
                 raise
             print()
-            _say("[stopped; the conversation stays]")
+            _say("[stopped; the conversation continues]")
             return
         self._notice(before)
         print(flush=True)
         if done.finish_reason == "length":
-            _say(f"[cut off after {len(done.ids)} tokens; --max-new-tokens allows more]")
+            _say(f"[cut off after {len(done.ids)} tokens; raise --max-new-tokens for longer answers]")
 
     def _notice(self, before: int) -> int:
-        """Says that messages were left out since there were `before`; returns how many there are now."""
+        """Prints a notice if more than `before` messages are left out of the context; returns their number."""
         if self.chat.left_out > before:
             _say(
                 f"[the conversation is longer than the model's {self.positions} tokens: its oldest "
@@ -197,7 +201,7 @@ class Session:
 
 
 def _say(message: str) -> None:
-    """A notice, on standard error: standard output holds the answers alone."""
+    """Prints a notice to standard error; standard output contains only the answers."""
     from trimtab.report.plain import plain
 
     print(plain(message), file=sys.stderr, flush=True)

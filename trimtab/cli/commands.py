@@ -1,6 +1,6 @@
 """`trimtab`: the verbs, and how errors are printed.
 
-Each verb's file is imported when that verb runs, so that `trimtab --help` stays quick and needs no torch.
+Each verb's module is imported only when that verb runs, so `trimtab --help` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -23,48 +23,48 @@ from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError, 
 from trimtab.facts.names import shortened
 
 VERBS = {
-    "demo": "Train the embedded model on mathematics here and now: two minutes, nothing to download.",
-    "train": "Train what a recipe describes, or continue a run that stopped.",
-    "plan": "Say what a recipe will take, without training anything.",
-    "runs": "List runs: how far each came, its state, what it takes on disk.",
-    "eval": "Measure a model: loss on text, grammar and reasoning probe, exact answers.",
-    "generate": "Write text with a model: one prompt, streaming, or a whole file of them.",
-    "chat": "Talk with a model that has a chat template.",
-    "export": "Turn a run into files that other tools load.",
-    "merge": "Merge a run's adapter into the weights it was trained on.",
-    "report": "Draw a run's report page again from its data.",
-    "bench": "Measure where time and memory go: studies with tables, charts and a page.",
-    "profile": "Measure one step of a recipe: time by kernel, memory over time, what would help most.",
-    "numerics": "See what dtypes do to numbers: stored, summed, cast and quantized.",
-    "doctor": "Look at this machine: devices, versions, what will be used and what is missing.",
+    "demo": "Train the bundled model on mathematics: two minutes, nothing to download.",
+    "train": "Train with a recipe, or resume a run.",
+    "plan": "Predict memory, time and disk space of a recipe, without training.",
+    "runs": "List runs with their progress, state and size on disk.",
+    "eval": "Evaluate a model: loss on text, grammar and reasoning probe, exact answers.",
+    "generate": "Generate text from one prompt, streaming, or from a file of prompts.",
+    "chat": "Chat with a model that has a chat template.",
+    "export": "Export a run to files that other tools load.",
+    "merge": "Merge a run's adapter into its base model.",
+    "report": "Rebuild a run's HTML report from its metrics.",
+    "bench": "Measure where time and memory go: studies with tables, charts and an HTML report.",
+    "profile": "Profile one step of a recipe: time by kernel, memory over time, the changes that would help most.",
+    "numerics": "Show the rounding errors of dtypes: storage, sums, casts and quantization.",
+    "doctor": "Check this machine: devices, versions, attention backend, missing packages.",
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 
 MEANT = {"version": "--version", "resume": "train --resume RUN"}
-"""Verbs of other tools, and what they are here."""
+"""Verbs of other tools → their equivalents in trimtab."""
 
 # typer carries its own copy of click in newer versions; the base of its public exceptions is the same in all.
 UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-"""A full or read-only disk and missing permissions, if no package has handled them."""
+"""Errors of a full or read-only disk and of missing permissions that no package has handled."""
 
 
 class LazyVerbs(typer.core.TyperGroup):
-    """Knows every verb's one line from the table above; loads its module only to run it or to show its help."""
+    """Lists verbs from the table above; imports a verb's module only to run it or to show its help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Verbs in the order a newcomer meets them."""
+        """Returns the verbs in the order in which a new user needs them."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A stub that carries the verb's one line, for the overview."""
+        """Returns a stub with the verb's summary, for the overview."""
         if cmd_name not in VERBS:
             return None
         return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], callback=lambda: None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The verb that was asked for, loaded; a RecipeError with the nearest one for a word that is none."""
+        """Loads the requested verb; raises a RecipeError that suggests the closest verb for an unknown word."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise _unknown_verb(args[0])
         name, command, rest = super().resolve_command(ctx, args)
@@ -87,8 +87,8 @@ def _unknown_verb(word: str) -> RecipeError:
 
 app = typer.Typer(
     cls=LazyVerbs,
-    help="Train large language models on the hardware you have, and know before the run what it will take.",
-    epilog="Start with `trimtab demo`. Each verb explains itself: `trimtab train --help`.",
+    help="Train large language models on the hardware you have. `trimtab plan` predicts memory and time beforehand.",
+    epilog="Start with `trimtab demo`. For the help of a verb: `trimtab train --help`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -97,14 +97,14 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
-    """The root has no work of its own."""
+    """Handles the options of `trimtab` itself."""
     if version:
         print(f"trimtab {__version__}")
         raise typer.Exit
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, that of the error (`trimtab.facts.errors`), 128 + a signal's."""
+    """Runs the command line; returns 0, the error's exit code (`trimtab.facts.errors`) or 128 + the signal number."""
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return _fail(str(missing), missing.exit_code)
     except BrokenPipeError:
-        # The reader of our output (`| head`) closed the pipe. Nothing may be flushed into it at exit.
+        # The reader of the output (`| head`) closed the pipe. Nothing may be flushed into it at exit.
         output.drop_output()
         return 128 + 13
     except (OSError, MemoryError, RuntimeError) as error:
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """The verb itself. Not through typer's own `main`, which swallows Ctrl-C and closed pipes."""
+    """Runs the verb without typer's own `main`, which swallows Ctrl-C and closed pipes."""
     command: Any = typer.main.get_command(app)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
@@ -152,7 +152,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _misused(error: Any, arguments: list[str]) -> RecipeError:
-    """A missing argument or value, an unknown option, as an error of trimtab's own form."""
+    """Converts a usage error (missing argument or value, unknown option) into a RecipeError."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else f"trimtab {arguments[0]}"
     possible = sorted(getattr(error, "possibilities", None) or [])
@@ -160,13 +160,13 @@ def _misused(error: Any, arguments: list[str]) -> RecipeError:
     cause = f"{text[:1].lower()}{text[1:]}".rstrip(".")
     override = _override(getattr(error, "option_name", None), arguments)
     if override is not None and path in ("trimtab train", "trimtab plan", "trimtab profile"):
-        return RecipeError(cause, f"keys of the recipe are written without dashes: {override}")
+        return RecipeError(cause, f"write recipe keys without dashes: {override}")
     near = f"did you mean {' or '.join(possible)}? " if possible else ""
     return RecipeError(cause, f"{near}see `{path} --help`")
 
 
 def _override(option: str | None, arguments: list[str]) -> str | None:
-    """What `--max_steps 5` was meant to be, `max_steps=5`; None for an option that is not named like a recipe key."""
+    """Returns `max_steps=5` for `--max_steps 5`; None for an option that is not named like a recipe key."""
     from trimtab.recipe import Recipe
 
     key = (option or "").lstrip("-").replace("-", "_")
@@ -181,7 +181,7 @@ def _override(option: str | None, arguments: list[str]) -> str | None:
 
 
 def _lacking(error: Exception) -> TrimtabError | None:
-    """What the machine lacks or its file system refuses; None for a bug of ours, which keeps its traceback."""
+    """Converts a lack of memory, disk space or permissions into a TrimtabError; None for a bug, which is re-raised."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return RecipeError(
             f"'{shortened(str(error.filename))}' is too long for a file name", "give a shorter name"
@@ -189,16 +189,16 @@ def _lacking(error: Exception) -> TrimtabError | None:
     if isinstance(error, OSError) and error.filename == output.NAME:
         output.drop_output()
         return ResourceError(
-            f"{output.NAME}: {error.strerror}", "free some space, or send the output somewhere else"
+            f"{output.NAME}: {error.strerror}", "free some space, or redirect the output elsewhere"
         )
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         where = f" ({error.filename})" if error.filename else ""
-        return ResourceError(f"{error.strerror}{where}", "free some space or check the folder's rights")
-    # torch.OutOfMemoryError, and what torch's CPU allocator raises; neither may be imported here for its type.
+        return ResourceError(f"{error.strerror}{where}", "free some space or check the folder's permissions")
+    # torch.OutOfMemoryError, and the RuntimeError of torch's CPU allocator; torch must not be imported here.
     if isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__:
-        what = "the device has no memory left"
+        what = "the device is out of memory"
     elif "can't allocate memory" in str(error):
-        what = "the machine has no memory left"
+        what = "the machine is out of memory"
     else:
         return None
     return ResourceError(what, "lower per_device_train_batch_size or max_seq_length; see `trimtab plan`")

@@ -22,35 +22,35 @@ from trimtab.report.plain import as_text
 app = new_app()
 
 DEMO_MARK = ".demo"
-"""A file in a demo's folder, by which the next demo knows what it may replace."""
+"""Marks a folder as written by a demo, so that the next demo may replace it."""
 
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option(help="The run folder; an older demo there is replaced.")] = Path(
+    folder: Annotated[Path, typer.Option(help="The run folder; an earlier demo in it is replaced.")] = Path(
         "runs/demo"
     ),
     kill: Annotated[
         bool,
         typer.Option(
-            "--kill", help="End with kill -9 in the middle, resume, and compare every loss bit by bit."
+            "--kill", help="Kill the run with kill -9 halfway, resume it, and compare every loss bitwise."
         ),
     ] = False,
     steps: Annotated[
-        int | None, typer.Option(min=4, help="Train so many steps instead of a whole epoch.")
+        int | None, typer.Option(min=4, help="Number of optimizer steps; one epoch by default.")
     ] = None,
     die_at: Annotated[int | None, typer.Option(hidden=True)] = None,
     bare: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> int:
-    """Train the embedded model on mathematics, here and now.
+    """Train the bundled model on mathematics.
 
-    A base model of 4.7 million parameters and a generated mathematics corpus ship inside the package. You see what
-    will be trained and what memory it needs, live progress, loss on mathematics and on general text before and
-    after, exact answers to held-out problems, completions before and after, and the four memory buckets, predicted
-    next to measured. About two minutes on two CPU cores; nothing is downloaded.
+    A base model of 4.7 million parameters and a generated mathematics corpus ship with the package. The demo shows the
+    plan with its memory, live progress, loss on mathematics and on general text before and after training, exact
+    answers to held-out problems, completions before and after, and the four memory buckets, predicted next to
+    measured. It takes about two minutes on two CPU cores; nothing is downloaded.
 
-    With `--kill` the run is trained twice: once whole, and once ended by `kill -9` in the middle and resumed. The
-    losses of both are compared bit by bit.
+    With `--kill` the model is trained twice: once without interruption, and once killed by `kill -9` halfway and
+    resumed. The losses of both runs must be bitwise identical.
     """
     from trimtab.cli.training import conclude, resume_advised
     from trimtab.run.device import need_torch
@@ -64,7 +64,7 @@ def demo(
     overrides = [f"output_dir={folder}"]
     if steps is not None:
         overrides += ["num_train_epochs=null", f"max_steps={steps}", f"save_steps={max(1, steps // 4)}"]
-    if bare:  # the measurements of --kill runs are not shown
+    if bare:  # the evaluations of --kill runs are not shown
         overrides += ["answers=0", "probe=false", "prompts=[]", "data.eval_sequences=4"]
     console = new_console()
     if kill:
@@ -84,13 +84,13 @@ def demo(
         finished = launch.train(load(recipe_file("demo"), overrides), view, after_step=after_step)
     code = conclude(finished, console, "full")
     if code == 0:
-        console.print("\nnow your own text, from a folder of .txt, .md, .jsonl, .csv or .parquet files:")
+        console.print("\nnow train on your own text, a folder of .txt, .md, .jsonl, .csv or .parquet files:")
         console.print(as_text(f"  {_program()} train own-text data.train=./my-texts"), soft_wrap=True)
     return code
 
 
 def _program() -> str:
-    """How this person calls trimtab: by name where a shell finds it, by its path from here otherwise."""
+    """How the user calls trimtab: by name if it is on PATH, by a relative path otherwise."""
     if shutil.which("trimtab") is not None:
         return "trimtab"
     script = Path(sys.argv[0])
@@ -100,7 +100,7 @@ def _program() -> str:
 
 
 def _replace_older(folder: Path) -> None:
-    """Empties an older demo's folder, and nothing that is not one, or is still running."""
+    """Empties the folder of an earlier demo; refuses any other folder and a demo that is still running."""
     from trimtab.checkpoint.lock import RunLock, is_held
     from trimtab.facts.errors import CheckpointError
     from trimtab.run.folder import RunFolder
@@ -115,29 +115,29 @@ def _replace_older(folder: Path) -> None:
     with run.lock("--folder"):
         if not (folder / DEMO_MARK).is_file():
             raise CheckpointError(
-                f"{folder} holds a run that no demo made", "give another --folder, or remove it yourself"
+                f"{folder} contains a run that is not a demo", "give another --folder, or remove it yourself"
             )
         foreign = run.foreign()
         if foreign:
             raise CheckpointError(
-                f"{folder} holds {foreign[0]} beside an older demo",
+                f"{folder} contains {foreign[0]} in addition to an earlier demo",
                 "move it away, or give another --folder",
             )
         run.clear()
 
 
 def _kill(folder: Path, steps: int, console: Console) -> int:
-    """Whole run, killed run, resumed run, in processes of their own; then every loss side by side."""
+    """Runs an uninterrupted, a killed and a resumed run in separate processes, then compares every loss."""
     whole, killed = folder.with_name(f"{folder.name}-whole"), folder.with_name(f"{folder.name}-killed")
     base = [sys.executable, "-m", "trimtab"]
     demo = [*base, "demo", "--bare", "--steps", str(steps), "--folder"]
     die_at = steps * 5 // 8
-    console.print(as_text(f"1. the whole run: {steps} steps in {whole}"))
+    console.print(as_text(f"1. uninterrupted run: {steps} steps in {whole}"))
     _check(subprocess.run([*demo, str(whole)], stdout=subprocess.DEVNULL))
-    console.print(f"2. the same run, which ends itself with kill -9 after step {die_at}")
+    console.print(f"2. the same run, which kills itself with kill -9 after step {die_at}")
     died = subprocess.run([*demo, str(killed), "--die-at", str(die_at)], stdout=subprocess.DEVNULL)
     console.print(
-        f"   it ended with signal {-died.returncode}" if died.returncode < 0 else "   it did not die"
+        f"   it ended with signal {-died.returncode}" if died.returncode < 0 else "   it was not killed"
     )
     resumed = subprocess.run(
         [*base, "train", "--resume", str(killed)], stdout=subprocess.PIPE, text=True, encoding="utf-8"
@@ -145,7 +145,7 @@ def _kill(folder: Path, steps: int, console: Console) -> int:
     _check(resumed)
     step = re.search(r"continuing from step (\d+)", resumed.stdout)
     if step is None:
-        console.print("[red]3. it began again at step 0: no checkpoint was there to resume from[/red]")
+        console.print("[red]3. it restarted at step 0: there was no checkpoint to resume from[/red]")
         return 1
     console.print(f"3. resumed from its last checkpoint, step {step[1]}")
     return _compare(whole, killed, console)
@@ -168,5 +168,5 @@ def _compare(whole: Path, killed: Path, console: Console) -> int:
             f"[red]{len(different)} of {len(first)} losses differ, the first at step {different[:1]}[/red]"
         )
         return 1
-    console.print(f"[green]all {len(first)} losses are equal bit by bit[/green]")
+    console.print(f"[green]all {len(first)} losses are bitwise identical[/green]")
     return 0

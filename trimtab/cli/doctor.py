@@ -48,7 +48,7 @@ REPORTED_PACKAGES = (
     "bitsandbytes",
 )
 PACKAGES_HEADING = "packages"
-"""A line of every report."""
+"""Heading that identifies a report file."""
 SHARED_LABEL = "shared"
 REPORTED_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -63,12 +63,12 @@ REPORTED_VARIABLES = (
     "TOKENIZERS_PARALLELISM",
     "HF_HUB_OFFLINE",
 )
-"""Settings that explain speed or memory. An allow-list: no token, key, address or path is ever written."""
+"""Environment variables that explain speed or memory. An allow-list, so that no token, key or path is written."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One finding: what was looked at, what was found."""
+    """A line of the table: a checked property and its value."""
 
     label: str
     text: str
@@ -79,26 +79,26 @@ class Row:
 
 @app.command()
 def doctor(
-    folder: Annotated[
-        Path, typer.Option(help="Where runs would be written: its free space is shown.")
-    ] = Path("."),
+    folder: Annotated[Path, typer.Option(help="Folder for runs, whose free disk space is shown.")] = Path(
+        "."
+    ),
     report: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also write the findings to this text file, to attach to a bug report. It holds versions and "
-            "hardware; no tokens, paths or names.",
+            help="Also write the findings to this text file, to attach to a bug report. It contains versions and "
+            "hardware, but no tokens, paths or names.",
         ),
     ] = None,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Let --report replace a file that is not an earlier report."),
+        typer.Option("--overwrite", help="Let --report overwrite a file that is not an earlier report."),
     ] = False,
 ) -> int:
-    """Look at this machine: device, versions, threads, attention, disk, and what to do about what is missing.
+    """Check this machine: device, versions, threads, attention, disk, and how to install missing packages.
 
-    Exits with 0 when training can start here and with 8 when something it needs is missing. For a bug report, attach
-    the file that this writes:
+    The exit code is 0 if training can run on this machine and 8 if a dependency is missing. For a bug report, attach
+    the file that this command writes:
 
         trimtab doctor --report doctor.txt
     """
@@ -111,7 +111,9 @@ def doctor(
     if attention:
         console.print(_table(attention[1:], title=attention[0].text))
     verdict = (
-        "ready: try `trimtab demo`" if ready else "not ready: install what is missing above, then try again"
+        "ready: try `trimtab demo`"
+        if ready
+        else "not ready: install the missing packages listed above, then try again"
     )
     console.print(verdict)
     if report is not None:
@@ -122,7 +124,7 @@ def doctor(
 
 
 def _findings(folder: Path) -> tuple[list[Row], bool]:
-    """Everything but attention, and whether training can start here."""
+    """All rows except attention, and whether training can run on this machine."""
     rows = [Row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     ready = sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))
     if not ready:
@@ -151,7 +153,7 @@ def _version(name: str) -> str | None:
         return None
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # a folder of that name, such as wandb's own, is no package
+    except metadata.PackageNotFoundError:  # a folder of that name, such as wandb's output, is not a package
         return None
 
 
@@ -180,7 +182,7 @@ def _device_rows() -> list[Row]:
         if torch.version.cuda is None:
             rows.append(Row("cuda", "this torch has no CUDA: for an NVIDIA GPU install torch's CUDA build"))
         else:
-            built = f"torch is built for CUDA {torch.version.cuda}, no GPU is visible: check nvidia-smi"
+            built = f"torch is built for CUDA {torch.version.cuda}, but no GPU is visible: check nvidia-smi"
             rows.append(Row("cuda", built))
         slow = "no bf16 instructions: fp32 is the default and the fastest"
         rows.append(Row("formats", "bf16 in hardware" if device.bf16 else slow))
@@ -191,10 +193,12 @@ def _device_rows() -> list[Row]:
 
 
 def _sharing_rows(device: DeviceFacts) -> list[Row]:
-    """With whom the device's memory is shared: the CPU, other processes."""
+    """Rows about device memory that is shared with the CPU or with other processes."""
     rows = []
     if device.unified:
-        rows.append(Row("unified memory", "CPU and GPU share one memory: what the host has free counts"))
+        rows.append(
+            Row("unified memory", "CPU and GPU share one memory: the host's free memory is the limit")
+        )
     elif device.kind == "cpu" and (platform.system(), platform.machine()) == ("Darwin", "arm64"):
         rows.append(
             Row("unified memory", "the Apple GPU shares the CPU's memory; trimtab trains on the CPU here")
@@ -205,7 +209,7 @@ def _sharing_rows(device: DeviceFacts) -> list[Row]:
 
 
 def _processor_rows(cores: int) -> list[Row]:
-    """Threads, what idle ones do, and how much else the machine is doing."""
+    """Rows about the number of threads, the OpenMP wait policy and the machine's load."""
     from trimtab.run.device import threads
 
     limit = os.environ.get("OMP_NUM_THREADS")
@@ -225,7 +229,7 @@ def _processor_rows(cores: int) -> list[Row]:
 
 
 def _attention_rows() -> list[Row]:
-    """A heading, the implementation that will be used, then why each of the others will not."""
+    """A heading, the attention implementation that will be used, and why the others are rejected."""
     from trimtab.kernels.attention.choice import choose_attention
     from trimtab.run.device import detect
 
@@ -249,23 +253,23 @@ def _attention_rows() -> list[Row]:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """A RecipeError for a file with content that is not an earlier report."""
+    """Raises a RecipeError if the file has content that is not an earlier report."""
     if not path.is_file():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     if lines and not (lines[0].startswith("trimtab ") and PACKAGES_HEADING in lines):
         raise RecipeError(
             f"{path} exists and is not a report of `trimtab doctor`",
-            "name another file with --report, or replace it with --overwrite",
+            "name another file with --report, or overwrite it with --overwrite",
         )
 
 
 def _write_report(path: Path, rows: list[Row], verdict: str) -> None:
-    """The findings as plain text, without the folder's path, programs of others and variables that are not listed."""
+    """Writes the findings as plain text, without the folder's path, other users' programs and unlisted variables."""
     lines = [f"trimtab {__version__}", f"{platform.platform()}", ""]
     for row in rows:
         text = row.text.split(" free in ")[0] + " free" if row.label == "disk" else row.text
-        if row.label == SHARED_LABEL:  # without the names of other people's programs
+        if row.label == SHARED_LABEL:  # without the names of other users' programs
             text = re.sub(r" \(.*?\)", "", text)
         lines.append(f"{row.label}: {text}" if row.label else text)
     lines += ["", PACKAGES_HEADING]

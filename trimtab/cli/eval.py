@@ -28,13 +28,13 @@ def evaluate(
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Files, folders, globs, hub datasets or `starter:general` to measure the loss on."
+            help="Texts to measure the loss on: files, folders, globs, hub datasets or `starter:general`."
         ),
     ] = None,
     probe: Annotated[
         bool, typer.Option(help="Score grammar, transitivity and arithmetic by likelihood.")
     ] = True,
-    answers: Annotated[int, typer.Option(min=0, help="Let the model answer so many held-out problems.")] = 0,
+    answers: Annotated[int, typer.Option(min=0, help="Number of held-out problems to answer.")] = 0,
     max_seq_length: Annotated[
         int | None,
         typer.Option(
@@ -54,25 +54,25 @@ def evaluate(
     device: Device = "auto",
     cache_dir: Annotated[
         Path | None,
-        typer.Option(help="Where the tokens of the texts are kept; ~/.cache/trimtab/tokens if not given."),
+        typer.Option(help="Folder for the tokenized texts; ~/.cache/trimtab/tokens by default."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON lines.")] = False,
 ) -> None:
-    """Measure a model: loss and perplexity on text, the probe of grammar and reasoning, exact answers.
+    """Evaluate a model: loss and perplexity on text, a probe of grammar and reasoning, exact answers.
 
-    Loss is in nats per token, averaged over all predicted tokens of packed, isolated documents. Intervals are 95%
-    confidence intervals of one model's value on all text or problems of this kind. Two models measured on the same
-    items can differ significantly while their intervals overlap.
+    Loss is in nats per token, averaged over all predicted tokens. Documents are packed and do not attend to each other.
+    Intervals are 95% confidence intervals for text or problems of this kind. Two models measured on the same items can
+    differ significantly even if their intervals overlap.
 
         trimtab eval runs/demo starter:general ./my-notes --answers 60
         trimtab eval HuggingFaceTB/SmolLM2-135M data/*.txt --json
 
-    Texts are named as the sources of a recipe are.
+    Texts are written like the data sources of a recipe.
     """
     from trimtab.run.device import need_torch
 
     if not (texts or probe or answers):
-        raise RecipeError("there is nothing to measure", "name a text, or leave --no-probe out")
+        raise RecipeError("there is nothing to measure", "name a text, or omit --no-probe")
     if windows is not None:
         print("note: --windows is now --sequences", file=sys.stderr)
         sequences = windows
@@ -132,7 +132,7 @@ def _table(records: list[dict[str, Any]]) -> Table:
 
 
 def _share(right: int, total: int) -> tuple[str, str]:
-    """`17 of 18` and the exact interval of the share, in percent."""
+    """Returns `17 of 18` and the exact confidence interval of the share, in percent."""
     from trimtab.report.distributions import exact_share_interval
 
     low, high = exact_share_interval(right, total)
@@ -140,7 +140,7 @@ def _share(right: int, total: int) -> tuple[str, str]:
 
 
 def _loss_interval(units: dict[str, Any]) -> str:
-    """Of the loss on text like this, from how it differs between documents; empty where there are too few."""
+    """Returns the confidence interval of the loss over documents; empty if there are too few documents."""
     from trimtab.report.paired import weighted_mean
 
     mean = weighted_mean(units["losses"], units["tokens"])

@@ -15,7 +15,7 @@ app = new_app()
 
 @app.callback()
 def export() -> None:
-    """Turn a run or a model into files that other tools load, each with a receipt."""
+    """Export a run or a model to files that other tools load, with a verification receipt."""
 
 
 @app.command()
@@ -29,15 +29,15 @@ def hf(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a Hugging Face folder (config.json, safetensors, tokenizer) that transformers and others load.
+    """Export a Hugging Face folder (config.json, safetensors, tokenizer) that transformers and others load.
 
         trimtab export hf runs/demo my-model --checkpoint best
 
-    The files are read back by an independent reader; names, shapes, checksums and logits are compared with the
-    model in memory; the receipt of this goes into the run folder's `receipts/`, or next to the new folder.
+    The files are read back by an independent reader, and names, shapes, checksums and logits are compared with the
+    model in memory. The receipt of this check is written to the run folder's `receipts/`, or next to the new folder.
 
-    bf16, the default, is what most tools run; weights that were trained in fp32 are rounded to it, with a message.
-    `--dtype fp32` keeps them as they are.
+    The default bf16 is the dtype that most tools use; fp32 weights are rounded to it, with a message. `--dtype fp32`
+    saves them exactly.
     """
     from trimtab.run.device import need_torch
 
@@ -60,25 +60,25 @@ def hf(
 
 @app.command()
 def peft(
-    model: Annotated[str, typer.Argument(help="A run folder that was trained with `lora`.")],
+    model: Annotated[str, typer.Argument(help="The folder of a run that was trained with `lora`.")],
     folder: Folder,
     base: Annotated[
         str | None,
-        typer.Option(help="The hub id or Hugging Face folder that peft is to load the base model from."),
+        typer.Option(help="The hub id or Hugging Face folder from which peft loads the base model."),
     ] = None,
     checkpoint: Checkpoint = "latest",
     overwrite: Overwrite = False,
 ) -> None:
-    """Write a run's adapter as a folder (adapter_config.json, safetensors) that the peft library loads.
+    """Export a run's adapter as a folder (adapter_config.json, safetensors) that the peft library loads.
 
         trimtab export peft runs/my-lora my-adapter --checkpoint best
 
-    The files are read back by an independent reader and compared byte for byte; put on the same base they must give
-    the same logits. The receipt that says so goes into the run folder's `receipts/`. With the weights themselves in
-    one folder instead: `trimtab merge`.
+    The files are read back by an independent reader and compared byte for byte; applied to the same base model they
+    must produce the same logits. The receipt of this check is written to the run folder's `receipts/`. To export
+    adapter and base as one model, use `trimtab merge`.
 
-    `adapter_config.json` names the base for the library to load. That cannot be a GGUF file or `starter`: write such
-    a base with `trimtab export hf`, and name that folder, or a hub id, with --base.
+    `adapter_config.json` names the base model that peft loads. This cannot be a GGUF file or `starter`: export such a
+    base with `trimtab export hf`, and pass that folder, or a hub id, as --base.
     """
     from trimtab.run.device import need_torch
 
@@ -101,12 +101,12 @@ def peft(
 
 
 def _rounding(stored: tuple[str, ...], dtype: str) -> str:
-    """What is lost between the formats the weights had and the one they were written in, and how to keep it."""
-    # fp32 holds every bf16 and fp16 number, and what GGUF's quantizations stand for is computed in it.
-    kept = {dtype} if dtype != "fp32" else {*stored} - {"fp64"}
-    if {*stored} <= kept:
+    """Describes the rounding from the stored dtypes to the exported one, and names a dtype without rounding."""
+    # fp32 represents every bf16 and fp16 value exactly, and GGUF quantizations are dequantized to it.
+    exact = {dtype} if dtype != "fp32" else {*stored} - {"fp64"}
+    if {*stored} <= exact:
         return ""
     if "fp64" in stored:
         return ", rounded from fp64"
-    whole = stored[0] if stored in (("bf16",), ("fp16",)) else "fp32"
-    return f", rounded from {', '.join(sorted(stored))}; --dtype {whole} keeps every digit"
+    lossless = stored[0] if stored in (("bf16",), ("fp16",)) else "fp32"
+    return f", rounded from {', '.join(sorted(stored))}; --dtype {lossless} avoids rounding"

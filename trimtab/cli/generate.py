@@ -31,25 +31,25 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="A file of prompts instead: .txt (one per line), .jsonl (`prompt` or `messages`) or .csv (`prompt`)."
+            help="A file of prompts: .txt (one per line), .jsonl (`prompt` or `messages`) or .csv (`prompt`)."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --prompts: the JSON lines file to write, or to go on writing.")
+        Path | None, typer.Option(help="With --prompts: the JSON lines file to write, or to continue.")
     ] = None,
     batch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="With --prompts: how many are generated together; 16 by default.", show_default=False
+            min=1, help="With --prompts: number of prompts per batch; 16 by default.", show_default=False
         ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --prompts: begin the --output file anew.")
+        bool, typer.Option("--overwrite", help="With --prompts: replace the --output file.")
     ] = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Stop after so many tokens; by default 128, or what the model has room for."
+            min=1, help="Maximum tokens to generate; by default 128, or what fits into the model's context."
         ),
     ] = None,
     temperature: Temperature = None,
@@ -58,7 +58,7 @@ def generate(
     stop: Stop = None,
     seed: Seed = 0,
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message in the model's chat template.")
+        bool, typer.Option("--chat", help="Send the prompt as a user message in the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     checkpoint: Checkpoint = "latest",
@@ -67,20 +67,20 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> int:
-    """Write text with a model, streaming it as it comes, or for a whole file of prompts.
+    """Generate text from one prompt, streaming, or from a file of prompts.
 
-    Without a prompt it reads one from standard input. For a conversation: `trimtab chat`.
+    Without a prompt argument, the prompt is read from standard input. For a conversation, use `trimtab chat`.
 
         trimtab generate runs/demo "The derivative of x^2 is"
         trimtab generate HuggingFaceTB/SmolLM2-135M-Instruct --chat "What is a trim tab?"
         echo "Once upon a time" | trimtab generate starter --temperature 0.8 --top-p 0.95 --seed 7
         trimtab generate runs/demo --prompts questions.txt --output answers.jsonl
 
-    With --prompts the rows of the output stand in the order of the prompts and are written batch by batch. A command
-    that was stopped or killed resumes where it ended when it is repeated. What is sampled for a prompt depends on the
-    seed and its number, not on --batch-size.
+    With --prompts, the output has one row per prompt, in the same order, and is written batch by batch. Repeat an
+    interrupted command to continue it. The text sampled for a prompt depends on the seed and the prompt's row number,
+    not on --batch-size.
 
-    Control characters in what a model writes are shown, never sent to the terminal.
+    Control characters in generated text are escaped, never sent to the terminal.
     """
     from trimtab.run.device import need_torch
 
@@ -94,7 +94,7 @@ def generate(
     if prompts is None:
         text = standard_input().read() if prompt is None else prompt
         if not text.strip() and prompt is None:
-            raise RecipeError("no prompt given", "write it behind the model, or pipe it in")
+            raise RecipeError("no prompt given", "write it after the model, or pipe it to standard input")
         if system is not None and not chat:
             raise RecipeError("--system is given without --chat", "add --chat, or put it into the prompt")
     loaded = load(
@@ -124,10 +124,10 @@ def _check_files(
             "--overwrite": overwrite,
         }
         for name in (name for name, is_given in flags.items() if is_given):
-            raise RecipeError(f"{name} is given without --prompts", "add --prompts FILE, or leave it out")
+            raise RecipeError(f"{name} is given without --prompts", f"add --prompts FILE, or omit {name}")
         return
     if prompt is not None:
-        raise RecipeError("a prompt and --prompts are given", "leave one of them out")
+        raise RecipeError("both a prompt and --prompts are given", "leave one of them out")
     if output is None:
         raise RecipeError("--prompts is given without --output", "add --output answers.jsonl")
 
@@ -163,7 +163,7 @@ def _write_file(
             if not before:
                 before.append(done)
                 if done:
-                    view.message(f"{done} of {total} rows are in {output} already; going on from there")
+                    view.message(f"{output} already contains {done} of {total} rows; continuing after them")
             view.working("generating", done, total, "prompts")
 
         try:
@@ -172,7 +172,7 @@ def _write_file(
             )
         except KeyboardInterrupt:
             if before:
-                view.message(f"what was written stays in {output}; the same command goes on from there")
+                view.message(f"the finished rows are in {output}; repeat the command to continue")
             raise
     print(plain(f"written: {output}, {rows} rows ({rows - before[0]} new)"))
     return 0

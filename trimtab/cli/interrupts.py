@@ -1,9 +1,9 @@
-"""Ctrl-C (SIGINT) of the command line, which must not raise inside an import.
+"""Handles Ctrl-C (SIGINT) of the command line without raising inside an import.
 
-Python's own handler raises KeyboardInterrupt wherever the program is. Inside an import this leaves half-imported
-modules behind, which later code meets as an AttributeError or an endless recursion (numpy); packages swallow it and the
-program continues; in the middle of torch's C++ code it aborts the process. So Ctrl-C during an import ends the process
-at once as long as nothing was written or started, and waits for the import to end from then on (`work_begins`).
+Python's default handler raises KeyboardInterrupt anywhere. Inside an import this leaves partially imported modules,
+which later cause an AttributeError or an endless recursion (numpy); some packages swallow it and the program continues;
+inside torch's C++ code it aborts the process. Therefore Ctrl-C during an import exits immediately while nothing has
+been written or started, and waits for the end of the import afterwards (`work_begins`).
 
 This module is loaded before anything else, so it imports little.
 """
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.02
-"""How long to wait before looking again whether an import has ended."""
+"""Interval between checks whether an import has ended."""
 IMPATIENT_SECONDS = 1.0
-"""A second Ctrl-C this long after the first does not wait for an import any more."""
+"""A second Ctrl-C at least this long after the first exits without waiting for an import."""
 SAME_SECONDS = 0.1
-"""Signals so close to each other are one: timeout(1) sends its signal to the process and to its group."""
+"""Signals within this time count as one: timeout(1) signals both the process and its group."""
 
 
 class Interrupts:
-    """Handles SIGINT as Python does, but raises no KeyboardInterrupt inside an import.
+    """Handles SIGINT like Python, but does not raise KeyboardInterrupt inside an import.
 
     Example:
         >>> Interrupts().install()  # doctest: +SKIP
@@ -39,19 +39,19 @@ class Interrupts:
     def __init__(self) -> None:
         self.is_work_begun = False
         self._waiting_since: float | None = None
-        """When an import was interrupted that is still under way."""
+        """Time of the first Ctrl-C during the current import; None outside."""
         self._retrying = False
         self._raised_at = float("-inf")
 
     def install(self) -> None:
-        """Replaces Python's own handler; a SIGINT that the caller ignores (nohup, `&`) stays ignored."""
+        """Replaces Python's default handler; a SIGINT that the caller ignores (nohup, `&`) remains ignored."""
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self.handle)
-            # Registered first, called last. Python gives the signal back to the system when it tears itself down.
+            # Registered first, called last. Python restores the system's handler during finalization.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raises, exits or waits."""
+        """Raises KeyboardInterrupt, exits, or waits for the end of an import."""
         now, retried = time.monotonic(), self._retrying
         self._retrying = False
         if is_importing(frame):
@@ -59,7 +59,7 @@ class Interrupts:
                 exit_now()
             elif self._waiting_since is None or retried:
                 self._waiting_since = self._waiting_since or now
-                _thread.start_new_thread(self._retry, ())  # threading has locks that this frame may hold
+                _thread.start_new_thread(self._retry, ())  # `threading` takes locks that this frame may own
             elif now - self._waiting_since > IMPATIENT_SECONDS:
                 exit_now()
             return
@@ -76,7 +76,7 @@ class Interrupts:
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported in a frame or in one that called it."""
+    """Whether a frame or one of its callers is importing a module."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -85,7 +85,7 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def exit_now() -> None:
-    """Ends the process without cleaning up, with the line that every interrupted command prints."""
+    """Ends the process without cleanup, after the line that every interrupted command prints."""
     try:
         os.write(2, b"error: stopped\n")
     finally:
@@ -93,10 +93,10 @@ def exit_now() -> None:
 
 
 def work_begins() -> None:
-    """A verb is about to write files or start processes: from now on an interrupted import is finished first.
+    """Declares that a verb is about to write files or start processes: Ctrl-C then waits for the end of an import.
 
-    Only in a process whose SIGINT `Interrupts` handles; a program that calls the command line as a function keeps its
-    own handler.
+    Has no effect unless `Interrupts` handles SIGINT; a program that calls the command line as a function keeps its own
+    handler.
     """
     owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     if isinstance(owner, Interrupts):
@@ -104,6 +104,6 @@ def work_begins() -> None:
 
 
 def outcome_decided(code: int) -> None:
-    """The command is done and answered: Ctrl-C may now shorten the end of the process, not change its exit code."""
+    """Makes Ctrl-C exit immediately with `code`, which is final: the command has finished."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))

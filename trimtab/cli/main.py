@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def entry() -> None:
-    """The installed script."""
+    """Runs the installed script and exits."""
     try:
         Interrupts().install()
         from trimtab.cli import output
@@ -27,7 +27,7 @@ def entry() -> None:
         output.open_closed_streams()
         output.name_output()
         code = main()
-    except KeyboardInterrupt:  # another one, while the first was answered
+    except KeyboardInterrupt:  # a second one, while the first was handled
         code = EXIT_CODE
     outcome_decided(code)
     raise SystemExit(code)

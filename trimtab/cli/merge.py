@@ -16,7 +16,10 @@ app = new_app()
 @app.command()
 def merge(
     model: Annotated[
-        str, typer.Argument(help="A run folder that was trained with `lora`, or a base model with --adapter.")
+        str,
+        typer.Argument(
+            help="The folder of a run that was trained with `lora`, or a base model with --adapter."
+        ),
     ],
     folder: Folder,
     adapter: Adapter = None,
@@ -25,15 +28,15 @@ def merge(
     revision: Revision = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge an adapter into the weights it was trained on, as a Hugging Face folder that needs no adapter.
+    """Merge an adapter into its base model and write a Hugging Face folder that needs no adapter.
 
-    The merged weights must be finite and differ from the base's in the format they are saved in, and their logits
-    must be those of base and adapter; otherwise nothing is written.
+    The merged weights must be finite, differ from the base weights in the dtype in which they are saved, and produce
+    the same logits as base and adapter; otherwise nothing is written.
 
         trimtab merge runs/my-lora my-model
         trimtab merge HuggingFaceTB/SmolLM2-135M my-model --adapter ./my-adapter
 
-    The receipt goes where that of `export hf` goes.
+    The receipt of these checks is written to the run folder's `receipts/`, or next to the new folder.
     """
     from trimtab.run.device import need_torch
 

@@ -1,4 +1,4 @@
-"""`trimtab numerics`: what dtypes store, and what sums, casts and quantization lose."""
+"""`trimtab numerics`: values that dtypes store, and the error of sums, casts and quantization."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ app = new_app()
 
 @app.callback()
 def numerics() -> None:
-    """See what dtypes do to numbers: what is stored, summed, cast and quantized.
+    """Show the rounding errors of dtypes: storage, sums, casts and quantization.
 
-    Each study takes a moment, prints tables and, with `--out FOLDER`, writes records and a report with charts.
+    Each study takes seconds, prints tables and, with `--out FOLDER`, writes records and a report with charts.
     """
 
 

@@ -10,15 +10,16 @@ from trimtab.cli.numerics_output import AsJson, Out, show_study
 
 
 def accumulate(
-    value: Annotated[str, typer.Option(metavar="NUMBER", help="What is added: 0.01, 1e-8, 1/3.")] = "0.01",
-    count: Annotated[int, typer.Option(help="How often: 1 to 100000.")] = 1000,
+    value: Annotated[str, typer.Option(metavar="NUMBER", help="The addend: 0.01, 1e-8, 1/3.")] = "0.01",
+    count: Annotated[int, typer.Option(help="Number of additions: 1 to 100000.")] = 1000,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add one number many times, in every mixture of dtypes.
+    """Add one number many times, in every combination of dtypes.
 
-    Shows why accumulators are fp32: a 16-bit sum loses digits with each addition and stands still where the addend is
-    half of its spacing. Also: compensated sums and stochastic rounding, which get along with 16 bits.
+    Shows why accumulators are fp32: a 16-bit sum loses digits with each addition and stops growing once the addend is
+    half of the spacing between adjacent values. Also shows compensated summation and stochastic rounding, which work
+    with 16 bits.
 
         trimtab numerics accumulate                        # 1000 × 0.01
         trimtab numerics accumulate --count 5000

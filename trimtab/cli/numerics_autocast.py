@@ -16,11 +16,11 @@ def autocast(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the dtype of every operation under autocast, as torch carries it out.
+    """List the dtype of every operation under autocast, as observed in torch.
 
-    A toy model in plain torch shows where autocast keeps fp32, trimtab's decoder what a real block does: parameters,
-    layers, norms, logits, loss and gradients, and each operation with its inputs and output. Then an RMSNorm in 16
-    bits, step by step, shows why norms stay in fp32. `trimtab plan RECIPE --dtypes` lists the same for a recipe.
+    A toy model in plain torch shows where autocast keeps fp32. trimtab's decoder shows a real block: parameters,
+    layers, norms, logits, loss and gradients, and each operation with its inputs and output. An RMSNorm in 16 bits,
+    step by step, shows why norms are computed in fp32. `trimtab plan RECIPE --dtypes` lists the dtypes of a recipe.
 
         trimtab numerics autocast
         trimtab numerics autocast --dtype fp16

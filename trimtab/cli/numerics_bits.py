@@ -21,24 +21,23 @@ def bits(
     formats: Annotated[
         str,
         typer.Option(
-            metavar="A,B", help="Out of fp64, fp32, tf32, fp16, bf16, fp8_e4m3, fp8_e5m2, nf4 and int8."
+            metavar="A,B", help="Any of fp64, fp32, tf32, fp16, bf16, fp8_e4m3, fp8_e5m2, nf4 and int8."
         ),
     ] = "fp32,tf32,fp16,bf16,fp8_e4m3,fp8_e5m2,nf4,int8",
     absmax: Annotated[
         str | None,
         typer.Option(
             metavar="NUMBER",
-            help="Largest magnitude of the block of nf4 and int8; 1 by default, or the largest value's.",
+            help="Largest magnitude of the block for nf4 and int8; by default 1, or that of the largest value.",
         ),
     ] = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what each dtype stores of a number, bit by bit.
+    """Show how each dtype stores a number, bit by bit.
 
-    Sign, exponent and mantissa; the stored value in full, its neighbours and how far they are; the error and what is
-    lost; range and overflow of every format. Everything is computed exactly from the formats' definitions, so that it
-    needs no torch.
+    Prints sign, exponent and mantissa; the exact stored value, its neighbours and their distance; the rounding error;
+    range and overflow of every format. Everything is computed exactly from the formats' definitions, without torch.
 
         trimtab numerics bits 3.14
         trimtab numerics bits 65519 65520 --formats fp16,bf16    # edge of a range
@@ -49,7 +48,7 @@ def bits(
     from trimtab.lab.numerics.bits import study_bits
     from trimtab.lab.numerics.bits_report import bits_document
 
-    for word in values:  # negative numbers look like options, so that unknown options come here too
+    for word in values:  # negative numbers look like options, so unknown options arrive here too
         if _OPTION.match(word) and not _NEGATIVE_WORD.match(word):
             raise RecipeError(f"no such option: {word}", "see `trimtab numerics bits --help`")
     study = study_bits(values, parse_list(formats), absmax)

@@ -1,4 +1,4 @@
-"""What the commands of `numerics` have in common: their output."""
+"""Shared output of the `numerics` commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON, 
 
 
 def parse_list(text: str) -> list[str]:
-    """The words of an option that takes several, separated by commas.
+    """Splits a comma-separated option value.
 
     Example:
         >>> parse_list("fp16, bf16,")
@@ -40,7 +40,7 @@ def show_study(
     as_json: bool,
     device: str = "cpu",
 ) -> None:
-    """Prints a study, and writes it where that was asked for."""
+    """Prints a study and, with `out`, writes its records and report."""
     from trimtab.lab.numerics.writing import plain_json, write_study
     from trimtab.report.document_console import print_document
 

@@ -13,20 +13,21 @@ def quantize(
     data: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="gauss, outliers, uniform, relu, or a tensor: FILE.safetensors:TENSOR."
+            metavar="NAME", help="gauss, outliers, uniform, relu, or a tensor as FILE.safetensors:TENSOR."
         ),
     ] = "gauss",
     blocks: Annotated[
-        str, typer.Option(metavar="N,N", help="Values that share a scale: some of 32, 64, 128, … 4096.")
+        str,
+        typer.Option(metavar="N,N", help="Block sizes (values per scale): powers of two from 32 to 4096."),
     ] = "32,64,128,256",
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantize values to INT8 and NF4 in every way, and see what is lost.
+    """Quantize values to INT8 and NF4 with several schemes and show the error of each.
 
-    Affine and absmax INT8 with a scale for the tensor, each row or each block; NF4 with scales in 32 and 8 bits; error
-    and bytes of each, clipping against rounding error, and the cast to int8 that silently wraps around. The quantizers
-    are those that trimtab trains with.
+    Affine and absmax INT8 with one scale per tensor, row or block; NF4 with 32-bit and 8-bit scales; error and size of
+    each, clipping error vs. rounding error, and the cast to int8 that silently wraps around. These are the quantizers
+    that trimtab trains with.
 
         trimtab numerics quantize
         trimtab numerics quantize --data outliers --blocks 32,4096

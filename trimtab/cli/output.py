@@ -1,4 +1,4 @@
-"""Standard output whose errors name it: a full disk behind `trimtab … > file` has no file name of its own."""
+"""Makes errors of standard output recognizable: an OSError of `trimtab … > file` contains no file name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "standard output"
 
 
 class _NamedFile(io.FileIO):
-    """The descriptor of standard output; an error of a write carries NAME as its file name."""
+    """The descriptor of standard output; its write errors have NAME as their file name."""
 
     def write(self, data: Any, /) -> Any:
         """Write bytes as FileIO does."""
@@ -26,7 +26,7 @@ class _NamedFile(io.FileIO):
 
 @contextmanager
 def deprecations_as_notes() -> Iterator[None]:
-    """Prints each FutureWarning, as of a renamed recipe key, as one line `note: …` on standard error."""
+    """Prints each FutureWarning, such as for a renamed recipe key, as one line `note: …` to standard error."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
@@ -41,9 +41,9 @@ def deprecations_as_notes() -> Iterator[None]:
 
 
 def open_closed_streams() -> None:
-    """Send standard streams that the caller closed (`>&-`, some daemons) nowhere; Python has None for them.
+    """Connect standard streams that the caller closed (`>&-`, some daemons) to os.devnull; Python sets them to None.
 
-    The descriptors are opened too, lowest first: otherwise the next file that is opened would be written to as output.
+    The descriptors are opened too, lowest first: otherwise the next opened file would receive the output.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -55,7 +55,7 @@ def open_closed_streams() -> None:
 
 
 def name_output() -> None:
-    """Replace `sys.stdout` by one on the same descriptor whose errors name it.
+    """Replace `sys.stdout` by a stream on the same descriptor whose errors have NAME as their file name.
 
     Example:
         >>> name_output()                                                       # doctest: +SKIP
@@ -63,7 +63,7 @@ def name_output() -> None:
         OSError: [Errno 28] No space left on device: 'standard output'
     """
     old = sys.stdout
-    if sys.platform == "win32" or not isinstance(old, io.TextIOWrapper):  # Windows' console is no file
+    if sys.platform == "win32" or not isinstance(old, io.TextIOWrapper):  # the Windows console is not a file
         return
     raw = _NamedFile(old.fileno(), "w", closefd=False)
     buffer: Any = raw if isinstance(old.buffer, io.RawIOBase) else io.BufferedWriter(raw)
@@ -78,5 +78,5 @@ def name_output() -> None:
 
 
 def drop_output() -> None:
-    """Send the rest of the output nowhere: Python would try to write it once more at exit, and fail again."""
+    """Redirect standard output to os.devnull, so that Python's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`trimtab plan`: what a run will take on this machine or another, and the questions around it."""
+"""`trimtab plan`: predicts memory, time and disk space of a run, and searches for settings that fit."""
 
 from __future__ import annotations
 
@@ -30,78 +30,77 @@ def plan(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set from here."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Recipe keys to override."),
     ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|MEMORY", help="Plan for this GPU (rtx4090, h200, 24GB, …), not for this machine."
+            metavar="NAME|MEMORY", help="Plan for this GPU (rtx4090, h200, 24GB, …) instead of this machine."
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="full, lora, qlora or int8, in place of what the recipe says.")
+        str | None, typer.Option(help="full, lora, qlora or int8; overrides the recipe.")
     ] = None,
     solve: Annotated[
-        str | None, typer.Option(metavar="QUESTION", help=f"Search instead: {_QUESTIONS}.")
+        str | None, typer.Option(metavar="QUESTION", help=f"Search for one of: {_QUESTIONS}.")
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="List what each technique saves in memory and costs in time.")
     ] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="Plan many at once: models × methods × GPUs.")
+        bool, typer.Option("--table", help="Plan every combination of models × methods × GPUs.")
     ] = False,
-    models: Annotated[str | None, typer.Option(metavar="A,B", help="Of --table: hub ids or paths.")] = None,
+    models: Annotated[str | None, typer.Option(metavar="A,B", help="With --table: hub ids or paths.")] = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="A,B", help="Of --table: names or memory sizes.")
+        str | None, typer.Option(metavar="A,B", help="With --table: names or memory sizes.")
     ] = None,
-    methods: Annotated[str | None, typer.Option(metavar="A,B", help="Of --table: lora, qlora, …")] = None,
+    methods: Annotated[str | None, typer.Option(metavar="A,B", help="With --table: lora, qlora, …")] = None,
     prices: Annotated[
         Path | None,
-        typer.Option(help="Of --solve cheapest: your own prices, a file like the one that ships."),
+        typer.Option(help="With --solve cheapest: a file of GPU prices; trimtab's own by default."),
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="MEMORY", help="Free memory of the host of a GPU named with --gpu.")
+        str | None, typer.Option(metavar="MEMORY", help="With --gpu: free memory of the host.")
     ] = None,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Measure this machine once (under a minute) and keep the result."),
+        typer.Option("--calibrate", help="Measure this machine once (under a minute) and save the result."),
     ] = False,
     page: Annotated[
-        Path | None, typer.Option(help="Also write the plan as one HTML page to this file.")
+        Path | None, typer.Option(help="Also write the plan as an HTML page to this file.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print everything as JSON instead of drawing it.")
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="List what each recompute policy would save and cost.")
+        bool,
+        typer.Option("--recompute", help="List what each activation checkpointing policy saves and costs."),
     ] = False,
     dtypes: Annotated[
-        bool, typer.Option("--dtypes", help="List which module and operation runs in which number format.")
+        bool, typer.Option("--dtypes", help="List the dtype of every module and operation.")
     ] = False,
     longest: Annotated[
         bool, typer.Option("--longest", hidden=True, help="Former name of --solve max_seq_length.")
     ] = False,
 ) -> None:
-    """Say what a run will take, in memory, time and disk, without training or downloading anything.
+    """Predict memory, time and disk space of a run, without training or downloading anything.
 
-    TARGET is a recipe or, with the recipe's defaults, a model by name. The first line says whether it fits; a run
-    that does not fit ends with exit code 6 and says what would make it fit.
+    TARGET is a recipe, or a model, which is planned with the recipe defaults. The first line tells whether the run
+    fits. If it does not fit, the exit code is 6, and the error lists settings that would fit.
 
         trimtab plan r.yaml                                     on this machine
-        trimtab plan r.yaml max_seq_length=4096                 with another key
-        trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora    a model by name
+        trimtab plan r.yaml max_seq_length=4096                 override a key
+        trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora    plan a model
         trimtab plan r.yaml --gpu rtx4090 --what-if             savings, costs
         trimtab plan r.yaml --gpu 24GB --solve max_seq_length   longest that fits
         trimtab plan r.yaml --gpu 24GB --solve batch_size       largest that fits
         trimtab plan r.yaml --gpu rtx4090 --solve fastest       most tokens/s
-        trimtab plan r.yaml --solve smallest_gpu                least GPU
+        trimtab plan r.yaml --solve smallest_gpu                smallest that fits
         trimtab plan r.yaml --solve cheapest                    lowest price
-        trimtab plan --table --gpus rtx4090,h100-sxm            many at once
-        trimtab plan r.yaml --gpu h200 --page plan.html         as a page
+        trimtab plan --table --gpus rtx4090,h100-sxm            many combinations
+        trimtab plan r.yaml --gpu h200 --page plan.html         as an HTML page
         trimtab plan --calibrate                                measure this machine
 
-    Neither weights nor texts are read. `--dtypes` runs one layer of the model's kind with the recipe's formats and
-    lists what was seen; it needs torch.
+    Neither weights nor training data are read. `--dtypes` runs one layer of the model with the recipe's dtypes and
+    lists the observed dtypes; it needs torch.
     """
     from trimtab.cli import plan_questions as questions
     from trimtab.facts.errors import RecipeError
@@ -123,7 +122,7 @@ def plan(
         return
     if target is None:
         raise RecipeError(
-            "nothing to plan is named",
+            "no recipe or model given",
             "give a recipe or a model: `trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora`; "
             "see `trimtab plan --help`",
         )
@@ -141,8 +140,8 @@ def _read(target: str, words: list[str], gpu: str | None, method: str | None, ho
 
     if gpu is None and not has_torch():
         print(
-            "torch is not installed, so this is the plan for the CPU in fp32; "
-            "a GPU is seen after: pip install 'trimtab[train]', or named with --gpu",
+            "torch is not installed, so this plan is for the CPU in fp32; "
+            "to plan for a GPU, run: pip install 'trimtab[train]', or name the GPU with --gpu",
             file=sys.stderr,
         )
     found = read_target(target, words, gpu=gpu, method=method, host_memory=host)
@@ -154,7 +153,7 @@ def _read(target: str, words: list[str], gpu: str | None, method: str | None, ho
 def _print(
     found: Target, *, what_if: bool, recompute: bool, dtypes: bool, as_json: bool, page: Path | None
 ) -> None:
-    """The plan, and the lists that were asked for besides; a ResourceError at the end if it does not fit."""
+    """Prints the plan and the requested lists; raises a ResourceError at the end if the run does not fit."""
     from trimtab.cli import plan_questions as questions
     from trimtab.plan import check_fits, list_effects, policy_costs
     from trimtab.plan.detail import detailed
@@ -168,12 +167,12 @@ def _print(
     if page is not None:
         questions.write_plan_page(found, effects, page)
     if as_json:
-        said: dict[str, Any] = dict(plain)
+        result: dict[str, Any] = dict(plain)
         if what_if:
-            said["what_if"] = effects
+            result["what_if"] = effects
         if recompute:
-            said["recompute"] = [row.to_dict() for row in costs]
-        print(json.dumps(said, indent=2))
+            result["recompute"] = [row.to_dict() for row in costs]
+        print(json.dumps(result, indent=2))
     else:
         console = new_console()
         console.print(plan_view(plain, console.width))

@@ -1,4 +1,4 @@
-"""The questions of `trimtab plan` that are more than one plan: searches, tables, calibration, lists."""
+"""Searches, tables, calibration and lists of `trimtab plan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TABLE_METHODS = ("full", "lora", "qlora")
 
 @dataclass(frozen=True)
 class TableLists:
-    """What `--table` plans: every model with every method on every GPU."""
+    """The combinations that `--table` plans: every model with every method on every GPU."""
 
     models: tuple[str, ...]
     gpus: tuple[str, ...]
@@ -32,7 +32,7 @@ class TableLists:
 
     @staticmethod
     def parse(target: str | None, models: str | None, gpus: str | None, methods: str | None) -> TableLists:
-        """From the options' texts; a target is one model, or the recipe that all cells start from."""
+        """Parses the options; the target is the only model, or the recipe that all cells share."""
         listed = _listed(models) or (TABLE_MODELS if target is None else (target,))
         return TableLists(listed, _listed(gpus) or TABLE_GPUS, _listed(methods) or TABLE_METHODS)
 
@@ -42,7 +42,7 @@ def _listed(text: str | None) -> tuple[str, ...]:
 
 
 def print_answer(found: Target, question: str, prices: Path | None, *, as_json: bool) -> None:
-    """Search, and print the answer; a ResourceError where nothing fits."""
+    """Search and print the answer; raise a ResourceError if nothing fits."""
     from trimtab.report.console import new_console
     from trimtab.report.plan_tables import answer_view
     from trimtab.run.questions import answer as ask
@@ -56,14 +56,14 @@ def print_answer(found: Target, question: str, prices: Path | None, *, as_json: 
     if answer.plan is None:
         raise ResourceError(
             answer.sentence,
-            "take a smaller model, a larger GPU, or see what would save memory with --what-if",
+            "choose a smaller model or a larger GPU, or list ways to save memory with --what-if",
         )
 
 
 def print_table(
     lists: TableLists, overrides: list[str], *, longest: bool, as_json: bool, page: Path | None
 ) -> None:
-    """Plan every cell and print them."""
+    """Plan every cell and print the table."""
     from trimtab.report.console import new_console
     from trimtab.report.plan_tables import table_view
     from trimtab.run.questions import table
@@ -82,7 +82,7 @@ def print_table(
 
 
 def write_plan_page(found: Target, effects: list[dict[str, Any]], page: Path) -> None:
-    """The plan and its what-if table as one HTML file."""
+    """Write the plan and its what-if table as an HTML file."""
     from trimtab.plan.detail import detailed
     from trimtab.report.plan_page import write_plan_page as write
 
@@ -91,7 +91,7 @@ def write_plan_page(found: Target, effects: list[dict[str, Any]], page: Path) ->
 
 
 def calibrate(*, as_json: bool) -> None:
-    """Measure this machine, keep the result, and print what was found."""
+    """Measure this machine, save the result and print it."""
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
     from trimtab.report.plan_tables import calibration_view
@@ -101,7 +101,7 @@ def calibrate(*, as_json: bool) -> None:
     from trimtab.facts.calibration_file import write_calibration
     from trimtab.lab.calibrate import calibrate as measure
 
-    print("measuring this machine, which takes up to a minute; leave it alone meanwhile", file=sys.stderr)
+    print("measuring this machine for up to a minute; do not run anything else on it", file=sys.stderr)
     with status_line() as update:
         found = measure("auto", progress=lambda what, share: update(f"{share:.0%} {plain(what)}"))
     path = write_calibration(found)
@@ -115,7 +115,7 @@ def calibrate(*, as_json: bool) -> None:
 
 @contextmanager
 def status_line() -> Iterator[Callable[[str], None]]:
-    """A line on standard error that changes; nothing where that is no terminal."""
+    """Shows a status line on standard error; nothing if that is not a terminal."""
     from trimtab.report.console import new_console
 
     console = new_console(stderr=True)
@@ -128,7 +128,7 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def searching() -> Iterator[Progress]:
-    """Shows on standard error what a search looks at."""
+    """Shows on standard error which candidate a search is evaluating."""
     from trimtab.report.plain import plain
 
     with status_line() as update:
@@ -136,7 +136,7 @@ def searching() -> Iterator[Progress]:
 
 
 def print_costs(costs: list[PolicyCost], num_layers: int) -> None:
-    """Of all layers together, for one microbatch."""
+    """Print the costs of the policies over all layers, for one microbatch."""
     from rich.table import Table
 
     from trimtab.facts.units import format_bytes, format_seconds
@@ -157,13 +157,13 @@ def print_costs(costs: list[PolicyCost], num_layers: int) -> None:
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
     console = new_console()
-    console.print("Each policy in all layers, for one microbatch:", table)
+    console.print("Each policy applied to all layers, for one microbatch:", table)
     if costs[0].seconds is None:
-        console.print("Times are left out: what this device computes in a second is not known.")
+        console.print("No times are shown: the FLOP/s of this device are unknown.")
 
 
 def print_dtypes(found: Target) -> None:
-    """Runs one layer with the recipe's formats and lists what was seen."""
+    """Run one layer with the recipe's dtypes and list the observed dtypes."""
     from rich.table import Table
 
     from trimtab.report.console import new_console
@@ -176,7 +176,7 @@ def print_dtypes(found: Target) -> None:
     modules = Table("module", "weight", "output", "gradient", box=None, padding=(0, 3, 0, 0))
     for row in listed.modules:
         modules.add_row(row.name, row.weight or "", row.output, row.gradient or "")
-    operations = Table("operation", "formats", box=None, padding=(0, 3, 0, 0))
+    operations = Table("operation", "dtypes", box=None, padding=(0, 3, 0, 0))
     for name, formats in sorted(listed.operations.items()):
         operations.add_row(name, "; ".join(formats))
     console = new_console()

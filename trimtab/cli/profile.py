@@ -1,4 +1,4 @@
-"""`trimtab profile`: what takes the time and the memory of a recipe's step here."""
+"""`trimtab profile`: time and memory of one step of a recipe on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 app = new_app()
 
 QUIET = "6"
-"""Of Kineto, torch's profiler, which else prints a line at each start."""
+"""Log level of Kineto, torch's profiler, which otherwise prints a line at each start."""
 
 
 @app.command()
@@ -32,35 +32,37 @@ def profile(
     recipe: Annotated[
         str,
         typer.Argument(
-            metavar="RECIPE", help="The recipe (YAML), or a model by name with the recipe's defaults."
+            metavar="RECIPE",
+            help="The recipe (YAML), or a model, which is profiled with the recipe defaults.",
         ),
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the recipe to set from here."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Recipe keys to override."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to time.")] = 5,
-    warm_up: Annotated[int, typer.Option(help="Steps before them.")] = 2,
+    warm_up: Annotated[int, typer.Option(help="Warm-up steps, which are not timed.")] = 2,
     document: Annotated[
         int | None,
         typer.Option(
-            metavar="TOKENS", help="Of packed sequences: the length of each document; else one per sequence."
+            metavar="TOKENS",
+            help="Length of each document in packed sequences; by default one document per sequence.",
         ),
     ] = None,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Also write a trace of one step, which ui.perfetto.dev opens.")
+        bool, typer.Option("--trace", help="Also write a trace of one step for ui.perfetto.dev.")
     ] = False,
     nvtx: Annotated[
         bool,
         typer.Option(
-            "--nvtx", help="Only run steps, with NVTX ranges of the modules' names, for nsys and ncu."
+            "--nvtx", help="Do not profile; only emit NVTX ranges named after modules, for nsys and ncu."
         ),
     ] = False,
     snapshot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also write torch's own snapshot of the CUDA allocator (a pickle) for pytorch.org/memory_viz.",
+            help="Also write torch's snapshot of the CUDA allocator (a pickle) for pytorch.org/memory_viz.",
         ),
     ] = None,
     device: StudyDevice = "auto",
@@ -71,20 +73,21 @@ def profile(
         bool, typer.Option("--json", help="Print everything as JSON instead of the report.")
     ] = False,
 ) -> None:
-    """Measure one training step of a recipe: its time, where that goes, its memory, and what would help.
+    """Profile one training step of a recipe: its time and memory, and the changes that would help most.
 
-    The model is built as `trimtab train` builds it, and steps run over random tokens: no training data is read, nothing
-    is downloaded. The report has the step's time next to the plan's, time by kernel and by operation, memory over the
-    step with the largest allocations and their lines, MFU, and the three changes of the recipe that would help most,
-    with their predicted gain.
+    The model is built as in `trimtab train`, and steps run on random tokens: no training data is read, nothing is
+    downloaded. The report compares the step time with the plan and shows time by kernel and by operation, memory over
+    the step, the largest allocations with their source lines, MFU, and the three changes of the recipe with the largest
+    predicted gain.
 
-        trimtab profile recipe.yaml                            the whole report
-        trimtab profile recipe.yaml max_seq_length=2048        with another key
+        trimtab profile recipe.yaml                            the full report
+        trimtab profile recipe.yaml max_seq_length=2048        override a key
         trimtab profile recipe.yaml --trace                    and a trace for ui.perfetto.dev
         nsys profile trimtab profile recipe.yaml --nvtx        named regions in Nsight Systems
 
-    Whole steps are timed as the recipe runs them; torch.compile and CUDA graphs are off where single operations are
-    looked at, and the report says so. A step that runs out of memory ends with exit code 6 and says what filled it.
+    Steps are timed as the recipe runs them. For the breakdown by operation, torch.compile and CUDA graphs are turned
+    off, which the report mentions. If a step runs out of memory, the exit code is 6, and the error lists what used the
+    memory.
     """
     from trimtab.cli.interrupts import work_begins
     from trimtab.run.device import need_torch
@@ -103,7 +106,7 @@ def profile(
 
 
 def _run(title: str, recipe: Recipe, options: ProfileOptions, *, as_json: bool) -> None:
-    """Profiles, keeps the record, writes the report and prints it."""
+    """Profiles, appends the record, writes the report and prints it."""
     from trimtab.facts.errors import OutOfMemory
     from trimtab.lab.profile_report import profile_document
     from trimtab.lab.profiling import profile_recipe
@@ -137,7 +140,7 @@ def _measurement(
     message: str,
     start: float,
 ) -> Measurement:
-    """The record of a profile; `start` is when it began, by the clock of time.perf_counter."""
+    """Returns the record of a profile; `start` is its start time by time.perf_counter."""
     from trimtab.lab.records import provenance
     from trimtab.lab.study import Cell, Machine, Measurement
     from trimtab.lab.sweep import PACKAGES
@@ -167,7 +170,7 @@ def _measurement(
 
 @contextmanager
 def memory_limited(device: str) -> Iterator[None]:
-    """On a CPU, no more memory than is free: a step that needs more then raises, and the machine stays usable."""
+    """Limits the process to the free memory on a CPU, so that a step that needs more raises instead of swapping."""
     import resource
 
     from trimtab.lab.worker import limit_memory
@@ -191,12 +194,12 @@ def _tell(text: str) -> None:
 
 
 def _title(recipe: str, words: list[str]) -> str:
-    """The command's own words, for the report's head."""
+    """The command's arguments, for the report's heading."""
     return " ".join([recipe, *words])
 
 
 def _name(recipe: str) -> str:
-    """A recipe's name as a part of a folder's.
+    """Returns a recipe's name in a form that is valid in a folder name.
 
     Example:
         >>> _name("recipes/starter-chat.yaml"), _name("Qwen/Qwen3-0.6B")

@@ -17,14 +17,14 @@ app = new_app()
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the page; by default into the run folder.")
+        Path | None, typer.Option(help="The HTML file to write; report.html in the run folder by default.")
     ] = None,
 ) -> None:
-    """Draw a run's report page again from its data: curves, memory, what was gained and what was lost.
+    """Rebuild a run's HTML report from its metrics: curves, memory, results before and after training.
 
         trimtab report runs/demo
 
-    The page is one file without any reference to the outside; it can be mailed as it is.
+    The page is one self-contained file without external references.
     """
     from trimtab.report import read_run, write_page
     from trimtab.report.plain import plain

@@ -32,19 +32,19 @@ STYLES = {
 
 @app.command()
 def runs(
-    folder: Annotated[Path, typer.Argument(help="A folder with run folders in it, or a run folder.")] = Path(
-        "runs"
-    ),
+    folder: Annotated[
+        Path, typer.Argument(help="A folder that contains run folders, or a run folder.")
+    ] = Path("runs"),
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object for each run, with every number.")
+        bool, typer.Option("--json", help="Print one JSON object per run, with all values.")
     ] = False,
 ) -> None:
-    """List runs: how far each came, its last loss, its state, what it takes on disk and how old it is.
+    """List runs with their progress, last loss, state, size on disk and age.
 
-    States: running (a process works in it), finished, stopped early (by early_stopping_patience), stopped (by a
-    callback), interrupted (`trimtab train --resume RUN` continues it), failed (the loss was not finite), not begun (the
-    start was interrupted before the first step; `--resume` starts it), damaged (with the reason; a run of which only
-    the record is damaged keeps its state). The run that was trained last comes first.
+    States: running (a process is training it), finished, stopped early (by early_stopping_patience), stopped (by a
+    callback), interrupted (`trimtab train --resume RUN` continues it), failed (the loss was not finite), not begun
+    (interrupted before the first step; `--resume` starts it), damaged (with the reason; a run with only damaged
+    metrics keeps its state). The most recently trained run is first.
 
         trimtab runs
         trimtab runs /data/runs --json

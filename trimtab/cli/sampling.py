@@ -1,4 +1,4 @@
-"""Options of the verbs that write text: `generate` and `chat`."""
+"""Sampling options of `generate` and `chat`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ Temperature = Annotated[
     float | None,
     typer.Option(
         min=0.0,
-        help="0 always takes the likeliest token; by default 0, or 1 with --top-p or --top-k.",
+        help="Sampling temperature; 0 is greedy decoding. By default 0, or 1 with --top-p or --top-k.",
         show_default=False,
     ),
 ]
-TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this mass.")]
-TopK = Annotated[int, typer.Option(min=0, help="Draw from the so many likeliest tokens; 0 for all.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
-Seed = Annotated[int, typer.Option(help="The same seed draws the same text.")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        min=0.0, max=1.0, help="Sample from the most likely tokens with this cumulative probability."
+    ),
+]
+TopK = Annotated[int, typer.Option(min=0, help="Sample from this many of the most likely tokens; 0 for all.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")]
+Seed = Annotated[int, typer.Option(help="Random seed; the same seed samples the same text.")]
 Model = Annotated[
     str, typer.Argument(help="A run folder, a model folder, a GGUF file, a hub id, or `starter`.")
 ]
@@ -34,14 +39,14 @@ def sampling_options(
     stop: list[str] | None,
     seed: int,
 ) -> SamplingOptions:
-    """The flags as one object; its errors name the flags."""
+    """Returns the flags as SamplingOptions, whose errors name the flags."""
     from trimtab.generate import SamplingOptions
 
     return SamplingOptions(max_new_tokens, temperature, top_p, top_k, stop or (), seed, spelled=flag)
 
 
 def flag(name: str) -> str:
-    """How the command line writes an argument's name.
+    """Returns the command-line flag of an argument.
 
     Example:
         >>> flag("top_p")

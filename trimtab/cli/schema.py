@@ -13,8 +13,8 @@ app = new_app()
 def schema() -> None:
     """Print the JSON schema of recipes.
 
-    Save it and name it in the first line of a recipe, and editors with a YAML language server complete keys,
-    show their documentation and mark mistakes:
+    Save it and reference it in the first line of a recipe: editors with a YAML language server then complete keys,
+    show their documentation and mark mistakes.
 
         trimtab schema > recipe.schema.json
 

@@ -1,4 +1,4 @@
-"""The progress of a study: a moving line on a terminal, one plain line per cell elsewhere; how all cells ended."""
+"""Progress of a study: a progress bar on a terminal, one line per cell elsewhere; counts of outcomes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class StudyProgress:
         self.console = console or new_console(file=sys.stderr)
         self.done = 0
         self.recorded = 0
-        """Cells that were not measured because they have a record."""
+        """Number of cells that were not measured because they have a record."""
         self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar: Any = None
         self._task: Any = None
         self._began: float | None = None
-        """When the current cell began; None for one that has a record."""
+        """Start time of the current cell; None for a cell that has a record."""
         self._spent = 0.0
         self._measured = 0
 
@@ -64,7 +64,7 @@ class StudyProgress:
             self._bar.stop()
 
     def __call__(self, done: int, total: int, cell: Cell, measurement: Measurement | None) -> None:
-        """A cell begins (without a measurement) or has ended."""
+        """Reports that a cell starts (`measurement` is None) or has ended."""
         from trimtab.report.plain import plain
 
         self.done = done
@@ -83,17 +83,17 @@ class StudyProgress:
         self._move(name)
 
     def left(self) -> float | None:
-        """Seconds left by the mean of the cells so far; None before the first one."""
+        """Estimates the remaining seconds from the mean of the cells so far; None before the first."""
         return self._spent / self._measured * (self.total - self.done) if self._measured else None
 
     def _move(self, name: str) -> None:
         if self._bar is not None:
             left = self.left()
-            told = f"{format_seconds(left)} left" if left else ""
-            self._bar.update(self._task, completed=self.done, description=name, left=told)
+            text = f"{format_seconds(left)} left" if left else ""
+            self._bar.update(self._task, completed=self.done, description=name, left=text)
 
     def _tell(self, done: int, name: str, measurement: Measurement) -> None:
-        """A line for a cell; on a terminal only for one that was not measured."""
+        """Prints a line for a cell; on a terminal only for a cell that could not be measured."""
         from rich.text import Text
 
         from trimtab.lab.study import Outcome
@@ -111,7 +111,7 @@ class StudyProgress:
 
 
 def count_outcomes(measurements: Sequence[Measurement]) -> str:
-    """How cells ended, in one line.
+    """Returns the number of cells per outcome, in one line.
 
     Example:
         >>> count_outcomes([])
@@ -119,14 +119,14 @@ def count_outcomes(measurements: Sequence[Measurement]) -> str:
     """
     from trimtab.lab.study import Outcome
 
-    counts = Counter(one.outcome for one in measurements)
-    told = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome])
+    counts = Counter(measurement.outcome for measurement in measurements)
+    outcomes = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome])
     cells = f"{len(measurements)} cell{'' if len(measurements) == 1 else 's'}"
-    return f"{cells}: {told}" if told else cells
+    return f"{cells}: {outcomes}" if outcomes else cells
 
 
 def has_failed(measurements: Sequence[Measurement]) -> bool:
-    """Whether a cell has neither a result nor a reason why there can be none: it failed, or took too long."""
+    """Whether a cell failed or timed out; out of memory and unsupported cells count as results."""
     from trimtab.lab.sweep import UNFINISHED
 
-    return any(one.outcome in UNFINISHED for one in measurements)
+    return any(measurement.outcome in UNFINISHED for measurement in measurements)

@@ -1,4 +1,4 @@
-"""What the commands of studies have in common: the sweep with its progress, the report and its files."""
+"""Runs a study for `trimtab bench`: the sweep with its progress, the report and its files."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 Out = Annotated[
     Path | None,
-    typer.Option(
-        help="Folder for records and report; lab/STUDY by default. Records that are there are kept."
-    ),
+    typer.Option(help="Folder for records and report; lab/STUDY by default. Existing records are kept."),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Measure cells that are recorded already as well.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the measurements as JSON lines, not the report.")]
+Again = Annotated[bool, typer.Option("--again", help="Measure cells again that already have a record.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print the measurements as JSON lines instead of the report.")
+]
 StudyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or cuda:1 for the second GPU.")]
 
 DEFAULT_FOLDER = Path("lab")
 
 
 def study_device(requested: str) -> str:
-    """cpu or cuda[:N]: `auto` decided, and a clear error for a device that is not there."""
+    """Resolves `auto` and returns cpu or cuda[:N]; raises an error for a missing device."""
     from trimtab.run.device import detect
 
     found = detect(requested)
@@ -36,7 +36,7 @@ def study_device(requested: str) -> str:
 
 
 def listed(text: str | None) -> tuple[str, ...]:
-    """The words of an option that takes several, separated by commas.
+    """Splits a comma-separated option value.
 
     Example:
         >>> listed("small, medium"), listed(None)
@@ -46,7 +46,7 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 
 def listed_numbers(text: str | None, option: str) -> tuple[int, ...]:
-    """The same of an option that takes whole numbers; RecipeError for anything else.
+    """Splits a comma-separated option value of integers; raises a RecipeError for anything else.
 
     Example:
         >>> listed_numbers("128,256", "--contexts")
@@ -57,7 +57,7 @@ def listed_numbers(text: str | None, option: str) -> tuple[int, ...]:
     words = listed(text)
     wrong = next((word for word in words if not word.isdecimal()), None)
     if wrong is not None:
-        raise RecipeError(f"{option} {wrong} is no whole number", f"write it like {option} 128,256")
+        raise RecipeError(f"{option} {wrong} is not an integer", f"write it like {option} 128,256")
     return tuple(int(word) for word in words)
 
 
@@ -74,19 +74,19 @@ def run_study(
     cell_seconds: float | None = None,
     limit_seconds: float | None = None,
 ) -> None:
-    """Measures the cells of a study, writes its report and prints it; exit code 1 where a cell failed.
+    """Measures the cells of a study, writes its report and prints it; exit code 1 if a cell failed.
 
     Args:
-        name: of the study, and of its folder in `lab`.
-        cells: of this study, or of several.
+        name: name of the study and of its folder in `lab`.
+        cells: cells of this study, or of several studies.
         device: cpu, cuda or cuda:N.
         out: the folder of records and report; lab/NAME by default.
-        again: measure cells that have a record as well.
-        as_json: print measurements as JSON lines in place of the report.
-        command: for the report's footer; `trimtab bench NAME` by default.
-        title: of the report; the study's own by default.
-        cell_seconds: the longest time for one cell; ten minutes by default.
-        limit_seconds: no cell begins after this time; the report then has the cells that were measured.
+        again: whether to measure cells again that already have a record.
+        as_json: whether to print the measurements as JSON lines instead of the report.
+        command: the command in the report's footer; `trimtab bench NAME` by default.
+        title: title of the report; the study's title by default.
+        cell_seconds: time limit of one cell; ten minutes by default.
+        limit_seconds: no cell starts after this time; the report then has the cells measured so far.
     """
     from trimtab.cli.interrupts import work_begins
     from trimtab.cli.study_progress import StudyProgress, count_outcomes, has_failed
@@ -109,16 +109,16 @@ def run_study(
             )
         except KeyboardInterrupt:
             same = "the same command without --again" if again else "the same command"
-            told = f"stopped after {progress.done} of {len(cells)} cells; {same} continues with the next one"
-            raise KeyboardInterrupt(told) from None
+            message = f"stopped after {progress.done} of {len(cells)} cells; {same} continues with the next"
+            raise KeyboardInterrupt(message) from None
     before = (
         f" ({progress.recorded} recorded before; --again measures them again)" if progress.recorded else ""
     )
     print(count_outcomes(measurements) + before, file=sys.stderr)
     if len(measurements) < len(cells):
-        left = len(cells) - len(measurements)
+        remaining = len(cells) - len(measurements)
         print(
-            f"the time is over with {left} of {len(cells)} cells left; the same command continues",
+            f"time limit reached with {remaining} of {len(cells)} cells remaining; repeat the command to continue",
             file=sys.stderr,
         )
     if not measurements:
@@ -132,7 +132,7 @@ def run_study(
 def show_report(
     document: Document, measurements: Sequence[Measurement], folder: Path, *, as_json: bool
 ) -> None:
-    """Writes the report's files and prints it, or the measurements as JSON lines; says what was written."""
+    """Writes the report, prints it or the measurements as JSON lines, and lists the written files."""
     from trimtab.lab.reporting import write_report
     from trimtab.report.document_console import print_document
 
@@ -145,7 +145,7 @@ def show_report(
 
 
 def tell_written(written: Sequence[Path]) -> None:
-    """Says on standard error which files a report has, pictures by their number, and why there are none."""
+    """Lists a report's files on standard error, with the number of pictures or the reason why there are none."""
     from trimtab.report.document_markdown import PICTURES
     from trimtab.report.pictures import MISSING, can_draw
     from trimtab.report.plain import plain
@@ -160,6 +160,6 @@ def tell_written(written: Sequence[Path]) -> None:
 
 
 def print_records(measurements: Sequence[Measurement]) -> None:
-    """One JSON line for each measurement."""
-    for one in measurements:
-        print(json.dumps(one.to_dict(), ensure_ascii=False))
+    """Prints one JSON line per measurement."""
+    for measurement in measurements:
+        print(json.dumps(measurement.to_dict(), ensure_ascii=False))

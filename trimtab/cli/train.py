@@ -15,19 +15,20 @@ app = new_app()
 @app.command()
 def train(
     recipe: Annotated[
-        Path | None, typer.Argument(help="The recipe (YAML). Not given when a run is continued.")
+        Path | None,
+        typer.Argument(help="A YAML file or a bundled recipe, such as own-text; omitted with --resume."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Keys of the recipe to set from here: learning_rate=1e-4, data.train.0.first=500.",
+            help="Recipe keys to override: learning_rate=1e-4, data.train.0.first=500.",
         ),
     ] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue this run folder from its last good checkpoint, or start it where it was not begun.",
+            help="Continue this run folder from its last valid checkpoint, or start a run that was not begun.",
             metavar="RUN",
         ),
     ] = None,
@@ -36,37 +37,37 @@ def train(
         typer.Option(
             "--quiet",
             "-q",
-            help="Print messages, and at the end where the run is; no plan, progress or results.",
+            help="Print only messages and, at the end, the run folder; no plan, progress or results.",
         ),
     ] = False,
     explain_memory: Annotated[
         bool,
         typer.Option(
             "--explain-memory",
-            help="Record which line made each tensor, for the report of a run that runs out of memory; steps are "
-            "slower.",
+            help="Record the source line of every tensor allocation for the out-of-memory report; steps are slower.",
         ),
     ] = False,
 ) -> int:
-    """Train what a recipe describes, or continue a run that stopped.
+    """Train with a recipe, or resume a run.
 
-    Before anything is trained you see what will be trained, which attention and dtypes are used and
-    why, and how much memory and disk it needs; a run that cannot fit is refused with what would make it fit. Of
-    conversations one example is shown, what is trained on in colour.
+    Before training starts, the plan shows the model, the trainable parameters, the attention backend and dtypes with
+    the reasons, and the memory and disk space needed. A run that cannot fit is refused with settings that would fit.
+    For conversations, one example is shown with the trained tokens in colour.
 
         trimtab train own-text data.train=./my-texts
         trimtab train recipe.yaml learning_rate=1e-4 max_steps=200
         trimtab train --resume runs/smollm2-135m-math
-        trimtab train --resume runs/smollm2-135m-math max_steps=400    (train it longer)
+        trimtab train --resume runs/smollm2-135m-math max_steps=400
 
-    Ctrl-C or SIGTERM saves and exits after the current step; a second one exits at once. Whatever stopped a
-    run, kill -9 included, `--resume` continues from the last checkpoint with the same losses, bit-identical on a
-    CPU; on a GPU set `deterministic: true` for it. The run folder gets the resolved recipe, the plan, metrics.jsonl,
-    checkpoints and report.html, and `receipts/plan.json` with predicted and measured values.
+    Ctrl-C or SIGTERM saves a checkpoint and exits after the current step; a second one exits immediately. After any
+    interruption, including kill -9, `--resume` continues from the last checkpoint. The losses are bitwise identical to
+    those of an uninterrupted run on a CPU, and on a GPU with `deterministic: true`. The run folder contains the
+    resolved recipe, the plan, metrics.jsonl, checkpoints, report.html, and `receipts/plan.json` with predicted and
+    measured values.
 
-    A run that runs out of memory all the same says in which phase, what fills the memory and which setting would have
-    fitted; the rest is in the run folder's oom.txt. `--resume` continues with other memory settings, and with
-    `--explain-memory` the report names the lines that allocated the tensors.
+    If a run still runs out of memory, the error names the phase, what used the memory and a setting that would have
+    fitted; details are in the run folder's oom.txt. `--resume` accepts other memory settings, and with
+    `--explain-memory` the details include the source lines that allocated the tensors.
     """
     from trimtab.cli.training import train_and_report
     from trimtab.facts.errors import RecipeError
@@ -78,7 +79,7 @@ def train(
         if "=" not in words[0]:
             raise RecipeError(
                 f"both a recipe ({words[0]}) and --resume are given",
-                "a continued run has its recipe in its folder; give only keys to change, as key=value",
+                "a resumed run uses the recipe in its folder; give only keys to override, as key=value",
             )
     if recipe is None and resume is None:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""What `train` and `demo` share: a live view around a run, the report afterwards, the last lines."""
+"""Code shared by `train` and `demo`: the live view, the HTML report and the final lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train_and_report(
     quiet: bool = False,
     explain_memory: bool = False,
 ) -> int:
-    """Train, write the report, print where everything is; return the exit code."""
+    """Train, write the report, print the final lines; return the exit code."""
     need_torch()
     from trimtab import launch
     from trimtab.recipe import load
@@ -37,7 +37,7 @@ def train_and_report(
     detail: Detail = "quiet" if quiet else "short"
     loaded = load(recipe, overrides) if recipe is not None else None
     from trimtab.run.lifecycle import (
-        Given,  # torch takes seconds; until work begins, Ctrl-C ends the process at once
+        Given,  # importing torch takes seconds; until work begins, Ctrl-C ends the process immediately
     )
 
     given = Given(explain_memory=explain_memory)
@@ -59,7 +59,7 @@ def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
 
     Args:
         folder: the run folder.
-        new: whether a new run is started; one that was in the folder before is not advised.
+        new: whether a new run is started; then nothing is added if the folder already contained a run.
     """
     from trimtab.run.folder import RunFolder
 
@@ -71,13 +71,13 @@ def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
         if earlier or not RunFolder.is_run(path):
             raise
         raise KeyboardInterrupt(
-            "stopped at once; go on from the last checkpoint with: trimtab train --resume "
+            "stopped; continue from the last checkpoint with: trimtab train --resume "
             + shlex.quote(str(folder))
         ) from error
 
 
 def conclude(finished: Any, console: Console, detail: Detail) -> int:
-    """Write the report and print the last lines of a run; return the exit code of how it ended."""
+    """Write the report and print the final lines of a run; return its exit code."""
     from trimtab.report import read_run, write_page
     from trimtab.report.closing import closing
     from trimtab.report.plain import as_text
@@ -87,8 +87,8 @@ def conclude(finished: Any, console: Console, detail: Detail) -> int:
     console.print(closing(data, detail))
     if finished.status == "interrupted":
         folder = shlex.quote(str(finished.folder))
-        go_on = f"stopped by a signal, everything is saved; go on with: trimtab train --resume {folder}"
-        console.print(as_text(go_on), soft_wrap=True)
+        advice = f"stopped by a signal, a checkpoint is saved; continue with: trimtab train --resume {folder}"
+        console.print(as_text(advice), soft_wrap=True)
         return 128 + int(finished.signal or 2)
     sys.stdout.flush()
     return 0

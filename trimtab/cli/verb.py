@@ -1,4 +1,4 @@
-"""What every verb's app has in common."""
+"""The typer app of a verb."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import typer
 
 
 def new_app() -> typer.Typer:
-    """An app for one verb: help is its docstring as Markdown, so that paragraphs flow and commands stand out."""
+    """Returns an app for one verb; its docstring is rendered as Markdown in the help."""
     return typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)

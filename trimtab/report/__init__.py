@@ -1,4 +1,4 @@
-"""What the user sees of a run: live output in the terminal, then one HTML page, from data files alone."""
+"""Live terminal output of a run, and its HTML report, which is built only from the files in the run folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Axes of charts: linear or logarithmic, of plain numbers or of bytes, with round ticks.
+"""Chart axes: linear or logarithmic, for numbers or bytes, with round ticks.
 
-All chart writers use it, so that the page, the pictures, the terminal and Markdown show a value in the same way.
+All chart writers use them, so HTML, pictures, terminal and Markdown format values in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trimtab.facts.units import format_bytes
 from trimtab.report.drawing import HEADROOM, LARGEST, number, position, ticks
 
 BYTES = "bytes"
-"""The unit whose values are drawn in KiB, MiB and GiB."""
+"""The unit whose values are shown in KiB, MiB and GiB."""
 UNITS = (
     BYTES,
     "B",
@@ -34,15 +34,15 @@ UNITS = (
     "W",
     "J",
 )
-"""Labels that are a unit and name no quantity; those that end with "/s" are as well."""
+"""Labels that consist of a unit only; labels that end with "/s" do too."""
 FROM_ZERO = 0.6
-"""A linear axis begins at zero where the least value is at most this share of the greatest."""
+"""A linear axis starts at zero if the minimum is at most this fraction of the maximum."""
 LOG_RANGE = (1e-300, 1e300)
-"""Values beyond it are drawn at the ends of a logarithmic axis."""
+"""Values outside are clamped to the ends of a logarithmic axis."""
 
 
 def unit_of(label: str) -> str:
-    """The unit that a label ends with, or is; empty for a label that names a quantity alone.
+    """Returns the unit at the end of a label, or the label if it is a unit; empty for a label without a unit.
 
     Example:
         >>> unit_of("peak memory, GiB"), unit_of("ms"), unit_of("loss"), unit_of("TFLOP/s")
@@ -55,7 +55,7 @@ def unit_of(label: str) -> str:
 
 
 def quantity_of(label: str) -> str:
-    """A label without its unit.
+    """Returns a label without its unit.
 
     Example:
         >>> quantity_of("context length, tokens"), quantity_of("ms")
@@ -66,7 +66,7 @@ def quantity_of(label: str) -> str:
 
 
 def show(value: float, unit: str = "") -> str:
-    """A value in words: bytes in binary units, whole numbers whole, all others with four digits.
+    """Formats a value: bytes in binary units, integers in full, other numbers with four digits.
 
     Example:
         >>> show(3 * 2**30, "bytes"), show(16384.0, "tokens"), show(0.012345, "ms"), show(1.0)
@@ -80,7 +80,7 @@ def show(value: float, unit: str = "") -> str:
 
 
 def show_number(value: float) -> str:
-    """As ticks write it: below a million four digits, or all of a whole number, thousands apart.
+    """Formats a number like a tick label: below a million with four digits, or in full with thousands separators.
 
     Example:
         >>> show_number(65536.0), show_number(1234.56), show_number(1e9), show_number(-0.5)
@@ -93,7 +93,7 @@ def show_number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values and how it is drawn.
+    """A range of values and its scale.
 
     Example:
         >>> Axis(1, 100, log=True).share(10), Axis(0, 4).share(1)
@@ -106,18 +106,18 @@ class Axis:
     unit: str = ""
 
     def draws(self, value: float | None) -> bool:
-        """Whether a value has a place: finite, and above zero on a logarithmic axis."""
+        """Whether a value can be drawn: finite, and positive on a logarithmic axis."""
         return value is not None and math.isfinite(value) and not (self.log and value <= 0)
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
+        """Returns the relative position of a value, from 0 to 1."""
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(min(max(value, LOG_RANGE[0]), LOG_RANGE[1])) - low) / (high - low)
         return position(min(max(value, -LARGEST), LARGEST), (self.low, self.high))
 
     def ticks(self, most: int) -> list[float]:
-        """At most `most` + 1 round values of the range."""
+        """Returns at most `most` + 1 round values in the range."""
         if self.log:
             return _log_ticks(self.low, self.high, most, base=2 if self.unit == BYTES else 10)
         if self.unit == BYTES:
@@ -126,7 +126,7 @@ class Axis:
         return ticks(self.low, self.high, most)
 
     def tick_label(self, value: float) -> str:
-        """A tick in words; the unit stands elsewhere, except for bytes."""
+        """Formats a tick; only bytes include the unit, which is otherwise in the axis label."""
         if self.unit == BYTES:
             step = _binary_unit(value if self.log else self.high)
             name = {2**30: "GiB", 2**20: "MiB", 2**10: "KiB", 1: "B"}[step]
@@ -135,13 +135,13 @@ class Axis:
 
 
 def axis_of(values: Iterable[float | None], *, log: bool = False, unit: str = "", room: bool = True) -> Axis:
-    """The axis on which these values are drawn; values that cannot be drawn on it are skipped.
+    """Returns an axis that contains these values; values that cannot be drawn on it are skipped.
 
     Args:
-        values: in any order; None is a gap.
-        log: logarithmic.
-        unit: "bytes", or anything else.
-        room: leave some room above and below; a linear axis then begins at zero where that costs little.
+        values: values in any order; None is a gap.
+        log: whether the axis is logarithmic.
+        unit: "bytes", or any other unit.
+        room: whether to add a margin above and below; a linear axis then starts at zero if the minimum is close to it.
 
     Example:
         >>> axis_of([0.0, 10.0, 1000.0], log=True, room=False)
@@ -171,7 +171,7 @@ def _log_axis(low: float, high: float, unit: str, room: bool) -> Axis:
 
 
 def spread(values: Sequence[float], shares: Sequence[float], apart: float) -> list[float]:
-    """Those of ascending values that are at least so far from each other on their axis, the last one among them.
+    """Selects from ascending values those at least `apart` from each other on the axis, including the last.
 
     Example:
         >>> spread([1, 2, 3, 9], [0.0, 0.1, 0.3, 1.0], 0.2)
@@ -195,7 +195,7 @@ def _binary_unit(value: float) -> int:
 
 
 def _log_ticks(low: float, high: float, most: int, base: int) -> list[float]:
-    """Powers of the base, 1, 2 and 5 times a power of ten where there is room, or round numbers of a short range."""
+    """Powers of the base; in base 10 also 1, 2 and 5 times powers of ten if they fit; round numbers in short ranges."""
     first = math.floor(math.log(low, base)) - 1
     last = math.ceil(math.log(high, base)) + 1
     powers = range(first, last + 1)

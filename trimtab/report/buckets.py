@@ -1,4 +1,4 @@
-"""The four memory buckets as bars, predicted above measured."""
+"""Bars of the four memory buckets, predicted above measured."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes of each bucket at one moment of a run."""
+    """The size of each bucket at one moment of a run."""
 
     when: str
     """before, peak or after."""
@@ -35,17 +35,17 @@ class Moment:
 
 
 def total(buckets: dict[str, Any]) -> int:
-    """Bytes of all buckets together."""
+    """Returns the total bytes of all buckets."""
     return sum(int(buckets.get(name, 0)) for name in BUCKETS)
 
 
 def shown_buckets(rows: list[Moment]) -> list[str]:
-    """The four, and `other` only where something is in it."""
+    """Returns the names of the four buckets, and `other` if it is not empty."""
     return [name for name in BUCKETS if name != "other" or any(row.buckets.get(name) for row in rows)]
 
 
 class Bar:
-    """One stacked bar of (value, colour); `scale` fills its whole width, which is what the terminal leaves it.
+    """A stacked bar of (value, colour) parts; a total of `scale` fills the available width.
 
     Example:
         >>> Bar([(50, "blue"), (25, "magenta")], 100).text(8).plain
@@ -57,7 +57,7 @@ class Bar:
         self.scale = scale if scale > 0 else 1
 
     def text(self, width: int) -> Text:
-        """The bar in `width` characters; whatever is not empty is at least a sliver."""
+        """Renders the bar with `width` characters; a non-empty bar is always visible."""
         text = Text()
         position = 0.0
         for value, color in self.parts:
@@ -75,12 +75,12 @@ class Bar:
 
 
 def bucket_bar(buckets: dict[str, Any], scale: int) -> Bar:
-    """A bar of all buckets, each in its colour."""
+    """Returns a bar of all buckets, each in its colour."""
     return Bar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
 
 
 def picture(rows: list[Moment]) -> RenderableType:
-    """A labelled stacked bar per row, and below them the bytes of each bucket, predicted next to measured."""
+    """Returns a labelled stacked bar per row, and a table with the size of each bucket, predicted and measured."""
     scale = max((total(row.buckets) for row in rows), default=1)
     bars = Table.grid(padding=(0, 1), expand=True)
     bars.add_column(no_wrap=True)
@@ -108,7 +108,7 @@ def _numbers(rows: list[Moment]) -> Table:
         cells = (format_bytes(int(row.buckets.get(name, 0))) for row in rows)
         numbers.add_row(Text(f"■ {name}", style=COLORS[name]), *cells)
     numbers.add_row(
-        Text("  together", style="bold"),
+        Text("  total", style="bold"),
         *(Text(format_bytes(total(row.buckets)), style="bold") for row in rows),
     )
     return numbers

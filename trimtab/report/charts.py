@@ -1,4 +1,4 @@
-"""A run's curves as plain data: which lines a chart has, of which points. `drawing` makes pictures of them."""
+"""Charts of a run as plain data: their lines and points. `drawing` turns them into SVG."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from trimtab.report.plain import plain
 from trimtab.report.rundata import RunData
 
 MOST_POINTS = 800
-"""Points of a curve in the page; of longer ones the least and the greatest of each stretch are kept."""
+"""Maximum points per curve; longer curves are reduced to the minimum and maximum of each interval."""
 SMOOTH_FROM = 30
-"""Steps from which on a smoothed training loss is drawn over the single steps."""
+"""Number of steps from which a smoothed training loss is drawn over the loss of each step."""
 EVAL_ROLES = 3
-"""Colours of evaluated sets; further ones begin again."""
+"""Number of colours for evaluation sets; further sets reuse them."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named curve; `role` picks its colour, `markers` a dot at each point. Values that are not finite are gaps."""
+    """A named curve; `role` selects its colour, `markers` adds dots. Non-finite values are gaps."""
 
     name: str
     role: str
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over steps; a `large` one has a row of its own, a legend and an axis that need not begin at zero."""
+    """Lines over steps; a `large` chart has full width, a legend and an axis that may start above zero."""
 
     id: str
     title: str
@@ -40,7 +40,7 @@ class Chart:
 
 
 def charts(data: RunData) -> list[Chart]:
-    """What the run has data for: losses in one large chart, then small ones of how it ran."""
+    """Returns the charts for which the run has data: one large chart of losses, then small charts."""
     found = []
     lines = _losses(data)
     if lines:
@@ -64,7 +64,7 @@ def charts(data: RunData) -> list[Chart]:
 
 
 def _losses(data: RunData) -> list[Line]:
-    """Training loss, smoothed over the single steps, and each held-out set."""
+    """Lines of the training loss, per step and smoothed, and of each held-out set."""
     lines = []
     train = data.of("train")
     if len(train) >= SMOOTH_FROM:
@@ -81,8 +81,7 @@ def _losses(data: RunData) -> list[Line]:
 
 
 def _smoothed(values: list[float]) -> list[float]:
-    """Mean over a twentieth of the run around each step, over as much of it as there is at both ends; passes over what
-    is not finite.
+    """Centered moving average over a twentieth of the run, truncated at both ends; ignores non-finite values.
 
     Example:
         >>> _smoothed([3.0, 1.0, 2.0, 9.0])
@@ -108,15 +107,15 @@ def _line(rows: list[dict[str, Any]], key: str, name: str, role: str, *, markers
 
 
 def thinned(points: list[Point]) -> list[Point]:
-    """At most about MOST_POINTS, with every spike still there."""
+    """Reduces the points to about MOST_POINTS and keeps every spike."""
     if len(points) <= MOST_POINTS:
         return points
     stretch = -(-2 * len(points) // MOST_POINTS)
     kept = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]
-        # Not finite counts as greatest, so that a gap stays a gap.
+        # A non-finite value counts as the maximum, so that gaps are preserved.
         by_value = sorted(part, key=lambda p: p[1] if math.isfinite(p[1]) else math.inf)
-        last = part[-1:] if start + stretch >= len(points) else []  # the legend names the last value
+        last = part[-1:] if start + stretch >= len(points) else []  # the legend shows the last value
         kept += sorted({by_value[0], by_value[-1], *last}, key=lambda p: p[0])
     return kept

@@ -1,4 +1,4 @@
-"""The last screen of a run: what changed, how far the plan was off, where everything is."""
+"""The summary at the end of a run: changes in evaluations, error of the plan, paths of the results."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trimtab.report.summary import Sample, memory_basis, memory_rows, memory_ver
 from trimtab.report.verdicts import LABELS, Change, changes, first_label, verdict
 
 WIDEST = 100
-"""Columns beyond which nothing grows: long lines are hard to read."""
+"""Maximum width in columns: long lines are hard to read."""
 GAP = 2
 SHORT_EVIDENCE = 18
-"""Columns that evidence needs at least, such as `+54 −0, p < 0.001`."""
+"""Minimum width of the evidence column, as for `+54 −0, p < 0.001`."""
 STYLES = {"better": "green", "worse": "red", "unchanged": "bright_black", "untested": "yellow"}
 MARKS = {"better": "▲", "worse": "▼", "unchanged": "·", "untested": "?"}
 
 
 def closing(data: RunData, detail: Detail = "full") -> RenderableType:
-    """What a user wants to see when a run has ended.
+    """Returns the summary of a finished run.
 
     Example:
         >>> Console().print(closing(read_run(Path("runs/demo"))))  # doctest: +SKIP
@@ -39,7 +39,7 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
     rows = changes(data)
     if rows:
         shown = ChangesView(rows, every_category=detail == "full")
-        parts += [_heading("What was gained, what was lost"), shown]
+        parts += [_heading("Improvements and regressions"), shown]
         parts += [Text(""), as_text(verdict(rows).explanation(), "bright_black")]
     if samples(data):
         parts += [_heading("Completions, before and after"), _samples(data)]
@@ -47,9 +47,9 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
         verdict_on_memory, basis = memory_verdict(data), memory_basis(data)
         sentences = [s for s in (verdict_on_memory, basis) if s]
         if detail != "full" and verdict_on_memory is None:
-            sentences = []  # no measurement is shown that the basis would explain
+            sentences = []  # the basis explains a measurement, and none is shown
         if detail == "full":
-            parts += [_heading("Memory: predicted beside measured"), picture(memory_rows(data))]
+            parts += [_heading("Memory: predicted and measured"), picture(memory_rows(data))]
         if sentences:
             parts += [Text(""), as_text("\n".join(sentences))]
     for flaw in data.flaws():
@@ -79,15 +79,15 @@ def _places(data: RunData) -> Table:
 
 
 def _shortest(path: Path) -> str:
-    """The path as given, or from here where that is shorter: one that fits in a line can be copied whole."""
+    """Returns the path relative to the working directory if it is inside, so that it is easier to copy."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 class ChangesView:
-    """Measurements under a heading for each outcome; numbers stand in the same columns under all of them.
+    """Evaluations grouped by outcome, with the same column widths in each group.
 
-    Without `every_category`, categories of the probe that did not change measurably are only counted.
+    Without `every_category`, probe categories without a measurable change are only counted.
     """
 
     def __init__(self, rows: list[Change], *, every_category: bool = True) -> None:
@@ -99,7 +99,7 @@ class ChangesView:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         name = 2 + max(len(row.name) for row in self.rows)
-        # The rest is for names and evidence; a name is broken only where the evidence would have no room.
+        # Names and evidence share the remaining width; names wrap only if the evidence would not fit.
         rest = options.max_width - sum(self.widths) - 4 * GAP
         name = max(8, min(name, rest - SHORT_EVIDENCE))
         heads = [
@@ -114,7 +114,7 @@ class ChangesView:
                 yield self._table(name, [self._cells(row, STYLES[outcome]) for row in found])
         if self.left_out:
             count = len(self.left_out)
-            yield Text(f"  and {count} categories of the probe, which the report lists", style="bright_black")
+            yield Text(f"  and {count} categories of the probe, listed in the report", style="bright_black")
 
     def _table(self, name: int, rows: list[list[Text]]) -> Table:
         table = Table.grid(padding=(0, GAP, 0, 0))

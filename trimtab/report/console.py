@@ -1,4 +1,4 @@
-"""The console that this package prints to."""
+"""The rich console of this package."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.console import Console
 
 
 class PatientConsole(Console):
-    """A console that ignores a closed pipe or terminal: it then prints nothing, and work continues."""
+    """A console that stops printing when its pipe or terminal is closed; the program continues."""
 
     def on_broken_pipe(self) -> None:
-        """Ignores the broken pipe. rich would exit here, which would end the training run."""
+        """Ignores the broken pipe. rich's default exits the process, which would end the training run."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def new_console(**options: Any) -> Console:
-    """A console without syntax colouring of numbers and paths; options as rich's.
+    """Returns a console without syntax highlighting; takes rich's options.
 
     Example:
-        >>> new_console(quiet=True).print("nobody sees this")
+        >>> new_console(quiet=True).print("this is not shown")
     """
     return PatientConsole(highlight=False, **options)

@@ -1,6 +1,6 @@
 """Probabilities of the beta, Student's t and binomial distributions in plain Python.
 
-The report is made without scipy. Everything follows from the regularized incomplete beta function
+The report does not depend on scipy. Everything follows from the regularized incomplete beta function
 
     I_x(a, b) = ∫₀ˣ t^(a−1) (1−t)^(b−1) dt / B(a, b)
 
@@ -53,15 +53,15 @@ def _fraction(x: float, a: float, b: float) -> float:
 
 
 def _away(value: float) -> float:
-    """The value, kept away from zero so that it can be divided by."""
+    """Replaces a value close to zero by TINY, to avoid division by zero."""
     return value if abs(value) > TINY else TINY
 
 
 def t_two_sided(t: float, freedom: float) -> float:
-    """P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, which need not be whole.
+    """P(|T| ≥ |t|) for Student's t with `freedom` degrees of freedom, possibly fractional.
 
     Example:
-        >>> round(t_two_sided(1.0, 1), 12)  # Cauchy: half of the mass lies beyond ±1
+        >>> round(t_two_sided(1.0, 1), 12)  # Cauchy: half of the mass is outside ±1
         0.5
     """
     if math.isinf(t):
@@ -70,7 +70,7 @@ def t_two_sided(t: float, freedom: float) -> float:
 
 
 def t_quantile(two_sided: float, freedom: float) -> float:
-    """The t beyond which, on both sides together, `two_sided` of the mass lies.
+    """Returns the t with P(|T| ≥ t) = `two_sided`.
 
     Example:
         >>> round(t_quantile(0.05, 10), 4)
@@ -84,7 +84,7 @@ def t_quantile(two_sided: float, freedom: float) -> float:
 
 
 def exact_share_interval(right: int, total: int, level: float = 0.95) -> tuple[float, float]:
-    """The Clopper–Pearson interval of a share: at least `level` of such intervals hold the true one.
+    """The Clopper–Pearson interval of a proportion: at least `level` of such intervals contain the true value.
 
     Example:
         >>> [round(end, 4) for end in exact_share_interval(0, 10)]  # 1 − 0.025^(1/10)
@@ -102,7 +102,7 @@ def exact_share_interval(right: int, total: int, level: float = 0.95) -> tuple[f
 
 
 def _bisect(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Where a function that falls from above to below zero crosses it."""
+    """Finds the root of a decreasing function by bisection."""
     for _ in range(200):
         middle = (low + high) / 2
         if middle in (low, high):

@@ -1,7 +1,7 @@
 """A report of measurements as plain data: sections of text, tables and charts.
 
-A document is written as Markdown (`document_markdown`), as one HTML page (`document_page`) and to a terminal
-(`document_console`); its charts also as PNG pictures (`pictures`). Nothing in it is formatted for one of them.
+A document is written as Markdown (`document_markdown`), as an HTML page (`document_page`) and to a terminal
+(`document_console`); its charts also as PNG files (`pictures`). It contains no formatting for a particular output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines that keep their spaces: a bit pattern, a command."""
+    """Preformatted lines, such as a bit pattern or a command."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column names the rows, the others are aligned to the right unless they are words.
+    """Cells as text; the first column contains row names, and the other columns are right-aligned if numeric.
 
     Example:
         >>> Table("Times", ("size", "ms"), (("small", "38.3"),)).head
@@ -40,7 +40,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Series:
-    """A named curve: (x, y) in ascending x; y is None where a measurement is missing, as after out of memory."""
+    """A named curve: (x, y) in ascending x; y is None if a measurement is missing, for example after out of memory."""
 
     name: str
     points: tuple[tuple[float, float | None], ...]
@@ -52,9 +52,9 @@ class LineChart:
 
     Args:
         id: letters, digits and dashes; unique in a document, and the file name of its picture.
-        x_label, y_label: with the unit: "context length, tokens", "ms". Values of "bytes" or "peak memory, bytes" are
-            drawn in KiB, MiB and GiB.
-        log_x, log_y: logarithmic axes, with ticks at the values that occur on x.
+        x_label, y_label: labels with the unit: "context length, tokens", "ms". Values with "bytes" or
+            "peak memory, bytes" are shown in KiB, MiB and GiB.
+        log_x, log_y: whether the axes are logarithmic; a logarithmic x axis has ticks at the x values of the points.
     """
 
     id: str
@@ -74,12 +74,12 @@ class Bar:
     name: str
     parts: tuple[tuple[str, float], ...]
     label: str
-    """What stands behind the bar: "12.3 ms (41 %)"."""
+    """The label after the bar: "12.3 ms (41 %)"."""
 
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars on one scale that begins at zero."""
+    """Horizontal bars on one scale that starts at zero."""
 
     id: str
     title: str
@@ -90,10 +90,10 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Band:
-    """One series of a stack: its value from each x to the next one.
+    """One series of a stack: its value from each x to the next.
 
-    `role` picks the colour: weights, gradients, optimizer, activations, other, or a part of the activations as in
-    `trimtab.report.roles.PARTS`; any other text gets a colour of its own.
+    `role` selects the colour: weights, gradients, optimizer, activations, other, or a part of the activations as in
+    `trimtab.report.roles.PARTS`; any other role gets the next unused colour.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a stack's x axis with a name below it."""
+    """A named interval of a stack's x axis."""
 
     name: str
     start: float
@@ -116,10 +116,10 @@ class StackChart:
 
     Args:
         x: where each value begins, ascending; the last value lasts until `end`.
-        titles: what is shown of each x on hover ("forward, layer 3, mlp.up_proj"); empty: x itself.
-        unit: "bytes" (drawn in KiB, MiB, GiB) or any other, drawn as it is.
-        limit: a dashed line, as of the device's memory; left out where it is far above the peak.
-        limit_label: what the dashed line is: "24.0 GiB available"; by default "limit 24.0 GiB".
+        titles: title of each x on hover ("forward, layer 3, mlp.up_proj"); if empty, the x value is shown.
+        unit: "bytes" (shown in KiB, MiB, GiB) or any other unit.
+        limit: value of a dashed line, such as the device's memory; omitted if it is far above the peak.
+        limit_label: label of the dashed line: "24.0 GiB available"; by default "limit 24.0 GiB".
     """
 
     id: str
@@ -138,14 +138,14 @@ class StackChart:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts in bins of equal or growing width: `edges` has one value more than `counts`."""
+    """Counts in bins of equal or increasing width: `edges` has one more element than `counts`."""
 
     id: str
     title: str
     x_label: str
     edges: tuple[float, ...]
     counts: tuple[tuple[str, tuple[int, ...]], ...]
-    """(name, counts) of each distribution, drawn over each other."""
+    """(name, counts) of each distribution; they are overlaid."""
     note: str = ""
 
 
@@ -155,7 +155,7 @@ Block = Text | Code | Table | Chart
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it, in order."""
+    """A heading and its blocks in order."""
 
     title: str
     blocks: tuple[Block, ...]
@@ -163,13 +163,13 @@ class Section:
 
 @dataclass(frozen=True)
 class Document:
-    """A whole report.
+    """A report.
 
     Args:
-        title: "Step time of the study models".
+        title: title, such as "Step time of the study models".
         facts: device, versions, date: one short phrase each.
-        sections: in order.
-        command: what wrote it, for the footer: "trimtab bench step".
+        sections: sections in order.
+        command: the command that wrote the report, for the footer: "trimtab bench step".
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""A document on a terminal: text, tables that fit its width, charts as bars and sparklines. Markdown elsewhere."""
+"""Prints a document: on a terminal with tables that fit its width, bars and sparklines; as Markdown elsewhere."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ MOST_SERIES = 12
 MOST_BARS = 16
 COLORS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_black")
 GAP = 3
-"""Between two columns of a table."""
+"""Spaces between two columns of a table."""
 LONGEST_NAME = 40
-"""Characters of a name before a bar or a sparkline, on a terminal that is wide enough."""
+"""Maximum characters of a name before a bar or a sparkline."""
 
 
 def print_document(document: Document, console: Console | None = None) -> None:
-    """Prints a document: for reading on a terminal, as Markdown into a file or a pipe.
+    """Prints a document: formatted on a terminal, as Markdown to a file or a pipe.
 
     Example:
         >>> print_document(Document("A", (), (), "trimtab bench step"), Console(quiet=True))
@@ -49,7 +49,7 @@ def print_document(document: Document, console: Console | None = None) -> None:
 
 
 def console_parts(document: Document, width: int) -> Iterator[RenderableType]:
-    """What is printed on a terminal of this width, one after another."""
+    """Yields the renderables of a document for a terminal of this width."""
     yield as_text(document.title, "bold", keep_newlines=False)
     if document.facts:
         yield as_text(" · ".join(document.facts), "bright_black", keep_newlines=False)
@@ -74,7 +74,7 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
 
 
 def console_tables(table: Table, width: int) -> Iterator[RenderableType]:
-    """A table, in several parts where its columns do not fit side by side; each part begins with the first column."""
+    """Yields a table, split into several if its columns do not fit; each part repeats the first column."""
     if table.title:
         yield as_text(table.title, "bold", keep_newlines=False)
     rows = [[plain(cell, keep_newlines=False) for cell in row] for row in squared(table).rows]
@@ -88,7 +88,7 @@ def console_tables(table: Table, width: int) -> Iterator[RenderableType]:
 
 
 def _fitting(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
-    """Groups of columns that fit; the first column is in each of them. Words of a head may be wrapped."""
+    """Yields groups of columns that fit the width; each contains the first column. Headings may wrap."""
     if not head:
         return
     needs = [GAP + _least(head, rows, i) for i in range(len(head))]
@@ -109,14 +109,14 @@ def _widest(rows: Sequence[Sequence[str]], column: int) -> int:
 
 
 def _least(head: Sequence[str], rows: Sequence[Sequence[str]], column: int) -> int:
-    """The width at which no cell and no word of the head is broken."""
+    """Returns the minimum width at which no cell and no word of the heading is broken."""
     return max(_widest(rows, column), *(cell_len(word) for word in head[column].split() or [""]))
 
 
 def _widths(
     head: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[int], width: int
 ) -> dict[int, int]:
-    """Of each column. rich would cut the last columns off where heads have to be wrapped to make room for them."""
+    """Returns the width of each column. rich would cut off the last columns if headings have to wrap."""
     first, *others = columns
     widths = {i: _least(head, rows, i) for i in columns}
     widths[first] = min(widths[first], max(width // 2, 12) - GAP)
@@ -171,7 +171,7 @@ def _chart(chart: Chart, width: int) -> Iterator[RenderableType]:
         drawn = _histogram(chart, width)
     else:
         drawn = _stack_lines(chart, width)
-    yield drawn or Line("There is no value to draw.", "bright_black")
+    yield drawn or Line("No values.", "bright_black")
     if chart.note:
         yield as_text(chart.note, "bright_black", keep_newlines=False)
 
@@ -183,7 +183,7 @@ def _name(text: str, width: int) -> Line:
 
 
 def _rows(*styles: str) -> Grid:
-    """A grid of a name and one column for each of the styles."""
+    """Returns a grid with a name column and one column per style."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for style in ("", *styles):
         grid.add_column(no_wrap=True, style=style)
@@ -191,7 +191,7 @@ def _rows(*styles: str) -> Grid:
 
 
 def _lines(chart: LineChart, width: int) -> RenderableType | None:
-    """A sparkline for each series, from its first value to its last one."""
+    """Returns a sparkline per series, with its first and last value."""
     unit = unit_of(chart.y_label) if unit_of(chart.y_label) == BYTES else ""
     rows = []
     for series in chart.series[:MOST_SERIES]:
@@ -211,7 +211,7 @@ def _lines(chart: LineChart, width: int) -> RenderableType | None:
     more = len(chart.series) - MOST_SERIES
     parts: list[RenderableType] = [grid]
     if more > 0:
-        parts.append(Line(f"{more} more are in the page.", "bright_black"))
+        parts.append(Line(f"{more} more are in the HTML report.", "bright_black"))
     return Group(*parts, as_text(f"over {chart.x_label}", "bright_black", keep_newlines=False))
 
 
@@ -235,7 +235,7 @@ def _bars(chart: BarChart, width: int) -> RenderableType | None:
         )
         found.insert(0, legend)
     if len(chart.bars) > MOST_BARS:
-        found.append(Line(f"{len(chart.bars) - MOST_BARS} more are in the page.", "bright_black"))
+        found.append(Line(f"{len(chart.bars) - MOST_BARS} more are in the HTML report.", "bright_black"))
     return Group(*found)
 
 
@@ -262,16 +262,16 @@ def _stack_lines(chart: Chart, width: int) -> RenderableType | None:
         ((values[stack.peak], band.name) for band, values in zip(chart.bands, stack.values, strict=True)),
         reverse=True,
     )
-    told = ", ".join(f"{name} {show(value, chart.unit)}" for value, name in parts if value > 0)
+    listed = ", ".join(f"{name} {show(value, chart.unit)}" for value, name in parts if value > 0)
     return Group(
         Line(_over_time(stack, max(8, min(80, width - 2))), "cyan"),
-        as_text(f"at most {peak}, at {moment}: {told}", keep_newlines=False),
-        Line("The page shows it by part, with zoom.", "bright_black"),
+        as_text(f"peak {peak}, at {moment}: {listed}", keep_newlines=False),
+        Line("The HTML report shows it by part, with zoom.", "bright_black"),
     )
 
 
 def _over_time(stack: Stack, width: int) -> str:
-    """The greatest value of each of so many equal stretches, from zero on."""
+    """Returns a sparkline of the maximum in each of `width` equal intervals, scaled from zero."""
     columns = [0.0] * width
     span = stack.end - stack.x[0]
     for start, end, top in zip(stack.x, [*stack.x[1:], stack.end], stack.tops, strict=True):

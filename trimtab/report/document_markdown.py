@@ -1,4 +1,4 @@
-"""A document as Markdown: tables are tables, charts are pictures in a folder next to the file, or their values."""
+"""Writes a document as Markdown; charts become links to pictures in a folder next to the file, or tables."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PAIRS = (
     (re.compile(r"~(?=\S).*(?<=\S)~", re.DOTALL), re.compile("~")),
     (re.compile(r"\[.*\][(\[:]", re.DOTALL), re.compile(r"[\[\]]")),
 )
-"""(what makes a stretch of text emphatic, struck out or a link; what is escaped then). One sign alone does nothing."""
+"""(pattern of emphasis, strikethrough or a link; characters to escape if it matches). A single one is harmless."""
 _LINE_START = re.compile(r"^(\s*\d*)([-+>#=.)])(?=\s|$|#|=)", re.MULTILINE)
-"""What makes a line a heading, a quotation or an item of a list."""
+"""Matches the start of a heading, quotation or list item."""
 
 
 def aligned_table(rows: Sequence[Sequence[str]], right: Sequence[bool] = ()) -> str:
-    """A Markdown table of cells that also reads well in a terminal; the first row is the head.
+    """Returns a Markdown table that is also aligned as plain text; the first row is the heading.
 
     Args:
-        rows: cells as they are written; `|` and line ends must be escaped already.
-        right: of each column, whether it is aligned to the right.
+        rows: cells in which `|` and newlines are already escaped.
+        right: for each column, whether it is right-aligned.
 
     Example:
         >>> print(aligned_table([["case", "ms"], ["norm", "1.25"]], [False, True]), end="")
@@ -54,12 +54,12 @@ def aligned_table(rows: Sequence[Sequence[str]], right: Sequence[bool] = ()) -> 
 
 
 def markdown(document: Document, pictures: Collection[str] = ()) -> str:
-    """The document's text.
+    """Returns the document as Markdown.
 
     Args:
-        document: what to write.
-        pictures: ids of charts that have a picture `<id>.png` in a folder `pictures` next to the file; the values of
-            all others are written as tables.
+        document: the document.
+        pictures: ids of charts with a picture `<id>.png` in the folder `pictures` next to the file; other charts are
+            written as tables of their values.
     """
     parts = [f"# {_line(document.title)}", " · ".join(_line(fact) for fact in document.facts)]
     for section in document.sections:
@@ -88,7 +88,7 @@ def _block(block: Block, pictures: Collection[str]) -> str:
 
 
 def _table(table: Table) -> str:
-    """Title, cells and note; a table without columns has no cells to show."""
+    """Returns title, cells and note; without columns only title and note."""
     title = f"**{_line(table.title)}**\n\n" if table.title else ""
     note = f"\n{_line(table.note)}\n" if table.note else ""
     if not table.head:
@@ -98,14 +98,14 @@ def _table(table: Table) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text in which nothing is read as Markdown or HTML, but `code` between backticks stays code.
+    """Escapes Markdown and HTML, except for `code` between backticks.
 
     Example:
         >>> print(escaped("2 * 3, *c*, `a*b`, <b>, x[0]"))
         2 \\* 3, \\*c\\*, `a*b`, \\<b>, x[0]
     """
     parts = text.split("`")
-    if len(parts) % 2 == 0:  # a backtick without its partner
+    if len(parts) % 2 == 0:  # an unpaired backtick
         parts[-2:] = [f"{parts[-2]}`{parts[-1]}"]
     outside = [
         _ALWAYS.sub(lambda found: "&amp;" if found[0] == "&" else f"\\{found[0]}", part)
@@ -119,7 +119,7 @@ def escaped(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """One line of escaped text."""
+    """Returns the escaped text in one line."""
     return escaped(plain(" ".join(text.split("\n")), keep_newlines=False))
 
 
@@ -128,7 +128,7 @@ def _cell(text: str) -> str:
 
 
 def _span(text: str) -> str:
-    """Text as code, whatever backticks it has."""
+    """Returns the text as inline code, even if it contains backticks."""
     shown = plain(text, keep_newlines=False)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     room = " " if shown.startswith("`") or shown.endswith("`") else ""

@@ -1,4 +1,4 @@
-"""A document as one HTML page that refers to nothing outside itself: charts with values on hover, stacks with zoom."""
+"""Writes a document as a self-contained HTML page: charts with values on hover, zoomable stacks."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ from trimtab.report.html import (
 from trimtab.report.tables import ABSENT, FAILURES, chart_table, numeric_columns, squared
 
 MOST_BYTES = 2_400_000
-"""Of all stacks of a page together; with more, each keeps fewer moments."""
+"""Maximum size of all stacks of a page together; beyond it, each stack gets fewer points in time."""
 FEWEST_MOMENTS = 250
 PROBED_MOMENTS = 1_000
 SHORT, LONG = 16, 40
-"""Characters of a column of words that is never wrapped, and of one that gets more room than others."""
+"""Maximum characters of a text column that never wraps; minimum characters of one that gets extra width."""
 LISTED_FROM = 5
-"""Sections from which on the page begins with a list of them."""
+"""Number of sections from which the page starts with a table of contents."""
 _ID = re.compile(r"[A-Za-z0-9-]+")
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A block as the template writes it."""
+    """A block in the form that the template renders."""
 
     kind: str
     """text, code, table, lines, bars, stack or empty (a chart without values)."""
     title: str = ""
     note: str = ""
     words: tuple[tuple[bool, str], ...] = ()
-    """Of a text: (whether it is code, the text)."""
+    """For a text: (whether it is code, the text)."""
     text: str = ""
     table: ShownTable | None = None
-    """Of a table, or of the values of a chart."""
+    """The table, or the values of a chart."""
     drawn: Drawing | DrawnBars | DrawnStack | None = None
 
 
@@ -71,10 +71,10 @@ class ShownTable:
 
 
 def write_document_page(document: Document, target: Path) -> None:
-    """Writes the page, replacing an older one whole.
+    """Writes the page atomically, replacing an existing file.
 
     Raises:
-        ResourceError: it cannot be written there.
+        ResourceError: the file cannot be written.
 
     Example:
         >>> write_document_page(document, Path("lab/step/report.html"))  # doctest: +SKIP
@@ -83,15 +83,17 @@ def write_document_page(document: Document, target: Path) -> None:
 
 
 def render_document(document: Document) -> str:
-    """The page's HTML."""
+    """Returns the page's HTML."""
     charts = list(_charts(document))
     ids = [chart.id for chart in charts]
     assert len(set(ids)) == len(ids), f"two charts have one id: {sorted(ids)}"
     assert all(_ID.fullmatch(name) for name in ids), (
-        f"an id has other signs than letters, digits and dashes: {ids}"
+        f"an id contains other characters than letters, digits and dashes: {ids}"
     )
     drawn = _drawn(charts)
-    figures = {name: one.figure for name, one in drawn.items() if isinstance(one, Drawing | DrawnStack)}
+    figures = {
+        name: picture.figure for name, picture in drawn.items() if isinstance(picture, Drawing | DrawnStack)
+    }
     scripts = [figure_script(figures, "hover.js", "stack.js")] if figures else []
     styles = read_templates("page.css", "charts.css", "document.css")
     sections = [
@@ -121,7 +123,7 @@ def _charts(document: Document) -> Iterator[Chart]:
 
 
 def _drawn(charts: list[Chart]) -> dict[str, Drawing | DrawnBars | DrawnStack]:
-    """The pictures by id; charts without values are left out. Stacks keep as many moments as the page has room for."""
+    """Draws the charts, by id, except those without values. Stacks are thinned to limit the size of the page."""
     found: dict[str, Drawing | DrawnBars | DrawnStack | None] = {}
     for chart in charts:
         if isinstance(chart, LineChart):
@@ -136,12 +138,12 @@ def _drawn(charts: list[Chart]) -> dict[str, Drawing | DrawnBars | DrawnStack]:
 
 
 def _draw_within(chart: StackChart, size: int, charts: int) -> DrawnStack | None:
-    """A stack with as many moments as about `size` characters have room for."""
+    """Draws a stack with as many points in time as fit into about `size` characters."""
     drawn = max(FEWEST_MOMENTS, min(DRAWN_MOMENTS, 10 * DRAWN_MOMENTS // charts))
     tried = draw_stack(chart, most=PROBED_MOMENTS, drawn=drawn)
     if tried is None or len(chart.x) <= PROBED_MOMENTS:
         return tried
-    # Further moments are closer together, so that each of them takes no more than these.
+    # More points are closer together, so each of them takes at most as many characters as these.
     each = len(script_json(tried.figure)) / len(tried.figure["x"])
     room = int((size - sum(len(band.path) for band in tried.bands)) / each)
     return draw_stack(chart, most=max(FEWEST_MOMENTS, min(room, MOST_MOMENTS)), drawn=drawn)
@@ -163,7 +165,7 @@ def _shown(block: Block, drawn: dict[str, Any]) -> Shown:
 
 
 def _words(text: str) -> Iterator[tuple[bool, str]]:
-    """(is code, text) of the stretches of a paragraph: `code` stands between backticks."""
+    """Splits a paragraph into (is code, text) at backticks."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         parts[-2:] = [f"{parts[-2]}`{parts[-1]}"]
@@ -175,7 +177,7 @@ def _words(text: str) -> Iterator[tuple[bool, str]]:
 def _table(table: Table) -> ShownTable:
     rows = squared(table).rows
     sides = ["n" if right else "" for right in numeric_columns(table)]
-    for i in range(1, len(sides)):  # the first column has a width of its own
+    for i in range(1, len(sides)):  # the style sheet sets the width of the first column
         longest = max((len(row[i]) for row in rows), default=0)
         sides[i] = sides[i] or ("short" if longest <= SHORT else "long" if longest > LONG else "words")
     shown = [
@@ -186,6 +188,6 @@ def _table(table: Table) -> ShownTable:
 
 
 def _tone(cell: str) -> str:
-    """The class of a cell that has no number."""
+    """Returns the CSS class of a cell that contains a failure or no value."""
     text = cell.strip()
     return "cell-no" if text in FAILURES else "cell-none" if text and text in ABSENT else ""

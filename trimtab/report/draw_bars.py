@@ -1,4 +1,4 @@
-"""Bar charts of a document as pictures of a page: one row each, parts stacked from the left."""
+"""Draws bar charts of a document as SVG: one row per bar, parts stacked from the left."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles
 
 FULL = 1000
-"""Units of the viewBox of the longest bar."""
+"""Length of the longest bar in viewBox units."""
 
 
 @dataclass(frozen=True)
 class DrawnPart:
-    """A part of a bar: its class, where it begins and how long it is, in units of the viewBox, and its value."""
+    """A part of a bar: its CSS class, its start and width in viewBox units, and its value."""
 
     name: str
     role: str
@@ -27,7 +27,7 @@ class DrawnPart:
 
 @dataclass(frozen=True)
 class DrawnBar:
-    """A bar with its name and what stands behind it."""
+    """A bar with its name and label."""
 
     name: str
     parts: list[DrawnPart]
@@ -36,31 +36,31 @@ class DrawnBar:
 
 @dataclass(frozen=True)
 class DrawnBars:
-    """Everything a template needs to draw a bar chart."""
+    """A bar chart in the form that the template renders."""
 
     id: str
     legend: list[tuple[str, str]]
-    """(name, class) of each part; empty where there is only one."""
+    """(name, class) of each part; empty if there is only one."""
     bars: list[DrawnBar]
 
 
 def part_names(chart: BarChart) -> list[str]:
-    """Names of the parts of all bars, in the order in which they occur."""
+    """Returns the distinct part names of all bars, in order of appearance."""
     return list(dict.fromkeys(name for bar in chart.bars for name, _ in bar.parts))
 
 
 def part_value(value: float) -> float:
-    """A value as it is drawn: never below zero, never infinite."""
+    """Clamps a value for drawing: negative and non-finite values become 0."""
     return max(value, 0.0) if math.isfinite(value) else 0.0
 
 
 def scale(chart: BarChart) -> float:
-    """The value of the longest bar; 1 where all are empty."""
+    """Returns the value of the longest bar, or 1 if all bars are empty."""
     return max((sum(part_value(value) for _, value in bar.parts) for bar in chart.bars), default=0.0) or 1.0
 
 
 def draw_bars(chart: BarChart) -> DrawnBars | None:
-    """The picture of a bar chart; None without bars.
+    """Draws a bar chart; returns None without bars.
 
     Example:
         >>> bars = (Bar("a", (("x", 3.0), ("y", 1.0)), "4 ms"), Bar("b", (("x", 2.0),), "2 ms"))

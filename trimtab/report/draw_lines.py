@@ -1,4 +1,4 @@
-"""Line charts and histograms of a document as pictures of a page, in the form that `drawing` has for all pages."""
+"""Draws line charts and histograms of a document as SVG, with the types of `drawing`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trimtab.report.plain import plain
 from trimtab.report.roles import series_role
 
 MARKED = 40
-"""Points up to which each one of a series gets a dot."""
+"""Maximum number of points of a series whose points are marked with dots."""
 APART = 0.075
-"""Least distance of two labels below a wide chart, as a share of its width; a narrow one has room for half of them."""
+"""Minimum distance of two labels below a wide chart, as a fraction of its width; narrow charts show half of them."""
 NO_VALUE = "no value"
 
 
 def line_axes(chart: LineChart) -> tuple[Axis, Axis] | None:
-    """(x, y) of a chart; None where no point of it can be drawn.
+    """Returns the x and y axes of a chart; None if none of its points can be drawn.
 
     Example:
         >>> line_axes(LineChart("a", "A", "x", "y", (Series("s", ((1, None),)),))) is None
@@ -32,13 +32,13 @@ def line_axes(chart: LineChart) -> tuple[Axis, Axis] | None:
     points = [(x, y) for series in chart.series for x, y in series.points if across.draws(x)]
     if not any(up.draws(y) for _, y in points):
         return None
-    # Places without a value count: that a length was tried and ran out of memory is to be seen.
+    # Points without a value count: a length that ran out of memory must be visible on the x axis.
     x = axis_of((x for x, _ in points), log=chart.log_x, unit=unit_of(chart.x_label), room=False)
     return x, axis_of((y for _, y in points), log=chart.log_y, unit=unit_of(chart.y_label))
 
 
 def x_values(chart: LineChart, x: Axis) -> list[float]:
-    """Where ticks may stand on x: the values that occur on a logarithmic axis, round ones on a linear one."""
+    """Returns candidates for x ticks: the points' x values on a logarithmic axis, round values on a linear axis."""
     if not x.log:
         return x.ticks(8)
     found = {value for series in chart.series for value, _ in series.points if x.draws(value)}
@@ -46,7 +46,7 @@ def x_values(chart: LineChart, x: Axis) -> list[float]:
 
 
 def draw_lines(chart: LineChart) -> Drawing | None:
-    """The picture of a line chart; None where no point of it can be drawn.
+    """Draws a line chart; returns None if none of its points can be drawn.
 
     Example:
         >>> chart = LineChart("a", "A", "x", "ms", (Series("s", ((0, 0.0), (1, 2.0))),))
@@ -57,10 +57,10 @@ def draw_lines(chart: LineChart) -> Drawing | None:
     if axes is None:
         return None
     x, y = axes
-    series = [(plain(one.name, keep_newlines=False), drawn_points(one, x, y)) for one in chart.series]
+    series = [(plain(line.name, keep_newlines=False), drawn_points(line, x, y)) for line in chart.series]
     strokes = [_stroke(name, points, i, x, y) for i, (name, points) in enumerate(series)]
     ends = {max((at for at, value in points if math.isfinite(value)), default=None) for _, points in series}
-    if len(ends) > 1:  # last values of different places are not to be compared
+    if len(ends) > 1:  # last values at different x cannot be compared
         strokes = [dataclasses.replace(stroke, last="") for stroke in strokes]
     places = {round(x.share(value), 6): value for _, points in series for value, _ in points}
     figure = {
@@ -78,10 +78,10 @@ def draw_lines(chart: LineChart) -> Drawing | None:
             for i, (name, points) in enumerate(series)
         ],
     }
-    told = "; ".join(
+    listed = "; ".join(
         f"{stroke.name}, last {stroke.last}" if stroke.last else stroke.name for stroke in strokes
     )
-    label = f"{chart.title}, {chart.y_label} over {chart.x_label}: {told}"
+    label = f"{chart.title}, {chart.y_label} over {chart.x_label}: {listed}"
     return Drawing(
         chart.id,
         chart.title,
@@ -97,12 +97,12 @@ def draw_lines(chart: LineChart) -> Drawing | None:
 
 
 def _named(label: str, value: float) -> str:
-    """A place on x in words: "context length 1,024 tokens"."""
+    """Formats an x value: "context length 1,024 tokens"."""
     return plain(f"{quantity_of(label)} {show(value, unit_of(label) if ', ' in label else '')}".strip())
 
 
 def drawn_points(series: Series, x: Axis, y: Axis) -> list[Point]:
-    """Points in ascending x, thinned where there are many; NaN for what has no place on y."""
+    """Returns the points in ascending x, thinned if there are many; y values that cannot be drawn become NaN."""
     points = [
         (at, value if value is not None and y.draws(value) else math.nan)
         for at, value in series.points
@@ -129,7 +129,7 @@ def _stroke(name: str, points: Sequence[Point], index: int, x: Axis, y: Axis) ->
 
 
 def spread_ticks(labels: Sequence[tuple[str, float]]) -> list[Tick]:
-    """Ticks of (label, share of the axis) as far apart as their labels need; a narrow screen gets every other one.
+    """Selects ticks from (label, relative position) so that labels do not overlap; narrow screens show fewer.
 
     Example:
         >>> [(t.label, t.wide) for t in spread_ticks([("1", 0.0), ("2", 0.1), ("4", 0.2), ("8", 1.0)])]
@@ -149,7 +149,7 @@ def spread_ticks(labels: Sequence[tuple[str, float]]) -> list[Tick]:
 
 
 def bin_shares(edges: Sequence[float]) -> list[float]:
-    """Where the edges of bins lie from 0 to 1: as they are, or equally far apart where widths differ by far.
+    """Returns relative positions of bin edges: to scale, or equally spaced if bin widths differ more than tenfold.
 
     Example:
         >>> bin_shares([0, 1, 2]), bin_shares([0, 1, 100, 10000])
@@ -163,7 +163,7 @@ def bin_shares(edges: Sequence[float]) -> list[float]:
 
 
 def draw_histogram(chart: Histogram) -> Drawing | None:
-    """The picture of a histogram; None without bins or without counts."""
+    """Draws a histogram; returns None without bins or without counts."""
     if len(chart.edges) < 2 or not any(any(counts) for _, counts in chart.counts):
         return None
     shares = bin_shares(chart.edges)
@@ -191,7 +191,7 @@ def draw_histogram(chart: Histogram) -> Drawing | None:
         plain(f"{show(low, unit)} to {show(high, unit)}")
         for low, high in zip(chart.edges, chart.edges[1:], strict=False)
     ]
-    told = "; ".join(f"{stroke.name}, {stroke.last} values" for stroke in strokes)
+    listed = "; ".join(f"{stroke.name}, {stroke.last} values" for stroke in strokes)
     return Drawing(
         chart.id,
         chart.title,
@@ -199,7 +199,7 @@ def draw_histogram(chart: Histogram) -> Drawing | None:
         strokes,
         _edge_ticks(chart.edges, shares),
         [tick_at(show_number(v), 1 - y.share(v), HEIGHT) for v in y.ticks(5) if v == round(v)],
-        f"{chart.title}, values by {chart.x_label}: {told}",
+        f"{chart.title}, values by {chart.x_label}: {listed}",
         {"x": [0, 1], "y": [0, 1], "titles": titles, "lines": lines},
         chart.x_label,
         "values per bin",
@@ -207,7 +207,7 @@ def draw_histogram(chart: Histogram) -> Drawing | None:
 
 
 def _edge_ticks(edges: Sequence[float], shares: Sequence[float]) -> list[Tick]:
-    """Round values on a scale that is true to width, else the edges of bins."""
+    """Returns ticks at round values if the bins are drawn to scale, otherwise at bin edges."""
     axis = axis_of(edges, room=False)
     true = all(
         math.isclose(share, axis.share(edge), abs_tol=1e-9) for edge, share in zip(edges, shares, strict=True)

@@ -1,7 +1,7 @@
-"""Stacked areas in steps, as memory over time: the picture of a page, and what its script needs to zoom.
+"""Draws stacked step areas, such as memory over time, as SVG, with the data that the zoom script needs.
 
-A stack may have tens of thousands of moments. The page keeps the least, the greatest, the longest and the last of each
-stretch, so that the peak is exact; the picture that needs no script keeps fewer of them.
+A stack can have tens of thousands of moments (points in time). Of each interval the page contains the minimum, the
+maximum, the longest and the last moment, so that the peak is exact; the static SVG contains fewer.
 """
 
 from __future__ import annotations
@@ -20,78 +20,78 @@ from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles
 
 MOST_MOMENTS = 20_000
-"""Moments that the page keeps for its script."""
+"""Maximum number of moments in the data of the zoom script."""
 DRAWN_MOMENTS = 1_200
-"""Moments of the picture that is there without a script."""
+"""Maximum number of moments in the static SVG."""
 GRID = 10_000_000
-"""Steps into which a range of values that are not whole is divided for the script."""
+"""Number of steps into which non-integer values are quantized for the script."""
 ROOM = 1.06
-"""The greatest value of the axis, relative to the peak."""
+"""Maximum of the axis relative to the peak."""
 WIDE_PLOT, NARROW_PLOT, LETTER = 800, 290, 7
-"""Pixels of a plot on a wide screen and on a phone, and of a letter below it."""
+"""Width in pixels of a plot on a wide screen and on a phone, and of a letter of its labels."""
 LIMIT_SHOWN = 1.6
-"""A limit further above the peak than this is not drawn."""
+"""A limit above this multiple of the peak is not drawn."""
 
 
 @dataclass(frozen=True)
 class DrawnBand:
-    """One band: its name, class and closed path, and its value at the peak."""
+    """One band: its name, CSS class and closed path, and its value at the peak."""
 
     name: str
     role: str
     path: str
-    """From its upper edge down to the axis: bands are painted from the top one to the lowest."""
+    """From the upper edge of the band down to the axis: bands are painted from top to bottom."""
     peak: str
 
 
 @dataclass(frozen=True)
 class DrawnPhase:
-    """A phase: where its label stands in percent, and where it begins in units of the viewBox."""
+    """A phase: the position of its label in percent, and its start in viewBox units."""
 
     name: str
     percent: float
     place: int
     shown: str
-    """Class of its label: empty, `wide` for wide screens alone, or `never` where it has no room."""
+    """CSS class of its label: empty, `wide` (wide screens only), or `never` if it does not fit."""
 
 
 @dataclass(frozen=True)
 class DrawnStack:
-    """Everything a template needs to draw a stack."""
+    """A stack in the form that the template renders."""
 
     id: str
     bands: list[DrawnBand]
-    """From the lowest to the top one."""
+    """Bands from bottom to top."""
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     phases: list[DrawnPhase]
     limit: int | None
-    """Where the dashed line is, in units of the viewBox; None where there is none, or far above."""
+    """Position of the dashed line in viewBox units; None without a limit or if it is far above the peak."""
     limit_label: str
     x_label: str
     y_label: str
     label: str
-    """The picture in words."""
+    """Text description of the chart."""
     figure: dict[str, Any]
-    """For the script: all moments that the page keeps."""
+    """The data of the zoom script."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A chart's values, cleaned: nothing below zero or not finite, the end beyond the last moment."""
+    """The values of a chart, with negative and non-finite values replaced, and the end after the last moment."""
 
     x: list[float]
     end: float
     values: list[list[float]]
-    """Of each band, from the lowest to the top one."""
+    """Values of each band, from bottom to top."""
     tops: list[float]
-    """All bands together."""
+    """Sums of all bands."""
     peak: int
-    """The moment at which they are largest."""
+    """Index of the largest sum."""
 
 
 def read_stack(chart: StackChart) -> Stack | None:
-    """The values of a chart; None where there is no moment or nothing above zero."""
+    """Reads the values of a chart; returns None if none is positive."""
     values = [[_clean(value) for value in band.values] for band in chart.bands]
     assert all(len(band) == len(chart.x) for band in values), f"{chart.id}: a band has another length than x"
     tops = [sum(column) for column in zip(*values, strict=True)]
@@ -104,17 +104,17 @@ def read_stack(chart: StackChart) -> Stack | None:
 
 
 def _clean(value: float) -> float:
-    # A thousand bands of the largest value are still finite.
+    # The sum of a thousand bands of the largest value is still finite.
     return min(max(float(value), 0.0), LARGEST / 1000) if math.isfinite(value) else 0.0
 
 
 def thin_moments(stack: Stack, most: int, keep: Sequence[float] = ()) -> list[int]:
-    """Indices of about `most` moments: of each stretch the least, the greatest, the longest and the last.
+    """Selects the indices of about `most` moments: minimum, maximum, longest and last of each interval.
 
     Args:
         stack: the values.
-        most: at least 8.
-        keep: places on x whose moments are kept, as the starts of phases.
+        most: number of moments, at least 8.
+        keep: x values whose moments are always selected, such as the starts of phases.
     """
     count = len(stack.x)
     if count <= most:
@@ -134,12 +134,12 @@ def thin_moments(stack: Stack, most: int, keep: Sequence[float] = ()) -> list[in
 def draw_stack(
     chart: StackChart, *, most: int = MOST_MOMENTS, drawn: int = DRAWN_MOMENTS
 ) -> DrawnStack | None:
-    """The picture of a stack; None where there is nothing above zero.
+    """Draws a stack; returns None if no value is positive.
 
     Args:
-        chart: what to draw.
-        most: moments that the script gets.
-        drawn: moments of the picture.
+        chart: the chart.
+        most: number of moments in the data of the script.
+        drawn: number of moments in the static SVG.
     """
     stack = read_stack(chart)
     if stack is None:
@@ -167,13 +167,13 @@ def draw_stack(
         chart.limit_label or (f"limit {show(limit, chart.unit)}" if limit else ""),
         chart.x_label,
         "" if chart.unit == BYTES else chart.unit,
-        f"{chart.title}: at most {show(stack.tops[stack.peak], chart.unit)}, at {moment}",
+        f"{chart.title}: peak {show(stack.tops[stack.peak], chart.unit)}, at {moment}",
         _figure(chart, stack, thin_moments(stack, most, starts), bands, limit),
     )
 
 
 def moment_title(chart: StackChart, x: Sequence[float], index: int) -> str:
-    """What a moment is called: its title, or its place on x.
+    """Returns the title of a moment, or its x value if it has no title.
 
     Example:
         >>> moment_title(StackChart("a", "A", "time, ms", "bytes", (0.0, 2.5), 3.0, ()), (0.0, 2.5), 1)
@@ -189,7 +189,7 @@ def _name(text: str) -> str:
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:
-    """A closed path in steps, each value from its place to the next one, then down to the axis."""
+    """Returns a closed step path: each value extends to the next x, and the path closes at the axis."""
     found, at, level = [], 0, HEIGHT
     for share, height in points:
         place, top = round(WIDTH * share), round(HEIGHT * (1 - height))
@@ -212,7 +212,7 @@ def _phases(chart: StackChart, x: Axis) -> list[DrawnPhase]:
 
 
 def labelled_phases(names: Sequence[str], spans: Sequence[tuple[float, float]], pixels: int) -> set[int]:
-    """Which phases have room for their names below a plot of this width: the longest first, none over another.
+    """Selects the phases whose names fit below a plot of this width without overlap; longer phases have priority.
 
     Example:
         >>> sorted(labelled_phases(["forward", "loss", "backward"], [(0, 0.4), (0.4, 0.41), (0.41, 1)], 800))
@@ -233,7 +233,7 @@ def labelled_phases(names: Sequence[str], spans: Sequence[tuple[float, float]], 
 def _figure(
     chart: StackChart, stack: Stack, kept: list[int], bands: Sequence[DrawnBand], limit: float | None
 ) -> dict[str, Any]:
-    """The kept moments in small whole numbers: steps on x and changes of each band, of which most are 0."""
+    """Encodes the selected moments as small integers: steps on x and changes of each band, mostly 0."""
     start = stack.x[0]
     dx = _grid([value - start for value in [*stack.x, stack.end]])
     dy = 1.0 if chart.unit == BYTES else _grid(stack.tops)
@@ -261,7 +261,7 @@ def _figure(
 
 
 def _grid(values: Sequence[float]) -> float:
-    """The step in which values are rounded: 1 for whole ones."""
+    """Returns the step to which values are rounded: 1 for integers."""
     greatest = max(values)
     if greatest <= 2**52 and all(value == round(value) for value in values):
         return 1.0

@@ -1,8 +1,8 @@
-"""Charts as inline SVG: axes with round ticks, paths in the units of a viewBox that is stretched to any width.
+"""Draws charts as inline SVG: axes with round ticks, paths in the units of a viewBox that is stretched to any width.
 
-The lines' picture is stretched without keeping its proportions, with strokes that keep their width; labels stand in
-pictures of their own, at percentages, and are never stretched. So a chart fits every screen without a script, and
-needs no style attribute, which the page's policy forbids.
+The SVG of the lines is stretched without preserving its aspect ratio, with non-scaling strokes; labels are in separate
+SVGs, positioned in percent, and are not stretched. A chart therefore fits every screen without a script, and needs no
+style attribute, which the page's Content-Security-Policy forbids.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from trimtab.facts.units import format_count
 from trimtab.report.charts import Chart, Line
 
 WIDTH, HEIGHT = 2000, 1000
-"""Units of the viewBox; about half a pixel on a wide screen."""
+"""Size of the viewBox; a unit is about half a pixel on a wide screen."""
 LARGEST = 1e307
-"""Of the values that are drawn; larger ones are drawn there."""
+"""Larger magnitudes are clamped to this value."""
 HEADROOM = 0.04
-"""Of the range of values, left free above and below the lines."""
+"""Margin above and below the lines, as a fraction of the range of values."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label at a place of its axis, in percent, and in units of the viewBox."""
+    """A label and its position on the axis, in percent and in viewBox units."""
 
     label: str
     percent: float
     place: int
     anchor: str = "middle"
     wide: bool = False
-    """Left out on narrow screens, where there is no room for it."""
+    """Whether it is shown only on wide screens."""
 
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line as it is drawn: SVG path data of the line and of its markers, and the last value for the legend."""
+    """A drawn line: SVG path data of the line and its markers, and the last value for the legend."""
 
     name: str
     role: str
@@ -45,12 +45,12 @@ class Stroke:
     dots: str
     last: str
     area: str = ""
-    """A closed path below the line, faintly filled; empty for a plain line."""
+    """A closed path below the line, which is faintly filled; empty for a line without fill."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Everything a template needs to write one chart."""
+    """A chart in the form that the template renders."""
 
     id: str
     title: str
@@ -59,15 +59,15 @@ class Drawing:
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     label: str
-    """The chart in words, for readers who do not see it."""
+    """Text description of the chart, for screen readers."""
     figure: dict[str, Any]
-    """For the script: ranges and points, rounded to what is shown."""
+    """The data of the hover script: ranges and points, rounded to the displayed precision."""
     x_label: str = ""
     y_label: str = ""
 
 
 def draw(chart: Chart) -> Drawing | None:
-    """A chart's picture; None where no point of it is finite.
+    """Draws a chart; returns None if no value is finite.
 
     Example:
         >>> draw(Chart("a", "A", [Line("a", "train", [(0, 1.0), (10, 3.0)])], large=True)).strokes[0].path
@@ -88,7 +88,7 @@ def draw(chart: Chart) -> Drawing | None:
     y_ticks = [
         _tick(number(v), v, y_range, HEIGHT, down=True) for v in ticks(*y_range, 6 if chart.large else 3)
     ]
-    told = "; ".join(f"{stroke.name}, last {stroke.last}" for stroke in strokes)
+    listed = "; ".join(f"{stroke.name}, last {stroke.last}" for stroke in strokes)
     figure = {
         "x": x_range,
         "y": y_range,
@@ -103,7 +103,7 @@ def draw(chart: Chart) -> Drawing | None:
         ],
     }
     return Drawing(
-        chart.id, chart.title, chart.large, strokes, x_ticks, y_ticks, f"{chart.title}: {told}", figure
+        chart.id, chart.title, chart.large, strokes, x_ticks, y_ticks, f"{chart.title}: {listed}", figure
     )
 
 
@@ -121,12 +121,12 @@ def _y_range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
 
 
 def _clamped(y: float) -> float:
-    """A value whose differences to others are finite as well."""
+    """Clamps a value so that differences between values are finite."""
     return min(max(y, -LARGEST), LARGEST) if math.isfinite(y) else y
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """At most `most` + 1 round numbers of a range, 1, 2 or 5 times a power of ten apart.
+    """Returns at most `most` + 1 round numbers in a range, spaced by 1, 2 or 5 times a power of ten.
 
     Example:
         >>> ticks(0.0, 1.0, 5), ticks(0, 3, 8, whole=True)
@@ -140,7 +140,9 @@ def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[fl
     first, last = math.ceil(low / apart - 1e-9), math.floor(high / apart + 1e-9)
     digits = max(0, -math.floor(math.log10(apart))) if apart < 1 else 0
     found = (round(i * apart, digits) + 0.0 for i in range(first, last + 1))
-    return list(dict.fromkeys(found))[: most + 1]  # of huge values close together several are one number
+    return list(dict.fromkeys(found))[
+        : most + 1
+    ]  # large values that are close together round to the same float
 
 
 def _tick(label: str, value: float, span: tuple[float, float], size: int, *, down: bool = False) -> Tick:
@@ -148,7 +150,7 @@ def _tick(label: str, value: float, span: tuple[float, float], size: int, *, dow
 
 
 def tick_at(label: str, share: float, size: int) -> Tick:
-    """A tick at a share of its axis; labels at both ends stay inside.
+    """Returns a tick at a relative position of its axis; labels at the ends are anchored inside.
 
     Example:
         >>> tick_at("10", 0.5, 2000).place, tick_at("0", 0.0, 2000).anchor
@@ -159,7 +161,7 @@ def tick_at(label: str, share: float, size: int) -> Tick:
 
 
 def position(value: float, span: tuple[float, float], down: bool = False) -> float:
-    """Where a value lies in its range, from 0 to 1; `down` for pictures, whose zero is at the top.
+    """Returns the relative position of a value in its range; `down` inverts it for SVG, whose origin is at the top.
 
     Example:
         >>> position(1.0, (0.0, 4.0)), position(1.0, (0.0, 4.0), down=True)
@@ -175,7 +177,7 @@ def _step(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A value as an axis or a legend writes it, with four digits.
+    """Formats a value with four digits, for an axis or a legend.
 
     Example:
         >>> number(1.20304), number(2e-05), number(12_000.0), number(0.0)

@@ -1,4 +1,4 @@
-"""One training example: what is trained on in colour, or between brackets where there is none."""
+"""Shows a training example with its trained tokens in colour, or in brackets without colour."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ from trimtab.report.plan_panel import WIDEST
 TRAINED, OTHER = "bold green", "bright_black"
 OPEN, CLOSE = "⟦", "⟧"
 LONGEST = {True: 600, False: 300}
-"""Characters of a stretch, trained on or not, beyond which its middle is left out."""
+"""Maximum characters of a trained and an untrained span; longer spans are shortened in the middle."""
 MOST = 3000
-"""Characters of an example that are shown."""
+"""Maximum characters shown of an example."""
 
 
 def example_view(record: dict[str, Any], console: Console) -> RenderableType:
-    """The example as a coloured panel, or as lines in which the trained part is between brackets.
+    """Returns the example as a coloured panel, or without colour as text with the trained spans in brackets.
 
     Args:
-        record: `origin`, `tokens`, `trained`, `cut` and `runs`, as `trimtab.data.highlighted` makes it.
-        console: where it will be printed.
+        record: `origin`, `tokens`, `trained`, `cut` and `runs`, as returned by `trimtab.data.highlighted`.
+        console: the console on which it will be printed.
     """
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     counted = f"{record['trained']} of {record['tokens']} tokens"
     origin = plain(str(record["origin"]), keep_newlines=False)
     body = _body(record, coloured)
     if not coloured:
-        head = f"trained on in {origin} ({counted}), between {OPEN} and {CLOSE}:\n"
+        head = f"trained tokens of {origin} ({counted}), between {OPEN} and {CLOSE}:\n"
         return Text(head).append_text(body)
-    title = as_text(f"what is trained on: {origin}, {counted} (in green)", "bold", keep_newlines=False)
+    title = as_text(f"trained tokens: {origin}, {counted} (in green)", "bold", keep_newlines=False)
     return Panel(
         body, title=title, title_align="left", width=min(console.width, WIDEST), border_style="bright_black"
     )
 
 
 def shown_runs(record: dict[str, Any]) -> list[tuple[str, bool]]:
-    """An example's stretches (text, trained on or not), of which long ones lose their middle, and its end where it is
-    very long.
-    """
+    """Returns an example's spans as (text, whether trained), with long spans shortened and a long example truncated."""
     shown: list[tuple[str, bool]] = []
     for text, trained in record["runs"]:
-        if sum(len(other) for other, _ in shown) > MOST:
+        if sum(len(span) for span, _ in shown) > MOST:
             shown.append((" …", False))
             break
         shown.append((_shortened(text, LONGEST[bool(trained)]), bool(trained)))
     if shown and not shown[-1][1]:
         shown[-1] = (shown[-1][0].rstrip(), False)
     if record["cut"]:
-        shown.append((" … (cut here: max_seq_length)", False))
+        shown.append((" … (truncated here: max_seq_length)", False))
     return shown
 
 
@@ -67,7 +65,7 @@ def _body(record: dict[str, Any], coloured: bool) -> Text:
 
 
 def _shortened(text: str, most: int) -> str:
-    """The text without its middle where it is long.
+    """Removes the middle of a long text.
 
     Example:
         >>> _shortened("abcdefghij", 4)

@@ -1,4 +1,4 @@
-"""What all pages have in common: templates, a policy that allows nothing but their own scripts, one writer."""
+"""Shared code of the HTML pages: templates, Content-Security-Policy, writing the file."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_html(text: str, target: Path, *, option: str) -> None:
-    """Writes a page as a whole; ResourceError with the command line's option where it cannot be written.
+    """Writes a page atomically; raises a ResourceError that names the option if it cannot be written.
 
     Example:
         >>> write_html("<!doctype html>", Path("plan.html"), option="--page")  # doctest: +SKIP
     """
     try:
-        # Newlines as they are: the policy's hashes are of the scripts as a browser reads them.
+        # Newlines are not converted: the policy contains hashes of the scripts as a browser reads them.
         write_atomic(target, text)
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # the command line shortens it
+        if error.errno == errno.ENAMETOOLONG:  # the command line shortens the name in the message
             raise
         raise ResourceError(
-            f"{target} cannot be written: {error.strerror}", f"give another place with {option}"
+            f"{target} cannot be written: {error.strerror}", f"give another path with {option}"
         ) from error
 
 
 def script_json(value: Any) -> str:
-    """JSON that may stand inside a script element: no `</script>`, no `<!--` can arise from data.
+    """Returns JSON that is safe inside a script element: data cannot produce `</script>` or `<!--`.
 
     Example:
         >>> script_json({"a": "</script>"})
@@ -50,19 +50,19 @@ def script_json(value: Any) -> str:
 
 
 def read_templates(*names: str) -> str:
-    """Style sheets or scripts, one after another."""
+    """Returns the concatenated style sheets or scripts."""
     return "".join((TEMPLATES / name).read_text(encoding="utf-8") for name in names)
 
 
 def figure_script(figures: dict[str, Any], *names: str) -> str:
-    """The page's script: the charts' data by id, and what follows the pointer on them."""
+    """Returns the page's script: the data of the charts by id, and the code for hovering and zooming."""
     return f"const figures = {script_json(figures)};\n{read_templates(*names)}"
 
 
 def policy(scripts: list[str], styles: str) -> str:
-    """The page's Content-Security-Policy: these inline scripts and styles by their hash, and nothing else.
+    """Returns the page's Content-Security-Policy, which allows only these inline scripts and styles by hash.
 
-    Text that became a script or style element by a mistake of ours would still have no effect.
+    Data that ended up in a script or style element because of a bug would have no effect.
     """
     script_hashes = " ".join(map(_hash, scripts)) or "'none'"
     return (
@@ -76,7 +76,7 @@ def _hash(text: str) -> str:
 
 
 def page_environment() -> jinja2.Environment:
-    """The templates, every printed text escaped and made plain."""
+    """Returns the template environment; every printed text is escaped and passed through `plain`."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -86,6 +86,6 @@ def page_environment() -> jinja2.Environment:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    # Whatever is printed is plain, without the template having to remember it; `safe` marks what is not text.
+    # Applied to every printed value, so that no template can forget it; `safe` marks values that are not text.
     environment.finalize = lambda value: plain(value) if type(value) is str else value
     return environment

@@ -1,4 +1,4 @@
-"""Live output in the terminal during a run: plan, progress, messages. Plain lines if there is no terminal."""
+"""Live output during a run: plan, progress, messages. Plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trimtab.report.rundata import section
 from trimtab.report.summary import signed
 
 Detail = Literal["quiet", "short", "full"]
-"""How much is printed: messages only; the plan and a few lines per evaluation; every bucket and probe category."""
+"""Level of detail: messages only; the plan and a few lines per evaluation; every bucket and probe category."""
 LINE_EVERY_SECONDS = 5.0
-"""Without a terminal the progress of a preparation is printed at most this often."""
+"""Minimum interval between progress lines of a preparation if the output is not a terminal."""
 
 
 class LiveView:
-    """Shows a run: `record` takes metrics, `working` takes the progress of preparations, `message` a line.
+    """Shows a run: `record` takes metrics, `working` the progress of preparations, `message` a line of text.
 
-    On a terminal the progress of training and preparations moves at the bottom, all else above it;
-    elsewhere (a file, a CI log) there are plain lines: one for every `logging_steps` training steps.
+    On a terminal, progress bars are at the bottom and all other output is above them. Elsewhere (a file, a CI log) the
+    output is plain lines: one for every `logging_steps` training steps.
 
     Example:
         >>> view = LiveView(total_steps=10, console=Console(quiet=True))
@@ -42,7 +42,7 @@ class LiveView:
         self.console = console or new_console()
         self.total_steps = total_steps
         self.logging_steps = 1
-        """Without a terminal, training steps between two lines."""
+        """Training steps per line if the output is not a terminal."""
         self.detail = detail
         self._moving = self.console.is_terminal and not self.console.is_dumb_terminal and detail != "quiet"
         self._live: Live | None = None
@@ -50,20 +50,20 @@ class LiveView:
         self._working: dict[str, Working] = {}
         self._printed: dict[str, float] = {}
         self.first_losses: dict[str, float] = {}
-        """First loss of each evaluated set, against which later ones are compared; a resumed run's are in its log."""
+        """First loss of each evaluation set, the reference for later ones; a resumed run reads it from its metrics."""
 
     def plan(self, plan: dict[str, Any]) -> None:
-        """What will be trained and what it needs, before anything is trained."""
+        """Prints the plan of the run before training starts."""
         self.close()
         if self.detail != "quiet":
             self.console.print(plan_panel(plan, self.console.width, full=self.detail == "full"))
 
     def message(self, text: str) -> None:
-        """One line for the user."""
+        """Prints a line of text."""
         self._line(text)
 
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
-        """Progress of a preparation: reading, tokenizing, downloading."""
+        """Shows the progress of a preparation: reading, tokenizing, downloading."""
         if self.detail == "quiet":
             return
         state = Working(what, done, total, unit)
@@ -79,7 +79,7 @@ class LiveView:
         self._draw()
 
     def record(self, record: dict[str, Any]) -> None:
-        """A metrics record from the loop."""
+        """Shows a metrics record of the training loop."""
         kind = record["kind"]
         if self.detail == "quiet" and kind != "event":
             return
@@ -99,8 +99,8 @@ class LiveView:
             for line in receipt_lines(record):
                 self._at_step(record, line)
         elif kind == "compile":
-            programs = f"{record['count']} program{'s' if record['count'] != 1 else ''}"
-            text = f"compiled {programs} in {format_seconds(record['seconds'])}"
+            graphs = f"{record['count']} graph{'s' if record['count'] != 1 else ''}"
+            text = f"compiled {graphs} in {format_seconds(record['seconds'])}"
             if "first_step_seconds" in record:
                 text += f"; the first step took {format_seconds(record['first_step_seconds'])}"
             self._at_step(record, text)
@@ -110,7 +110,7 @@ class LiveView:
             self.console.print(example_view(record, self.console), soft_wrap=not self._moving)
 
     def close(self) -> None:
-        """Ends the moving part, leaving the last state of training on the screen."""
+        """Stops the live display and prints the final progress of training."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -126,7 +126,7 @@ class LiveView:
         self.close()
 
     def _probe(self, record: dict[str, Any]) -> str:
-        """All categories together where the number of items is known; each one with full detail."""
+        """Formats the total over all categories, or each category with full detail or unknown item counts."""
         scores, items = record["scores"], section(record, "items")
         if self.detail == "full" or not items:
             return "probe: " + ", ".join(f"{name} {float(share):.0%}" for name, share in scores.items())
@@ -147,7 +147,7 @@ class LiveView:
         self._line(f"step {int(record.get('step', 0)):>{width}}  {text}", style)
 
     def _due(self, what: str) -> bool:
-        """Whether a plain line about this may be printed now; notes that it was."""
+        """Whether a progress line for `what` may be printed now; if so, restarts its interval."""
         now = time.monotonic()
         if now - self._printed.get(what, -LINE_EVERY_SECONDS) < LINE_EVERY_SECONDS:
             return False
@@ -155,11 +155,11 @@ class LiveView:
         return True
 
     def _line(self, text: str, style: str = "") -> None:
-        # A log keeps its lines whole; rich would otherwise break them at 80 columns.
+        # rich would wrap the lines of a log at 80 columns.
         self.console.print(as_text(text, style), soft_wrap=not self._moving)
 
     def _draw(self) -> None:
-        """Shows current progress at the bottom of the terminal; removes it when nothing is in progress."""
+        """Updates the progress at the bottom of the terminal; removes it when nothing is in progress."""
         if not self._moving:
             return
         shown: list[RenderableType] = [*self._working.values(), *([self._training] if self._training else [])]

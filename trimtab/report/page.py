@@ -1,4 +1,4 @@
-"""The report page: one HTML file that refers to nothing outside itself."""
+"""The HTML report of a run: one self-contained file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.report.rundata import RunData, section
 
 
 def write_page(data: RunData, target: Path) -> None:
-    """Writes the page for a run, replacing an older one whole.
+    """Writes the report of a run atomically, replacing an existing file.
 
     Example:
         >>> write_page(read_run(Path("runs/demo")), Path("report.html"))  # doctest: +SKIP
@@ -26,7 +26,7 @@ def write_page(data: RunData, target: Path) -> None:
 
 
 def render(data: RunData) -> str:
-    """The page's HTML."""
+    """Returns the report's HTML."""
     environment = page_environment()
     drawn = [picture for picture in map(draw, charts(data)) if picture is not None]
     styles = read_templates("page.css")
@@ -44,7 +44,7 @@ def render(data: RunData) -> str:
 
 
 def _contents(data: RunData) -> dict[str, Any]:
-    """The results of training and what they cost."""
+    """Template values of the results: evaluations, speed, memory, samples."""
     model = section(data.plan, "model")
     name = str(model.get("name", data.folder.name))
     changes = verdicts.changes(data)
@@ -72,13 +72,13 @@ def _contents(data: RunData) -> dict[str, Any]:
 
 
 def _example(data: RunData) -> dict[str, Any] | None:
-    """The example that was shown before training; None where texts were trained on whole."""
+    """The example that was shown before training; None if all tokens of the data are trained on."""
     rows = data.of("example")
     return {**rows[0], "runs": shown_runs(rows[0])} if rows else None
 
 
 def _memory(data: RunData) -> dict[str, Any] | None:
-    """Bars as (class, start, width) in per mille of the largest, and the bytes in words."""
+    """Bars as (class, start, width, formatted size), in per mille of the largest total."""
     rows = summary.memory_rows(data)
     if not rows:
         return None
@@ -99,7 +99,7 @@ def _memory(data: RunData) -> dict[str, Any] | None:
 
 
 def _answers(data: RunData) -> dict[str, Any] | None:
-    """Exact answers by topic at the first and last time they were asked."""
+    """Exact answers by topic in the first and the last evaluation."""
     asked = data.of("answers")
     if not asked:
         return None
@@ -119,7 +119,7 @@ def _answers(data: RunData) -> dict[str, Any] | None:
 
 
 def _how(data: RunData) -> dict[str, Any]:
-    """How it ran: choices, notes, events, recipe, environment."""
+    """Template values of the configuration: choices, notes, events, recipe, environment."""
     attention = section(data.choices, "attention") or section(section(data.plan, "choices"), "attention")
     rejected = attention.get("rejected")
     simple = str | int | float | bool
@@ -131,7 +131,7 @@ def _how(data: RunData) -> dict[str, Any]:
         "rejected": [r for r in rejected if isinstance(r, list) and len(r) == 2]
         if isinstance(rejected, list)
         else [],
-        "choices": {k: _said(v) for k, v in data.choices.items() if isinstance(v, simple)},
+        "choices": {k: _format(v) for k, v in data.choices.items() if isinstance(v, simple)},
         "planned": _planned(data),
         "notes": notes if isinstance(notes, list) else [],
         "events": [{**event, "tone": _tone(event)} for event in data.of("event")],
@@ -142,26 +142,27 @@ def _how(data: RunData) -> dict[str, Any]:
 
 
 def _tone(event: dict[str, Any]) -> str:
-    """The style of an event: a warning for a loss that is not finite, a neutral notice for all else."""
+    """The style of an event: a warning for a non-finite loss, a neutral notice otherwise."""
     return "warn" if str(event["message"]).startswith("not finite") else "notice"
 
 
-def _said(value: str | int | float | bool) -> str:
+def _format(value: str | int | float | bool) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def _planned(data: RunData) -> dict[str, str]:
-    """What else the plan said: data, disk, time."""
+    """Further values of the plan: data, disk, time."""
     corpus, disk, time = (section(data.plan, name) for name in ("data", "disk", "time"))
     rows = {}
     if corpus.get("windows"):
         rows["data"] = (
-            f"{format_count(corpus['tokens'])} tokens in {corpus['windows']} packed windows, {corpus['fill']:.1%} full"
+            f"{format_count(corpus['tokens'])} tokens in {corpus['windows']} packed sequences, "
+            f"{corpus['fill']:.1%} full"
         )
     if section(data.plan, "memory").get("moment"):
-        rows["peak expected at"] = str(data.plan["memory"]["moment"])
+        rows["predicted peak at"] = str(data.plan["memory"]["moment"])
     if disk.get("checkpoint_bytes"):
-        rows["disk"] = f"{format_bytes(disk['checkpoint_bytes'])} a checkpoint"
+        rows["disk"] = f"{format_bytes(disk['checkpoint_bytes'])} per checkpoint"
     if time.get("seconds"):
         rows["time predicted"] = f"{format_seconds(time['seconds'])} ({time['basis']})"
     return rows

@@ -1,14 +1,14 @@
-"""Whether two measurements of the same items differ: paired tests, corrected for how many are made at once.
+"""Paired tests for differences between two evaluations of the same items, corrected for multiple comparisons.
 
-Shares (probe items, exact answers) are compared by McNemar's exact test: of the items whose result changed, as many
-should have become right as wrong if nothing changed, so that their number is binomial with one half.
+Shares (probe items, exact answers) are compared by McNemar's exact test: under the null hypothesis, an item whose
+result changed became right or wrong with probability one half each, so the number that became right is binomial.
 
 Losses are compared document by document. The reported loss is weighted by tokens, and so is the difference
 
     Δ = Σ wᵢ dᵢ / Σ wᵢ      (wᵢ tokens of document i, dᵢ its loss after − before)
 
-whose standard error is the jackknife's: how far Δ moves when one document is left out. Its interval is Student's, with
-the degrees of freedom of (Σ w)² / Σ w² documents of equal length: a few long documents count as few.
+with the jackknife standard error: the variation of Δ when one document is omitted. The interval uses Student's t with
+the degrees of freedom of (Σ w)² / Σ w² documents of equal length, so a few long documents count as few.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from trimtab.report.distributions import t_quantile, t_two_sided
 
 ALPHA = 0.05
-"""The share of reports without any true change in which at least one change may be claimed."""
+"""Family-wise error rate: the share of reports without any true change that claim at least one change."""
 FEWEST = 6
-"""Documents below which no loss is tested: with five, not even five differences of one sign are significant (2/32)."""
+"""Minimum number of documents for a test: with five, even five differences of equal sign are not significant (2/32)."""
 
 
 @dataclass(frozen=True)
 class Flips:
-    """Items whose result changed: how many became right, how many wrong, of how many."""
+    """Number of items that became right and wrong, and the total number of items."""
 
     gained: int
     lost: int
@@ -35,7 +35,7 @@ class Flips:
 
     @property
     def p(self) -> float:
-        """Of the two-sided exact test, not corrected.
+        """The p-value of the two-sided exact test, not corrected.
 
         Example:
             >>> Flips(2, 0, 14).p, Flips(6, 0, 14).p
@@ -59,7 +59,7 @@ def flips(before: Sequence[bool], after: Sequence[bool]) -> Flips:
 
 @dataclass(frozen=True)
 class Shift:
-    """The token-weighted difference of losses over the same documents, with its standard error."""
+    """The token-weighted mean difference of losses over the same documents, with its standard error."""
 
     difference: float
     error: float
@@ -68,19 +68,19 @@ class Shift:
 
     @property
     def p(self) -> float:
-        """Of the two-sided t-test, not corrected."""
+        """The p-value of the two-sided t-test, not corrected."""
         if self.error == 0:
             return 1.0 if self.difference == 0 else 0.0
         return t_two_sided(self.difference / self.error, self.freedom)
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
-        """The two-sided interval that misses the true difference with probability `alpha`."""
+        """Returns the two-sided confidence interval of the difference at level 1 − `alpha`."""
         reach = t_quantile(alpha, self.freedom) * self.error if self.error else 0.0
         return self.difference - reach, self.difference + reach
 
 
 def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> Shift | None:
-    """Compares mean losses of the same documents; None where there are fewer than `FEWEST`.
+    """Compares mean losses of the same documents; returns None for fewer than `FEWEST` documents.
 
     Example:
         >>> found = shift([2.0] * 8, [1.5, 1.6, 1.4, 1.5, 1.5, 1.7, 1.3, 1.5], [100] * 8)
@@ -92,7 +92,7 @@ def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> Shift | None:
-    """The weighted mean with its jackknife error; None for fewer than `FEWEST` values."""
+    """Returns the weighted mean with its jackknife standard error; None for fewer than `FEWEST` values."""
     count, whole = len(values), sum(weights)
     if count < FEWEST:
         return None
@@ -102,16 +102,16 @@ def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> Shift | No
     middle = math.fsum(moves) / count
     error = math.sqrt((count - 1) / count * math.fsum((m - middle) ** 2 for m in moves))
     freedom = whole**2 / sum(w * w for w in weights) - 1
-    # Equal values leave rounding in the last digits, which is no error to test against.
+    # For equal values, only rounding errors remain, which are not a standard error.
     if error < 1e-12 * max(map(abs, values)):
         error = 0.0
     return Shift(mean, error, max(freedom, 1.0), count)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p-values: those at most `ALPHA` are significant with all the others considered.
+    """Returns Holm's adjusted p-values; those of at most `ALPHA` are significant.
 
-    The chance of any false claim among all comparisons stays within `ALPHA`, however they depend on each other.
+    The probability of any false positive among all comparisons is at most `ALPHA`, even if they are dependent.
 
     Example:
         >>> holm([0.01, 0.04, 0.03])

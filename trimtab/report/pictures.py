@@ -1,6 +1,6 @@
-"""Charts of a document as PNG or SVG files, drawn by matplotlib where it is installed.
+"""Writes the charts of a document as PNG or SVG files with matplotlib, if it is installed.
 
-They are for places that cannot show a page: a README, a paper, report.md on a site. Colours are those of the page.
+They are for places that cannot embed HTML: a README, a paper, report.md on a site. Colours are those of the HTML page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trimtab.report.draw_stack import LIMIT_SHOWN, ROOM, read_stack, thin_moment
 from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles, series_role, tones
 
-MISSING = "charts were not drawn as pictures: pip install 'trimtab[lab]'"
+MISSING = "no PNG charts were written because matplotlib is not installed; pip install 'trimtab[lab]'"
 FORMATS = ("png", "svg")
 SIZE = (8.0, 4.4)
 """Inches."""
@@ -61,7 +61,7 @@ STYLE: dict[Any, Any] = {
     "xtick.color": "#667085",
     "ytick.color": "#667085",
 }
-"""No text is read as a formula: a `$` in a name is a `$`."""
+"""matplotlib settings; `text.parse_math` is off, so that a `$` in a name does not start a formula."""
 
 
 def can_draw() -> bool:
@@ -70,11 +70,11 @@ def can_draw() -> bool:
 
 
 def write_pictures(document: Document, folder: Path, formats: Sequence[str] = ("png",)) -> list[Path]:
-    """Writes `<id>.<format>` of each chart that has values; without matplotlib nothing.
+    """Writes `<id>.<format>` of each chart that has values; writes nothing if matplotlib is not installed.
 
     Args:
-        document: whose charts are drawn.
-        folder: made where needed.
+        document: the document with the charts.
+        folder: the folder to write to, which is created if needed.
         formats: png and svg.
 
     Example:
@@ -99,7 +99,7 @@ def write_pictures(document: Document, folder: Path, formats: Sequence[str] = ("
 
 
 def draw_picture(chart: Chart, kind: str = "png") -> bytes | None:
-    """The file of one chart; None where there is nothing to draw. Needs matplotlib.
+    """Returns the image of a chart as bytes; None if it has no values. Needs matplotlib.
 
     Example:
         >>> draw_picture(chart, "svg")[:5]  # doctest: +SKIP
@@ -110,7 +110,9 @@ def draw_picture(chart: Chart, kind: str = "png") -> bytes | None:
 
     assert kind in FORMATS, kind
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a sign that the font lacks is drawn as a box
+        warnings.filterwarnings(
+            "ignore", message="Glyph"
+        )  # a character missing in the font is drawn as a box
         figure = Figure(figsize=_size(chart), layout="constrained")
         axes = figure.add_subplot()
         drawn = _draw(chart, axes)
@@ -118,7 +120,7 @@ def draw_picture(chart: Chart, kind: str = "png") -> bytes | None:
             return None
         axes.set_title(_text(chart.title))
         file = io.BytesIO()
-        # Equal charts make equal files: neither the date nor the version is in them.
+        # Without date and version, equal charts produce identical files.
         metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
         figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
     return file.getvalue()
@@ -135,7 +137,7 @@ def _draw(chart: Chart, axes: Any) -> bool:
 
 
 def _size(chart: Chart) -> tuple[float, float]:
-    """Bar charts are as high as they have bars."""
+    """Returns the size in inches; the height of a bar chart depends on the number of bars."""
     if not isinstance(chart, BarChart):
         return SIZE
     return SIZE[0], max(1.8, 0.9 + 0.3 * min(len(chart.bars), MOST_BARS))
@@ -147,13 +149,13 @@ def _text(text: str, longest: int = 90) -> str:
 
 
 def _tone(role: str) -> dict[str, Any]:
-    """Colour and dashes of a series."""
+    """Returns the colour and line style of a series."""
     tone, _, dash = role.partition(" dash")
     return {"color": tones()[tone], "linestyle": DASHES[int(dash or 0)]}
 
 
 def _fill(role: str) -> dict[str, Any]:
-    """Colour of an area; a tone that is used again is paler."""
+    """Returns the fill of an area; a reused colour is paler."""
     tone, _, dash = role.partition(" dash")
     return {"color": _paler(tones()[tone], (1.0, 0.6, 0.32)[int(dash or 0)]), "linewidth": 0}
 
@@ -164,7 +166,7 @@ def _paler(color: str, share: float) -> str:
 
 
 def _scale(axis: Axis, side: Any, limits: Any, ticks: Sequence[float], labels: Sequence[str]) -> None:
-    """Places of values are shares of the axis, so that every value that the page can draw can be drawn here."""
+    """Sets ticks at relative positions of the axis, so that every value that the HTML page can show is supported."""
     side.set_ticks([axis.share(value) for value in ticks], [_text(label) for label in labels])
     side.set_minor_locator(_no_ticks())
     limits(0, 1)
@@ -177,7 +179,7 @@ def _no_ticks() -> Any:
 
 
 def _legend(axes: Any, names: Sequence[str], handles: Sequence[Any]) -> None:
-    """Below the chart, in as many columns as names are short; labels are set as they are, an underscore included."""
+    """Adds a legend below the chart with columns that fit the names; names may start with an underscore."""
     if not names:
         return
     longest = max(len(name) for name in names)

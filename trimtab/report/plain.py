@@ -1,4 +1,4 @@
-"""Text from data, models and files, made safe to print: no control characters, no markup."""
+"""Makes text from data, models and files safe to print: no control characters, no markup."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-# Format characters (Cf) can reorder or hide what follows; a few are ordinary in real scripts and emoji.
+# Format characters (Cf) can reorder or hide the following text; a few occur in ordinary scripts and emoji.
 KEPT_FORMAT = {"\u200c", "\u200d", "\u00ad"}
 # Control, surrogate, line separator, paragraph separator: they move the cursor or cannot be encoded.
 SHOWN_CATEGORIES = {"Cc", "Cs", "Zl", "Zp"}
 
 
 def plain(text: str, *, keep_newlines: bool = True) -> str:
-    """The text with control and reordering characters shown as visible escapes.
+    """Replaces control and reordering characters by visible escapes.
 
     Example:
         >>> plain("a\\x1b[31mb")
         'a\\\\x1b[31mb'
     """
-    if text.isascii() and text.isprintable():  # most text; the loop below costs 0.2 µs a character
+    if text.isascii() and text.isprintable():  # most text; the loop below costs 0.2 µs per character
         return text
     return "".join(_shown(c, keep_newlines) for c in text)
 
@@ -39,14 +39,14 @@ def _shown(character: str, keep_newlines: bool) -> str:
 
 
 def as_text(text: str, style: str = "", *, keep_newlines: bool = True) -> Text:
-    """`plain` as a rich Text, in which brackets are brackets and never markup."""
+    """Returns `plain` text as a rich Text, so that brackets are not parsed as markup."""
     return Text(plain(text, keep_newlines=keep_newlines), style=style)
 
 
 class Excerpt:
-    """Text of any length as at most `lines` lines of whatever width there is; what is cut ends with `…`.
+    """Wraps a text to the available width and shows at most `lines` lines; a truncated text ends with `…`.
 
-    Empty lines are left out: here they would only push text off the screen.
+    Empty lines are omitted, so that more text is visible.
 
     Example:
         >>> Console(width=10).print(Excerpt("one two three four five six", lines=2))
@@ -55,7 +55,7 @@ class Excerpt:
     """
 
     def __init__(self, text: str, style: str = "", *, lines: int = 4) -> None:
-        # Enough for any terminal, and a completion of megabytes is not wrapped whole.
+        # Enough for any terminal, and avoids wrapping a completion of megabytes.
         kept = (line.rstrip() for line in plain(text.strip()[: lines * 1000]).split("\n"))
         self.text = "\n".join(line for line in kept if line)
         self.style = style
@@ -63,7 +63,7 @@ class Excerpt:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         if not self.text:
-            yield Text("(nothing but white space)", style="bright_black italic")
+            yield Text("(only white space)", style="bright_black italic")
             return
         wrapped = list(Text(self.text, style=self.style).wrap(console, options.max_width))
         shown = wrapped[: self.lines]

@@ -1,4 +1,4 @@
-"""The plan as a page: one HTML file with the memory of a step over time, by phase, time by operation and what-if."""
+"""The plan as an HTML page: memory of a step over time and by phase, time by operation, what-if table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.report.summary import parameters
 from trimtab.report.timeline import draw_timeline
 
 MOST_OPERATIONS = 16
-"""Operations that are listed; the shorter ones are added up."""
+"""Maximum number of listed operations; the remaining, shorter ones are summed."""
 PHASES = ("forward", "backward", "recompute", "update")
 
 
@@ -22,15 +22,15 @@ def write_plan_page(plan: dict[str, Any], effects: list[dict[str, Any]], target:
     """Writes the page of one plan.
 
     Args:
-        plan: what `trimtab.plan.detail.detailed` says.
-        effects: what-if rows, as `trimtab.plan.what_if.Effect.to_dict` has them.
-        target: the file, which is replaced whole.
+        plan: the result of `trimtab.plan.detail.detailed`.
+        effects: what-if rows from `trimtab.plan.what_if.Effect.to_dict`.
+        target: the file to write; an existing one is replaced.
     """
     write_html(render_plan(plan, effects), target, option="--page")
 
 
 def write_table_page(cells: list[dict[str, Any]], target: Path) -> None:
-    """Writes a table of many plans, as `trimtab.plan.table.Cell.to_dict` has them."""
+    """Writes a table of many plans, given as results of `trimtab.plan.table.Cell.to_dict`."""
     gpus = list(dict.fromkeys(cell["gpu"] for cell in cells))
     rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for cell in cells:
@@ -45,7 +45,7 @@ def write_table_page(cells: list[dict[str, Any]], target: Path) -> None:
 
 
 def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
-    """The HTML of one plan's page."""
+    """Returns the HTML of one plan's page."""
     memory = section(plan, "memory")
     timeline = draw_timeline(
         plan.get("timeline") or [],
@@ -62,7 +62,7 @@ def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
         str(job.get("method", "")),
         str(device.get("name", "")),
     ]
-    used = [one for one in effects if one["in_use"]]
+    used = [effect for effect in effects if effect["in_use"]]
     return _render(
         "plan.html",
         scripts,
@@ -76,8 +76,8 @@ def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
         activations=_shares(activations(plan)),
         operations=_operations(plan.get("operations") or []),
         step=section(plan, "time").get("step"),
-        useful=[_effect(one) for one in effects if not one["in_use"]],
-        used=[_effect(one) for one in used],
+        useful=[_effect(effect) for effect in effects if not effect["in_use"]],
+        used=[_effect(effect) for effect in used],
         rows=plan_rows(plan),
         notes=plan.get("notes") or [],
     )
@@ -93,7 +93,7 @@ def _render(template: str, scripts: list[str], **values: Any) -> str:
 
 
 def _tiles(plan: dict[str, Any]) -> dict[str, str]:
-    """The figures that stand at the top."""
+    """The key figures at the top of the page."""
     memory, time, disk = section(plan, "memory"), section(plan, "time"), section(plan, "disk")
     found = {"memory needed": format_bytes(memory["needed"], up=True)}
     limit = min(memory.get("limit", memory["available"]), memory["available"])
@@ -101,18 +101,18 @@ def _tiles(plan: dict[str, Any]) -> dict[str, str]:
     if memory.get("host"):
         found["pinned host memory"] = format_bytes(memory["host"])
     if isinstance(time.get("step"), dict):
-        found["an optimizer step"] = format_seconds(time["step"]["seconds"])
+        found["optimizer step"] = format_seconds(time["step"]["seconds"])
     if time.get("tokens_per_second"):
         found["tokens per second"] = format_rate(time["tokens_per_second"])
     if time.get("seconds"):
-        found["the whole run"] = format_seconds(time["seconds"])
+        found["total run time"] = format_seconds(time["seconds"])
     if disk.get("total_bytes"):
         found["disk"] = format_bytes(disk["total_bytes"])
     return found
 
 
 def _phases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bars by phase as (class, start, width) in per mille of the largest, and the bytes in words."""
+    """Bars by phase as (class, start, width, formatted size), in per mille of the largest total."""
     scale = max([1, *(int(row["needed"]) for row in rows)])
     found = []
     for row in rows:
@@ -141,7 +141,7 @@ def _shares(parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _operations(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Time of each operation by phase, the longest first."""
+    """Time of each operation by phase, in descending order."""
     if not rows:
         return None
     shown, rest = rows[:MOST_OPERATIONS], rows[MOST_OPERATIONS:]
@@ -181,16 +181,16 @@ def _operations(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"rows": found, "phases": names}
 
 
-def _effect(one: dict[str, Any]) -> dict[str, Any]:
-    saved = one["saved"]
+def _effect(effect: dict[str, Any]) -> dict[str, Any]:
+    saved = effect["saved"]
     sign = "−" if saved > 0 else "+"
     return {
-        "name": one["technique"],
+        "name": effect["technique"],
         "memory": f"{sign} {format_bytes(abs(saved))}",
-        "host": format_bytes(one["host"]) if one["host"] > 0 else "",
-        "time": signed_seconds(one["seconds"]) or "not known",
-        "lines": recipe_lines(one["recipe"]) or [AUTOMATIC],
-        "same": one["same_training"],
+        "host": format_bytes(effect["host"]) if effect["host"] > 0 else "",
+        "time": signed_seconds(effect["seconds"]) or "unknown",
+        "lines": recipe_lines(effect["recipe"]) or [AUTOMATIC],
+        "same": effect["same_training"],
     }
 
 
@@ -199,8 +199,8 @@ def _shown_cell(cell: dict[str, Any]) -> dict[str, Any]:
         return {"kind": "none", "text": "–", "more": cell["problem"]}
     needed = format_bytes(cell["needed"], up=True)
     if not cell["fits"]:
-        return {"kind": "no", "text": needed, "more": "needed at least"}
+        return {"kind": "no", "text": needed, "more": "minimum needed"}
     if cell.get("longest") is not None:
-        return {"kind": "yes", "text": needed, "more": f"{cell['longest']:,} tokens at most"}
+        return {"kind": "yes", "text": needed, "more": f"up to {cell['longest']:,} tokens"}
     rate = cell["tokens_per_second"]
     return {"kind": "yes", "text": needed, "more": f"{format_rate(rate)} tokens/s" if rate else ""}

@@ -1,4 +1,4 @@
-"""The plan of a run in the terminal, shown before training."""
+"""Shows the plan of a run in the terminal, before training and in `trimtab plan`."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
 
 WIDEST = 100
-"""Columns beyond which a panel does not grow: long lines are hard to read."""
+"""Maximum width of a panel in columns: long lines are hard to read."""
 KERNEL_ROWS = ("attention", "optimizer", "loss", "pointwise", "compile", "CUDA graphs", "memory")
-"""Rows that the short view has in one line, or that its first line and its table say already."""
+"""Rows that the short view merges into one line, or that its first line and its table already contain."""
 BARS_FROM = 96
-"""Terminal width from which on phases have a bar next to their numbers."""
+"""Minimum terminal width for bars in the table of phases."""
 
 
 def verdict(plan: dict[str, Any]) -> str:
-    """Whether a plan fits and by how much, in one sentence.
+    """Returns one sentence about whether a plan fits, and by how much.
 
     Example:
         >>> verdict({"memory": {"needed": 3 * 2**30, "available": 8 * 2**30}, "device": {"name": "a GPU"}})
-        'Fits: needs 3.00 GiB of the 8.00 GiB that a GPU has; 5.00 GiB are left.'
+        'Fits: needs 3.00 GiB of the 8.00 GiB that a GPU has; 5.00 GiB remain free.'
     """
     memory = section(plan, "memory")
     available = int(memory["available"])
-    there, needed = min(int(memory.get("limit", available)), available), int(memory["needed"])
+    limit, needed = min(int(memory.get("limit", available)), available), int(memory["needed"])
     name = section(plan, "device").get("name", "the device")
-    has = f"{name} has" if there == available else "memory_limit allows"
-    if needed > there:
+    has = f"{name} has" if limit == available else "memory_limit allows"
+    if needed > limit:
         return (
-            f"Does not fit: needs {format_bytes(needed, up=True)} and {has} {format_bytes(there)}; "
-            f"{format_bytes(needed - there, up=True)} are missing."
+            f"Does not fit: needs {format_bytes(needed, up=True)}, but {has} {format_bytes(limit)}; "
+            f"{format_bytes(needed - limit, up=True)} are missing."
         )
     if plan.get("fits") is False:
         return f"Does not fit: the host has too little memory to pin {format_bytes(memory['host'])}."
     return (
-        f"Fits: needs {format_bytes(needed, up=True)} of the {format_bytes(there)} that {has}; "
-        f"{format_bytes(there - needed)} are left."
+        f"Fits: needs {format_bytes(needed, up=True)} of the {format_bytes(limit)} that {has}; "
+        f"{format_bytes(limit - needed)} remain free."
     )
 
 
 def plan_view(plan: dict[str, Any], width: int) -> RenderableType:
-    """The answer of `trimtab plan`: the verdict first, then what is trained, time, memory by phase and part.
+    """Returns the output of `trimtab plan`: verdict, model and data, time, memory by phase and part.
 
     Args:
-        plan: what `trimtab.plan.detail.detailed` says.
-        width: columns of the terminal.
+        plan: the result of `trimtab.plan.detail.detailed`.
+        width: width of the terminal in columns.
     """
     style = "bold green" if plan.get("fits") else "bold red"
     parts: list[RenderableType] = [as_text(verdict(plan), style), Text(""), _grid(_short_rows(plan))]
     phases = section(plan, "phases")
     if phases.get("phases"):
         parts += [Text(""), _phase_table(phases["phases"], min(width, WIDEST))]
-    held = activations(plan)
-    if held:
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+    by_part = activations(plan)
+    if by_part:
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_part.items())
         parts += [Text(""), as_text(f"Activations at the peak: {listed}.")]
     return Constrain(Group(*parts), min(width, WIDEST))
 
 
 def plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of what is trained and how, time, memory and disk."""
+    """Returns (name, value) rows of model, data, implementations, time, memory and disk."""
     job = section(plan, "job")
     first = _rows(plan, full=False)
     if job:
@@ -85,7 +85,7 @@ def plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _short_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """`plan_rows` without what the verdict and the table of phases say, implementations in one line."""
+    """Returns `plan_rows` without values in the verdict or the table of phases; implementations are in one row."""
     choices = section(plan, "choices")
     rows = [row for row in plan_rows(plan) if row[0] not in KERNEL_ROWS]
     used = [
@@ -112,16 +112,16 @@ def _grid(rows: list[tuple[str, str]]) -> Table:
 
 
 def activations(plan: dict[str, Any]) -> dict[str, int]:
-    """The activations of the peak by part, the largest first.
+    """Returns the activations at the peak by part, in descending order.
 
-    Gradients of parameters that are not allocated yet at the peak are negative in the plan, and are left out here.
+    Parameter gradients that are not allocated yet at the peak are negative in the plan; they are omitted here.
     """
     parts = section(section(plan, "phases"), "activations")
     return {name: size for name, size in sorted(parts.items(), key=lambda item: -item[1]) if size > 0}
 
 
 def _phase_table(phases: list[dict[str, Any]], width: int) -> Table:
-    """Peak memory of each phase by bucket; with a bar where there is room for one."""
+    """Returns the peak memory of each phase by bucket; with bars if the terminal is wide enough."""
     scale = max(int(row["needed"]) for row in phases)
     shown = [name for name in COLORS if any(row.get(name) for row in phases)]
     unit, size = ("GiB", 2**30) if scale >= 2**30 else ("MiB", 2**20)
@@ -143,12 +143,12 @@ def _phase_table(phases: list[dict[str, Any]], width: int) -> Table:
 
 
 def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
-    """The plan as a panel of at most `width` columns.
+    """Returns the plan as a panel of at most `width` columns.
 
     Args:
-        plan: what plan.json holds.
-        width: columns of the terminal.
-        full: draw the memory of each bucket as bars and a table; otherwise one line lists the peak's buckets.
+        plan: the contents of plan.json.
+        width: width of the terminal in columns.
+        full: whether to show the memory of each bucket as bars and a table instead of one line.
     """
     memory = section(plan, "memory")
     moments = [Moment(w, "predicted", section(memory, w)) for w in ("before", "peak") if section(memory, w)]
@@ -158,7 +158,7 @@ def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
         parts += [Text(""), picture(moments)]
     return Panel(
         Group(*parts),
-        title=Text("what this run will take", style="bold"),
+        title=Text("plan of this run", style="bold"),
         title_align="left",
         border_style="bright_black",
         padding=(1, 2),
@@ -167,7 +167,7 @@ def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
 
 
 def _buckets(peak: dict[str, Any]) -> list[tuple[str, str]]:
-    """The tensors at the peak, by bucket, in one line."""
+    """Returns a row with the tensors at the peak by bucket."""
     if not peak:
         return []
     shown = [name for name in shown_buckets([Moment("peak", "predicted", peak)]) if peak.get(name)]
@@ -189,7 +189,7 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     data = section(plan, "data")
     if data.get("windows"):
         amount = (
-            f"{format_count(data['tokens'])} tokens in {data['windows']} windows, {data['fill']:.1%} full"
+            f"{format_count(data['tokens'])} tokens in {data['windows']} sequences, {data['fill']:.1%} full"
         )
         rows.append(("data", f"{amount}; {_steps(data['steps'])}"))
     elif data.get("steps"):
@@ -202,10 +202,10 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
         rows.append(("precision", str(choices["precision"])))
     if optimizer:
         rows.append(("optimizer", _optimizer(optimizer)))
-    kept = section(choices, "memory")
-    rows += _kernels(section(choices, "loss"), section(choices, "pointwise"), kept.get("loss_memory"))
-    if kept.get("sentence"):
-        rows.append(("recompute", f"{kept['sentence']}: {kept['reason']}"))
+    memory = section(choices, "memory")
+    rows += _kernels(section(choices, "loss"), section(choices, "pointwise"), memory.get("loss_memory"))
+    if memory.get("sentence"):
+        rows.append(("recompute", f"{memory['sentence']}: {memory['reason']}"))
     compiled = section(choices, "compile")
     if compiled and (full or compiled["on"]):
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
@@ -215,16 +215,21 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     return rows + _needs(plan)
 
 
-def _kernels(loss: dict[str, Any], pointwise: dict[str, Any], held: int | None) -> list[tuple[str, str]]:
-    """The training objective where it is more than cross-entropy; loss, norms and gates where they are other than
-    torch's own operations."""
+def _kernels(
+    loss: dict[str, Any], pointwise: dict[str, Any], logits_bytes: int | None
+) -> list[tuple[str, str]]:
+    """Rows of an objective other than plain cross-entropy, and of Triton kernels for loss, norms and gates."""
     rows = []
     terms = {"label smoothing": loss.get("label_smoothing"), "z-loss": loss.get("z_loss")}
     added = " and ".join(f"{name} {value:g}" for name, value in terms.items() if value)
     if added:
         rows.append(("objective", f"cross-entropy with {added}; evaluation measures plain cross-entropy"))
     if loss.get("impl") == "triton":
-        amount = "few logits at a time" if held is None else f"{format_bytes(held)} of logits at a time"
+        amount = (
+            "few logits at a time"
+            if logits_bytes is None
+            else f"{format_bytes(logits_bytes)} of logits at a time"
+        )
         rows.append(("loss", f"triton, {amount}: {loss['reason']}"))
     if pointwise.get("impl") == "triton":
         rows.append(("pointwise", f"triton: {pointwise['reason']}"))
@@ -232,36 +237,38 @@ def _kernels(loss: dict[str, Any], pointwise: dict[str, Any], held: int | None) 
 
 
 def _optimizer(choice: dict[str, Any]) -> str:
-    """The name and, if there were several implementations, which one was chosen and why."""
+    """Returns the optimizer's name, with implementation and reason if it is not torch's."""
     chosen = choice.get("impl") not in (None, "torch")
     return f"{choice['name']}, {choice['impl']}: {choice['reason']}" if chosen else str(choice["name"])
 
 
 def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
-    """Memory, disk and time: what the machine must have."""
+    """Rows of the memory, disk space and time that the run needs."""
     memory, disk, time = section(plan, "memory"), section(plan, "disk"), section(plan, "time")
     rows = []
     if memory.get("needed"):
         device = {"cpu": "CPU", "cuda": "GPU"}.get(str(section(plan, "choices").get("device")), "device")
-        beside = f", {format_bytes(memory['outside'])} of it beside tensors" if memory.get("outside") else ""
+        outside = (
+            f", of which {format_bytes(memory['outside'])} are not tensors" if memory.get("outside") else ""
+        )
         free = f"; {format_bytes(memory['available'])} are free" if memory.get("available") else ""
         if memory.get("limit", memory.get("available", 0)) < memory.get("available", 0):
             free = f"; memory_limit allows {format_bytes(memory['limit'])}"
-        rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{beside}{free}"))
+        rows.append(("memory", f"{format_bytes(memory['needed'])} on the {device}{outside}{free}"))
     host = section(plan, "phases").get("host")
     pinned = f"{format_bytes(memory['host'])} pinned for offloaded activations" if memory.get("host") else ""
     if host and section(plan, "choices").get("device") != "cpu":
-        rows.append(("host", f"{format_bytes(host)} at most" + (f", with {pinned}" if pinned else "")))
+        rows.append(("host", f"up to {format_bytes(host)}" + (f", including {pinned}" if pinned else "")))
     elif pinned:
         rows.append(("host", pinned))
     if disk.get("checkpoint_bytes"):
-        one, all_ = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
-        rows.append(("disk", f"{one} a checkpoint, {all_} in all"))
+        each, total_size = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
+        rows.append(("disk", f"{each} per checkpoint, {total_size} in total"))
     return rows + _times(time)
 
 
 def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
-    """The time of a step and of the run, and what the estimates are based on."""
+    """Rows of the time of a step and of the run, and the basis of the estimates."""
     rows, step = [], section(time, "step")
     if step:
         between = f"{format_seconds(step['low_seconds'])} to {format_seconds(step['high_seconds'])}"
@@ -273,7 +280,7 @@ def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("time", f"about {format_seconds(step['seconds'])} per step ({between}){rate}"))
     if time.get("seconds"):
         parts = [
-            f"{format_seconds(time[key])} of {name}"
+            f"{format_seconds(time[key])} for {name}"
             for key, name in (("evaluation_seconds", "evaluation"), ("checkpoint_seconds", "checkpoints"))
             if time.get(key)
         ]
@@ -281,13 +288,13 @@ def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
             (
                 "run",
                 f"about {format_seconds(time['seconds'])}"
-                + (f", with {' and '.join(parts)}" if parts else ""),
+                + (f", including {' and '.join(parts)}" if parts else ""),
             )
         )
     elif time.get("floor_seconds") and not step:
         rows.append(("time", f"at least {format_seconds(time['floor_seconds'])}"))
     if time.get("basis"):
         rows.append(
-            ("time from" if rows else "time", str(time["basis"]) if rows else f"not known: {time['basis']}")
+            ("time basis" if rows else "time", str(time["basis"]) if rows else f"unknown: {time['basis']}")
         )
     return rows

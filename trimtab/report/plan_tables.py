@@ -1,4 +1,4 @@
-"""Answers of the planner in the terminal: what-if, searches, and tables of many plans; from plain data."""
+"""Terminal output of the planner's what-if lists, searches, tables of plans and calibration, from plain data."""
 
 from __future__ import annotations
 
@@ -12,44 +12,48 @@ from trimtab.facts.units import format_bytes, format_rate, format_seconds
 from trimtab.report.plain import as_text, plain
 
 MOST_OPTIONS = 8
-"""Candidates of a search that are listed."""
+"""Maximum number of listed candidates of a search."""
 AUTOMATIC = "(automatic, by memory_limit)"
-"""In place of a recipe line, for what no key of the recipe sets."""
+"""Shown instead of a recipe line for a technique that no recipe key sets."""
 
 
 def what_if_view(effects: list[dict[str, Any]]) -> RenderableType:
-    """Techniques with what each saves and costs; those in use with what turning them off would take."""
-    useful = [one for one in effects if not one["in_use"]]
-    used = [one for one in effects if one["in_use"]]
+    """Lists the memory and time of each technique: of using it, or of turning it off if it is in use."""
+    useful = [effect for effect in effects if not effect["in_use"]]
+    used = [effect for effect in effects if effect["in_use"]]
     parts: list[RenderableType] = []
     if useful:
         parts += [
-            Text("What would save memory, the cheapest in time per saved GiB first:"),
+            Text("Techniques that would save memory, sorted by time cost per saved GiB:"),
             _effects(useful, "saves"),
         ]
     if used:
-        parts += [Text(""), Text("In use now; turning each off:"), _effects(used, "memory")]
-    if any(one["seconds"] is None for one in effects):
-        parts.append(Text("Times are left out: the rates of this device are not known (--calibrate)."))
-    if any(not one["same_training"] for one in effects):
-        parts.append(Text("* trains something else, or in other number formats", style="bright_black"))
+        parts += [
+            Text(""),
+            Text("Techniques in use; the effect of turning each off:"),
+            _effects(used, "memory"),
+        ]
+    if any(effect["seconds"] is None for effect in effects):
+        parts.append(Text("No times are shown: the FLOP/s of this device are unknown (--calibrate)."))
+    if any(not effect["same_training"] for effect in effects):
+        parts.append(Text("* changes the trainable parameters or their dtypes", style="bright_black"))
     return Group(*parts)
 
 
 def _effects(effects: list[dict[str, Any]], heading: str) -> Table:
     table = _table("technique", (heading, "right"), ("time per step", "right"), ("recipe", "left", True))
-    for one in effects:
-        name = one["technique"] + ("" if one["same_training"] else " *")
-        if one["host"] > 0:
-            name += f", {format_bytes(one['host'])} on the host"
-        saved = format_bytes(one["saved"]) if heading == "saves" else _signed_bytes(-one["saved"])
-        lines = recipe_lines(one["recipe"]) or [AUTOMATIC]
-        table.add_row(as_text(name), saved, signed_seconds(one["seconds"]), as_text("\n".join(lines)))
+    for effect in effects:
+        name = effect["technique"] + ("" if effect["same_training"] else " *")
+        if effect["host"] > 0:
+            name += f", {format_bytes(effect['host'])} on the host"
+        saved = format_bytes(effect["saved"]) if heading == "saves" else _signed_bytes(-effect["saved"])
+        lines = recipe_lines(effect["recipe"]) or [AUTOMATIC]
+        table.add_row(as_text(name), saved, signed_seconds(effect["seconds"]), as_text("\n".join(lines)))
     return table
 
 
 def answer_view(answer: dict[str, Any]) -> RenderableType:
-    """A search's answer: the sentence, the recipe lines to paste, and what was compared."""
+    """Returns a search's answer: the sentence, the recipe lines to paste, and the candidates."""
     parts: list[RenderableType] = [Text(plain(answer["answer"]), style="bold")]
     if answer["recipe"]:
         parts += [Text(""), *(Text(f"  {line}") for line in recipe_lines(answer["recipe"]))]
@@ -59,29 +63,29 @@ def answer_view(answer: dict[str, Any]) -> RenderableType:
 
 
 def _options(options: list[dict[str, Any]]) -> RenderableType:
-    priced = any(one["dollars_per_million_tokens"] is not None for one in options)
+    priced = any(option["dollars_per_million_tokens"] is not None for option in options)
     headings: list[Any] = [("", "left", True), ("needs", "right"), ("of", "right"), ("tokens/s", "right")]
     if priced:
         headings.append(("$ / 1 M tokens", "right"))
     table = _table(*headings, "recompute")
-    for one in options[:MOST_OPTIONS]:
-        rate = one["tokens_per_second"]
+    for option in options[:MOST_OPTIONS]:
+        rate = option["tokens_per_second"]
         cells: list[str | Text] = [
-            as_text(one["name"]),
-            format_bytes(one["needed"], up=True),
-            format_bytes(one["available"]),
+            as_text(option["name"]),
+            format_bytes(option["needed"], up=True),
+            format_bytes(option["available"]),
             format_rate(rate) if rate else "–",
         ]
         if priced:
-            dollars = one["dollars_per_million_tokens"]
+            dollars = option["dollars_per_million_tokens"]
             cells.append("–" if dollars is None else f"{dollars:.3g}")
-        table.add_row(*cells, as_text(one["recompute"]))
+        table.add_row(*cells, as_text(option["recompute"]))
     more = len(options) - MOST_OPTIONS
     return Group(table, Text(f"and {more} more (--json lists all)", "bright_black")) if more > 0 else table
 
 
 def table_view(cells: list[dict[str, Any]]) -> RenderableType:
-    """Models and methods as rows, GPUs as columns."""
+    """Returns the table of many plans: models and methods as rows, GPUs as columns."""
     gpus = list(dict.fromkeys(cell["gpu"] for cell in cells))
     table = _table(("model", "left", True), ("method", "left", True), *((gpu, "right") for gpu in gpus))
     rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
@@ -94,8 +98,10 @@ def table_view(cells: list[dict[str, Any]]) -> RenderableType:
         table.add_row(as_text(name), method, *(_cell(found[gpu]) for gpu in gpus))
     problems = list(dict.fromkeys(cell["problem"] for cell in cells if cell.get("problem")))
     shown = "longest sequence" if any("longest" in cell for cell in cells) else "tokens/s"
-    key = f"Memory at the peak and {shown} where it fits; ✗ is the least that is needed where it does not."
-    return Group(table, Text(key, style="bright_black"), *(Text(f"– {plain(one)}") for one in problems))
+    key = f"Peak memory and {shown}; ✗ is the minimum memory of a run that does not fit."
+    return Group(
+        table, Text(key, style="bright_black"), *(Text(f"– {plain(problem)}") for problem in problems)
+    )
 
 
 def _cell(cell: dict[str, Any]) -> Text:
@@ -111,32 +117,29 @@ def _cell(cell: dict[str, Any]) -> Text:
 
 
 def calibration_view(found: dict[str, Any], path: str) -> RenderableType:
-    """What `--calibrate` measured, and where it is kept."""
-    rows = [
-        (f"matrix products in {dtype}", f"{rate / 1e12:.3g} TFLOP/s")
-        for dtype, rate in found["flops"].items()
-    ]
+    """Returns the measurements of `--calibrate` and the path where they are saved."""
+    rows = [(f"matmul in {dtype}", f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in found["flops"].items()]
     rows.append(("copy", f"{found['copy'] / 1e9:.3g} GB/s"))
-    rows.append(("launch of an operation", f"{1e6 * found['launch_seconds']:.3g} µs"))
+    rows.append(("launch overhead", f"{1e6 * found['launch_seconds']:.3g} µs"))
     named = {
-        "to_host": "to the host",
-        "from_host": "from the host",
-        "disk_write": "disk, writing",
-        "disk_read": "disk, reading",
+        "to_host": "device to host",
+        "from_host": "host to device",
+        "disk_write": "disk write",
+        "disk_read": "disk read",
     }
     rows += [(name, f"{found[key] / 1e9:.3g} GB/s") for key, name in named.items() if found.get(key)]
     table = _table("measured", ("", "right"))
     for name, value in rows:
         table.add_row(name, value)
     threads = f" with {found['threads']} threads" if found.get("threads") else ""
-    head = f"{found['device']}{threads}: {len(found['samples'])} kernels measured, kept in {path}"
+    head = f"{found['device']}{threads}: {len(found['samples'])} kernels measured, saved to {path}"
     return Group(
-        as_text(head), Text(""), table, Text(""), Text("From now on plans for this device are based on it.")
+        as_text(head), Text(""), table, Text(""), Text("Plans for this device will use these measurements.")
     )
 
 
 def signed_seconds(seconds: float | None) -> str:
-    """A difference of times; empty where it is not known.
+    """Formats a difference of times; empty if it is unknown.
 
     Example:
         >>> signed_seconds(0.25), signed_seconds(-2.0), signed_seconds(0.0), signed_seconds(None)
@@ -154,7 +157,7 @@ def _signed_bytes(count: int) -> str:
 
 
 def recipe_lines(keys: dict[str, Any]) -> list[str]:
-    """Recipe keys as lines to paste.
+    """Formats recipe keys as lines to paste.
 
     Example:
         >>> recipe_lines({"load_in_4bit": True, "lora": {"r": 16}})

@@ -1,4 +1,4 @@
-"""Progress as a picture of two lines: a bar with the time left, and the loss with speed and memory."""
+"""Progress in two lines: a bar with the remaining time, and the loss with speed and memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trimtab.report.plain import plain
 WIDEST = 100
 SPARKS = "▁▂▃▄▅▆▇█"
 KEPT_LOSSES = 4096
-"""Losses the sparkline is drawn from; beyond it every second one is dropped."""
+"""Maximum number of losses in memory for the sparkline; beyond it, every second loss is dropped."""
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Values as small columns, averaged into `width` of them; what is not finite is a gap.
+    """Draws values as at most `width` small columns of averages; non-finite values are gaps.
 
     Example:
         >>> sparkline([3.0, 2.0, 1.0], 10)
@@ -39,7 +39,7 @@ def sparkline(values: list[float], width: int) -> str:
     known = [v for v in columns if math.isfinite(v)]
     if not known:
         return " " * width
-    # Halves: the difference of two floats may be beyond the largest one.
+    # Values are halved because the difference of two floats may overflow.
     low, span = min(known) / 2, max(known) / 2 - min(known) / 2
     return "".join(
         " " if not math.isfinite(v) else SPARKS[int((v / 2 - low) / span * 7 + 0.5)] if span else SPARKS[0]
@@ -49,7 +49,7 @@ def sparkline(values: list[float], width: int) -> str:
 
 @dataclass
 class Training:
-    """The progress of training; draws itself in two lines of any width.
+    """The progress of training, rendered as two lines of any width.
 
     Example:
         >>> state = Training(total=4)
@@ -69,7 +69,7 @@ class Training:
     _first: tuple[int, float] | None = None
 
     def update(self, record: dict[str, Any]) -> None:
-        """Takes a record of kind train."""
+        """Updates the progress from a record of kind train."""
         self.step = int(record["step"])
         self.loss = float(record["loss"])
         self.rate = float(record["tokens_per_second"])
@@ -82,11 +82,11 @@ class Training:
             self._first = (self.step, time.monotonic())
 
     def left(self) -> float | None:
-        """Seconds left, evaluations included once some were seen; None when nothing is known."""
+        """Estimates the remaining seconds, including evaluations after the first ones; None if unknown."""
         if self._first is None or self.step == 0 or not self.total:
             return None
         step, clock = self._first
-        # At the first record only the loop's own seconds are known; later the wall clock is truer.
+        # At first only the loop's own time is known; later the wall time, which includes evaluations, is used.
         pace = (
             (time.monotonic() - clock) / (self.step - step)
             if self.step - step > 4
@@ -95,7 +95,7 @@ class Training:
         return max(0.0, pace * (self.total - self.step))
 
     def line(self) -> str:
-        """Everything in one line, for logs."""
+        """Returns the progress in one line, for logs."""
         of = f"/{self.total}" if self.total else ""
         parts = [f"step {self.step:>{len(str(self.total))}}{of}", *self._facts()]
         left = self.left()
@@ -119,7 +119,7 @@ class Training:
 
 @dataclass
 class Working:
-    """A preparation's progress, such as tokenizing, in one line."""
+    """The progress of a preparation, such as tokenizing, in one line."""
 
     what: str
     done: int
@@ -127,13 +127,13 @@ class Working:
     unit: str
 
     def amount(self) -> str:
-        """How much is done, as people write it."""
+        """Returns the completed amount with its unit."""
         if self.unit == "bytes":
             return format_bytes(self.done)
         return f"{format_count(self.done)} {plain(self.unit)}".rstrip()
 
     def line(self) -> str:
-        """For logs."""
+        """Returns the progress in one line, for logs."""
         of = (
             f" of {format_bytes(self.total) if self.unit == 'bytes' else format_count(self.total)}"
             if self.total

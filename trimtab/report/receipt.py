@@ -1,4 +1,4 @@
-"""Measured next to predicted memory and time: two lines during training, a table in the report."""
+"""Compares measured with predicted memory and time: two lines during training, a table in the report."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.report.rundata import RunData, section
 
 BYTES = {
-    "allocated": "tensors at the peak of a step",
-    "reserved": "reserved by PyTorch's allocator",
-    "process": "the whole process on the device",
-    "host": "the process on the host",
+    "allocated": "peak memory of tensors in a step",
+    "reserved": "memory reserved by PyTorch's allocator",
+    "process": "device memory of the process",
+    "host": "host memory of the process",
 }
 SECONDS = {
-    "step_seconds": "an optimizer step",
-    "evaluation_seconds": "an evaluation",
-    "checkpoint_seconds": "a checkpoint",
+    "step_seconds": "optimizer step",
+    "evaluation_seconds": "evaluation",
+    "checkpoint_seconds": "checkpoint",
 }
 
 
 @dataclass(frozen=True)
 class ReceiptRow:
-    """One quantity, in words."""
+    """One quantity with formatted values."""
 
     name: str
     predicted: str
     measured: str
     difference: str
-    """Of the measurement from the prediction, in per cent of the prediction."""
+    """Measured minus predicted, in percent of the prediction."""
 
 
 def difference(predicted: float | None, measured: float | None) -> str:
-    """How far a measurement is from its prediction; empty where one of them is missing.
+    """Formats the relative difference of a measurement from its prediction; empty if one of them is missing.
 
     Example:
         >>> difference(7.92, 7.90), difference(231, 238), difference(None, 1)
@@ -46,7 +46,7 @@ def difference(predicted: float | None, measured: float | None) -> str:
 
 
 def receipt_lines(entry: dict[str, Any]) -> list[str]:
-    """A line for memory and one for time, as far as they were measured.
+    """Returns a line for memory and one for time, if they were measured.
 
     Example:
         >>> entry = {"predicted": {"allocated": 2**30}, "measured": {"allocated": 2**30}, "device": {"kind": "cuda"}}
@@ -57,17 +57,17 @@ def receipt_lines(entry: dict[str, Any]) -> list[str]:
     lines = []
     allocated, seconds = measured.get("allocated"), _median(measured.get("step_seconds"))
     if allocated is not None:
-        # On a CPU, tensors are counted, not the memory of the process.
+        # On a CPU, the measurement counts tensors, not the memory of the process.
         counted = ", in tensors" if section(entry, "device").get("kind") == "cpu" else ""
-        lines.append(f"memory: {_beside(predicted.get('allocated'), allocated, format_bytes)}{counted}")
+        lines.append(f"memory: {_compare(predicted.get('allocated'), allocated, format_bytes)}{counted}")
     if seconds is not None:
         early = "" if measured.get("warm", True) else ", first steps included"
-        lines.append(f"step: {_beside(predicted.get('step_seconds'), seconds, _duration)}{early}")
+        lines.append(f"step: {_compare(predicted.get('step_seconds'), seconds, _duration)}{early}")
     return lines
 
 
 def receipt_rows(data: RunData) -> list[ReceiptRow]:
-    """The last start's predictions and measurements; none where the run has no receipt."""
+    """Returns predictions and measurements of the last start; empty if the run has no receipt."""
     if not data.starts:
         return []
     predicted, measured = (section(data.starts[-1], name) for name in ("predicted", "measured"))
@@ -88,7 +88,7 @@ def _row(name: str, predicted: float | None, measured: float | None, shown: Any)
     )
 
 
-def _beside(predicted: float | None, measured: float, shown: Any) -> str:
+def _compare(predicted: float | None, measured: float, shown: Any) -> str:
     if not predicted:
         return f"measured {shown(measured)}, not predicted"
     return f"predicted {shown(predicted)}, measured {shown(measured)} ({difference(predicted, measured)})"
@@ -100,7 +100,7 @@ def _median(spread: Any) -> float | None:
 
 
 def _duration(seconds: float) -> str:
-    """Three digits below a minute, so that a difference of one per cent shows.
+    """Formats seconds with three digits below a minute, so that a difference of one percent is visible.
 
     Example:
         >>> _duration(0.2312), _duration(12.345)

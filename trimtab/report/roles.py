@@ -1,7 +1,7 @@
-"""Colours of series, bands and parts: each has a class, whose tone the style sheets define once for both modes.
+"""CSS classes that set the colours of series, bands and parts, in light and dark mode.
 
-Eight tones tell series apart; from the ninth on they begin again with dashes, then with dots. Bands of memory and
-phases of a step have tones of their own, the same in every chart.
+Series cycle through eight colours; from the ninth series on, lines are dashed, then dotted. Memory buckets and phases
+of a step have fixed colours, the same in every chart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARTS = {
     "key/value cache": "cache",
     "token ids, masks and RoPE tables": "inputs",
 }
-"""Parts of the activations, and their classes."""
+"""Parts of the activations and their CSS classes."""
 ROLES = (
     "weights",
     "gradients",
@@ -41,11 +41,11 @@ ROLES = (
     "update",
     *PARTS.values(),
 )
-"""Classes with a tone of their own."""
+"""CSS classes with a fixed colour."""
 
 
 def series_role(index: int) -> str:
-    """Classes of the series at a place: its tone, and its dashes.
+    """Returns the CSS classes of the series at an index: colour and line style.
 
     Example:
         >>> series_role(0), series_role(9)
@@ -56,7 +56,7 @@ def series_role(index: int) -> str:
 
 
 def named_roles(names: Sequence[str]) -> list[str]:
-    """A class for each name or role: its own where it has one that no earlier name took, else a series' tone.
+    """Returns a CSS class for each name or role: its fixed colour if that is not used yet, otherwise a series colour.
 
     Example:
         >>> named_roles(["weights", "residual stream", "kernels", "weights"])
@@ -75,7 +75,7 @@ def named_roles(names: Sequence[str]) -> list[str]:
 
 @cache
 def tones() -> dict[str, str]:
-    """The colour of each class on a light page, as the style sheets say it.
+    """Returns the colour of each class in light mode, read from the style sheets.
 
     Example:
         >>> tones()["weights"]

@@ -1,4 +1,4 @@
-"""A run folder read back: metrics by kind, plan, choices. Damaged lines are counted, never guessed at."""
+"""Reads the data of a run folder: metrics by kind, plan, choices. Damaged lines are counted and ignored."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from trimtab.facts.run_layout import is_empty
 from trimtab.facts.units import format_gaps
 
 VERSION = 1
-"""The newest format of plan.json that is understood."""
+"""The newest supported format version of plan.json."""
 
 _WORDS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-"""JSON has no such numbers, so the log writes words."""
+"""JSON has no non-finite numbers, so the metrics file contains strings."""
 
 
 @dataclass
 class RunData:
-    """What a run folder's files say; everything the pictures are drawn from."""
+    """The contents of a run folder's files, from which reports are built."""
 
     folder: Path
     plan: dict[str, Any]
@@ -35,67 +35,67 @@ class RunData:
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Measured and predicted values of each start of the run (receipts/plan.json), in order."""
     receipt_flaw: str | None = None
-    """Why receipts/plan.json could not be read."""
+    """Reason why receipts/plan.json could not be read."""
     environment_flaw: str | None = None
-    """Why environment.json could not be read; the rest of the report does not need it."""
+    """Reason why environment.json could not be read; the rest of the report does not need it."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """Records of one kind, in order; NaN and infinities are floats in them."""
+        """Returns the records of one kind in order, with NaN and infinities as floats."""
         return self.records.get(kind, [])
 
     def eval_names(self) -> list[str]:
-        """Names of the evaluated sets, in order of appearance."""
+        """Returns the names of the evaluation sets, in order of appearance."""
         return list(dict.fromkeys(r["name"] for r in self.of("eval")))
 
     def before_after(self, kind: str, **match: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """First and last record of a kind whose fields equal `match`; None unless their steps differ."""
+        """Returns the first and last record of a kind whose fields equal `match`; None unless their steps differ."""
         rows = [r for r in self.of(kind) if all(r.get(k) == v for k, v in match.items())]
         return (rows[0], rows[-1]) if rows and rows[0]["step"] != rows[-1]["step"] else None
 
     def memory(self, when: str) -> dict[str, Any] | None:
-        """The last measured buckets of one moment: before, peak or after."""
+        """Returns the last measured buckets of one moment: before, peak or after."""
         rows = [r for r in self.of("memory") if r["when"] == when]
         return rows[-1] if rows else None
 
     def flaws(self) -> list[str]:
-        """What is damaged in metrics.jsonl or missing from it, and a damaged environment.json, a sentence each.
+        """Returns a sentence for each problem: damaged or missing lines of metrics.jsonl, other unreadable files.
 
-        Every step has a record, and a checkpoint of a step proves that it was trained.
+        Every trained step should have a record, and a checkpoint proves that its step was trained.
         """
-        said = []
+        sentences = []
         if self.damaged_lines:
             lines = "line" if self.damaged_lines == 1 else "lines"
             were = "was" if self.damaged_lines == 1 else "were"
-            said.append(f"{self.damaged_lines} damaged {lines} in metrics.jsonl {were} left out")
+            sentences.append(f"{self.damaged_lines} damaged {lines} in metrics.jsonl {were} ignored")
         steps = [record["step"] for record in self.of("train")]
         last = max((*steps, _last_checkpoint(self.folder)), default=0)
         missing = format_gaps(steps, last)
         if missing:
-            one = missing.isdecimal()
-            what, them = (f"step {missing}", "it is") if one else (f"steps {missing}", "they are")
-            said.append(f"metrics.jsonl lacks {what} of {last}: {them} not shown")
+            single = missing.isdecimal()
+            what, them = (f"step {missing}", "it is") if single else (f"steps {missing}", "they are")
+            sentences.append(f"metrics.jsonl lacks {what} of {last}: {them} not shown")
         if self.receipt_flaw:
-            said.append(f"{self.receipt_flaw}: predicted and measured are not compared")
+            sentences.append(f"{self.receipt_flaw}: predictions are not compared with measurements")
         if self.environment_flaw:
-            said.append(f"{self.environment_flaw}: versions and machine are not shown")
-        return said
+            sentences.append(f"{self.environment_flaw}: versions and machine are not shown")
+        return sentences
 
     @property
     def device(self) -> str | None:
-        """cpu or cuda, where the run folder says it."""
+        """cpu or cuda; None if the run folder does not contain it."""
         found = self.choices.get("device") or section(self.plan, "choices").get("device")
         return found if isinstance(found, str) else None
 
 
 def _last_checkpoint(folder: Path) -> int:
-    """The greatest step among the names of a run's checkpoints; 0 where there are none."""
+    """Returns the largest step among the names of a run's checkpoints; 0 if there are none."""
     found = (folder / "checkpoints").glob("step-*")
     numbers = [path.name.removeprefix("step-") for path in found if not is_empty(path)]
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
 def section(mapping: dict[str, Any], name: str) -> dict[str, Any]:
-    """A nested group of a JSON file; empty where it is absent or null."""
+    """Returns a nested object of a JSON file; empty if it is absent or null."""
     found = mapping.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -112,7 +112,7 @@ def read_run(folder: Path) -> RunData:
         missing = (
             "has no metrics.jsonl"
             if folder.is_dir()
-            else "is not there"
+            else "does not exist"
             if not folder.exists()
             else "is a file"
         )
@@ -159,7 +159,7 @@ def _unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file with one JSON object; empty where there is no file, since a run may stop before it."""
+    """Reads a file with one JSON object; returns {} if it does not exist, since a run may stop before writing it."""
     if not path.exists():
         return {}
     try:
@@ -177,7 +177,7 @@ def _plan(path: Path) -> dict[str, Any]:
     version = plan.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise CheckpointError(
-            f"{path} has format version {version}, and this trimtab reads up to {VERSION}",
+            f"{path} has format version {version}, but this trimtab supports versions up to {VERSION}",
             "use a newer trimtab",
         )
     try:
@@ -196,7 +196,7 @@ def _plan(path: Path) -> dict[str, Any]:
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
-    """The entries whose predictions and measurements are numbers; a later format has none for this version."""
+    """Returns the entries whose predictions and measurements are numbers; none if the format is newer."""
     receipt = _json(path)
     starts = receipt.get("starts")
     if receipt.get("version") != VERSION or not isinstance(starts, list):
@@ -232,7 +232,7 @@ def _count(value: Any) -> int:
 def _words(value: Any) -> str:
     if isinstance(value, str):
         return value
-    raise ValueError(f"{value!r:.40} is not a text")
+    raise ValueError(f"{value!r:.40} is not a string")
 
 
 def _map_values(convert: Callable[[Any], Any], value: Any) -> dict[str, Any]:
@@ -264,11 +264,11 @@ def _flag(value: Any) -> bool:
 def _runs(value: Any) -> list[tuple[str, bool]]:
     if isinstance(value, list) and all(isinstance(run, list) and len(run) == 2 for run in value):
         return [(_words(text), _flag(trained)) for text, trained in value]
-    raise ValueError(f"{value!r:.40} is not a list of stretches")
+    raise ValueError(f"{value!r:.40} is not a list of spans")
 
 
 def _item_results(value: Any) -> str:
-    """A digit per item, "1" where it was right."""
+    """A string with one digit per item, "1" for a correct result."""
     if isinstance(value, str) and set(value) <= {"0", "1"}:
         return value
     raise ValueError(f"{value!r:.40} is not a list of results")
@@ -286,10 +286,10 @@ def _unit_losses(value: Any) -> dict[str, Any]:
     """Mean loss and tokens of each document: {"unit", "losses", "tokens"}."""
     lists = [value.get(name) for name in ("losses", "tokens")] if isinstance(value, dict) else [None]
     if not all(isinstance(found, list) for found in lists):
-        raise ValueError(f"{value!r:.40} are no losses by document")
+        raise ValueError(f"{value!r:.40} is not a mapping of losses and tokens by document")
     losses, tokens = [_number(item) for item in value["losses"]], [_count(item) for item in value["tokens"]]
     if len(losses) != len(tokens) or not all(tokens) or not all(map(math.isfinite, losses)):
-        raise ValueError("losses and tokens by document do not belong together")
+        raise ValueError("losses and tokens by document do not match")
     return {"unit": _words(value.get("unit")), "losses": losses, "tokens": tokens}
 
 
@@ -300,7 +300,7 @@ _PLAN_FIELDS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("disk.checkpoint_bytes", "disk.total_bytes"), _count),
     **dict.fromkeys(("data.fill", "time.seconds", "time.floor_seconds"), _number),
 }
-"""What the pictures read from plan.json, each of which may be absent or null."""
+"""Fields of plan.json that the reports use; each may be absent or null."""
 
 _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "train": {
@@ -328,18 +328,18 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "step": _count,
         "count": _count,
         "seconds": _number,
-    },  # and `first_step_seconds` after that one
+    },  # `first_step_seconds` is optional
     "checkpoint": {"step": _count},
     "event": {"step": _count, "message": _words},
 }
-"""What a record of each kind must hold; one that does not counts as damaged."""
+"""Required fields of each kind of record; a record without them counts as damaged."""
 
 _OPTIONAL_FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "eval": {"units": _unit_losses},
     "probe": {"items": _counts_by_kind, "right": _results_by_kind, "digest": _words},
     "answers": {"right": _item_results, "digest": _words},
 }
-"""What a record may hold besides: results by item, which logs of older versions do not have."""
+"""Optional fields: results by item, which metrics of older versions do not contain."""
 
 
 def _record(line: str) -> dict[str, Any] | None:
@@ -354,5 +354,5 @@ def _record(line: str) -> dict[str, Any] | None:
         RecursionError,
         KeyError,
         TypeError,
-    ):  # torn, nested too deep, incomplete, not an object
+    ):  # truncated, nested too deep, incomplete, not an object
         return None

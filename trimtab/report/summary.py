@@ -1,4 +1,4 @@
-"""Completions, speed and memory of a run, in rows and sentences, from its records."""
+"""Rows and sentences about completions, speed and memory of a run, from its records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.report.rundata import RunData, section
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """A number with its sign, a true minus included.
+    """Formats a number with its sign, using the minus character U+2212.
 
     Example:
         >>> signed(-0.25), signed(0.5, 1)
@@ -22,7 +22,7 @@ def signed(value: float, digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and what the model made of it first and last; `after` is None where it was asked once."""
+    """A prompt with its first and last completion; `after` is None if there is only one."""
 
     prompt: str
     before: str
@@ -31,7 +31,7 @@ class Sample:
 
 
 def samples(data: RunData) -> list[Sample]:
-    """Each prompt with its first and last completion."""
+    """Returns each prompt with its first and last completion."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in data.of("sample"):
         rows.setdefault(record["prompt"], []).append(record)
@@ -47,24 +47,24 @@ def samples(data: RunData) -> list[Sample]:
 
 
 def parameters(model: dict[str, Any]) -> str:
-    """How many a plan's model has and which are trained; plans of older versions say nothing, and train all.
+    """Formats the number of total and trainable parameters; plans of older versions lack `trained` and train all.
 
     Example:
         >>> parameters({"parameters": 2_000_000, "trained": 10_000})
-        '2.00 M parameters, frozen; 10 K are trained on top, 0.50% as many'
+        '2.00 M frozen parameters, 10 K trainable (0.50%)'
     """
     whole = model.get("parameters")
     if not isinstance(whole, int) or whole <= 0:
         return ""
     count = model.get("trained", whole)
     if not isinstance(count, int) or count == whole:
-        return f"{format_count(whole)} parameters, all trained"
+        return f"{format_count(whole)} parameters, all trainable"
     share = count / whole
-    return f"{format_count(whole)} parameters, frozen; {format_count(count)} are trained on top, {share:.2%} as many"
+    return f"{format_count(whole)} frozen parameters, {format_count(count)} trainable ({share:.2%})"
 
 
 def speed(data: RunData) -> dict[str, str]:
-    """Steps, tokens, seconds and tokens per second, formatted."""
+    """Returns steps, tokens, seconds and tokens per second, formatted."""
     train = data.of("train")
     if not train:
         return {}
@@ -81,7 +81,7 @@ def speed(data: RunData) -> dict[str, str]:
 
 
 def memory_rows(data: RunData) -> list[Moment]:
-    """Predicted and measured buckets before, at the peak and after, for the picture of the four buckets."""
+    """Returns predicted and measured buckets before training, at the peak and after training."""
     rows = []
     planned = section(data.plan, "memory")
     for when in ("before", "peak", "after"):
@@ -94,29 +94,29 @@ def memory_rows(data: RunData) -> list[Moment]:
 
 
 def memory_verdict(data: RunData) -> str | None:
-    """How far the prediction of the peak was off, in a sentence; None where one of the two is missing."""
+    """Returns a sentence about the error of the predicted peak; None if prediction or measurement is missing."""
     peak = {row.source: total(row.buckets) for row in memory_rows(data) if row.when == "peak"}
     if len(peak) < 2:
         return None
     predicted, measured = peak["predicted"], peak["measured"]
     off = (predicted - measured) / max(1, measured)
-    close = "exact" if off == 0 else "right to within 0.1%"
+    close = "exact" if off == 0 else "accurate to 0.1%"
     how = close if abs(off) < 0.0005 else f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
     return (
-        f"At the peak {format_bytes(predicted)} were predicted and {format_bytes(measured)} measured: "
+        f"Peak memory: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured; "
         f"the prediction was {how}."
     )
 
 
 def memory_basis(data: RunData) -> str | None:
-    """What the measured bytes count, which differs between a CPU and a GPU."""
+    """Explains how memory was measured, which differs between CPU and GPU."""
     if not data.of("memory"):
         return None
     resident = max((r["memory_bytes"] for r in data.of("train")), default=0)
     if data.device == "cpu":
-        whole = f"; the whole process held up to {format_bytes(resident)}" if resident else ""
-        return f"Measured on a CPU: bytes of tensors, seen as they come and go{whole}."
+        peak = f"; the process used up to {format_bytes(resident)}" if resident else ""
+        return f"Measured on a CPU by tracking tensor allocations{peak}."
     if data.device == "cuda":
-        whole = f"; its highest mark in the whole run was {format_bytes(resident)}" if resident else ""
-        return f"Measured on a GPU: bytes that PyTorch's allocator handed out{whole}."
+        peak = f"; the peak of the run was {format_bytes(resident)}" if resident else ""
+        return f"Measured on a GPU as memory allocated by PyTorch's caching allocator{peak}."
     return None

@@ -1,4 +1,4 @@
-"""Tables of a document: which columns are numbers, and the values of a chart as a table."""
+"""Detects numeric columns of tables, and converts charts to tables of their values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.report.draw_stack import moment_title, read_stack
 NOTHING = ("", "-", "–", "—", "n/a")
 FAILURES = ("out of memory", "out of memory (predicted)", "timed out", "failed")
 ABSENT = ("not supported", "not measured", *NOTHING)
-"""What stands in the place of a number where there is none."""
+"""Cell texts that mean that there is no value."""
 MOST_ROWS = 24
 MOST_COLUMNS = 12
 _NUMBER = re.compile(r"[≈~<>≤≥±]?\s*[+\-−]?\s*(\d[\d,.]*|\.\d+|inf\b|nan\b)", re.IGNORECASE)
@@ -22,7 +22,7 @@ _LONGEST_NUMBER = 28
 
 
 def squared(table: Table) -> Table:
-    """The table with as many cells in every row as its head has.
+    """Pads or truncates every row to the number of columns in the head.
 
     Example:
         >>> squared(Table("", ("a", "b"), (("1",), ("1", "2", "3")))).rows
@@ -34,7 +34,7 @@ def squared(table: Table) -> Table:
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Whether each column is aligned to the right: all but the first whose cells are mostly numbers.
+    """Whether each column is right-aligned: all columns after the first whose cells are mostly numbers.
 
     Example:
         >>> numeric_columns(Table("", ("size", "ms", "why"), (("a", "3.5 ± 0.1", "slow"), ("b", "failed", "fast"))))
@@ -43,24 +43,24 @@ def numeric_columns(table: Table) -> list[bool]:
     found = [False]
     for i in range(1, len(table.head)):
         cells = [row[i].strip() for row in squared(table).rows]
-        told = [cell for cell in cells if cell not in FAILURES and cell not in ABSENT]
-        numbers = sum(is_number(cell) for cell in told)
-        found.append(2 * numbers >= len(told) if told else bool(cells))
+        values = [cell for cell in cells if cell not in FAILURES and cell not in ABSENT]
+        numbers = sum(is_number(cell) for cell in values)
+        found.append(2 * numbers >= len(values) if values else bool(cells))
     return found[: len(table.head)]
 
 
 def is_number(cell: str) -> bool:
-    """Whether a cell is a number with or without its unit, and not a sentence that begins with one.
+    """Whether a cell is a number with or without its unit, and not a sentence that starts with a number.
 
     Example:
-        >>> is_number("1.5 GiB"), is_number("38.3 ± 0.2"), is_number("2 layers of 3 were compiled again")
+        >>> is_number("1.5 GiB"), is_number("38.3 ± 0.2"), is_number("2 of 3 layers were recompiled")
         (True, True, False)
     """
     return len(cell) <= _LONGEST_NUMBER and _NUMBER.match(cell) is not None
 
 
 def chart_table(chart: Chart) -> Table | None:
-    """The values of a chart, thinned to what can be read; None where it has none."""
+    """Returns the values of a chart, thinned to a readable size; None if it has none."""
     if isinstance(chart, LineChart):
         return _of_lines(chart)
     if isinstance(chart, BarChart):
@@ -72,14 +72,14 @@ def chart_table(chart: Chart) -> Table | None:
 
 def _of_lines(chart: LineChart) -> Table | None:
     axis = Axis(1, 2, chart.log_x)
-    values = [{x: y for x, y in one.points if axis.draws(x)} for one in chart.series]
-    places = sorted({x for one in values for x in one})
+    values = [{x: y for x, y in series.points if axis.draws(x)} for series in chart.series]
+    places = sorted({x for points in values for x in points})
     if not places:
         return None
     unit = unit_of(chart.y_label)
     kept = evenly(places, MOST_ROWS)
     note = f"{len(kept)} of {len(places):,} points." if len(kept) < len(places) else ""
-    series = list(zip([one.name for one in chart.series], values, strict=True))
+    named = list(zip([series.name for series in chart.series], values, strict=True))
 
     def cell(known: dict[float, float | None], x: float) -> str:
         value = known.get(x)
@@ -87,13 +87,13 @@ def _of_lines(chart: LineChart) -> Table | None:
             return "–"
         return show(value, unit) if unit == "bytes" else show_number(value) if value == value else "–"
 
-    if len(series) > MOST_COLUMNS or len(series) > 2 * len(kept):
+    if len(named) > MOST_COLUMNS or len(named) > 2 * len(kept):
         columns = evenly(kept, MOST_COLUMNS)
         head = (chart.y_label, *(show_number(x) for x in columns))
-        rows = [(name, *(cell(known, x) for x in columns)) for name, known in series]
+        rows = [(name, *(cell(known, x) for x in columns)) for name, known in named]
     else:
-        head = (chart.x_label, *(name for name, _ in series))
-        rows = [(show_number(x), *(cell(known, x) for _, known in series)) for x in kept]
+        head = (chart.x_label, *(name for name, _ in named))
+        rows = [(show_number(x), *(cell(known, x) for _, known in named)) for x in kept]
     return Table(_title(chart.title, chart.y_label), head, tuple(rows), note)
 
 
@@ -110,9 +110,9 @@ def _of_bars(chart: BarChart) -> Table | None:
     for bar in chart.bars[:MOST_ROWS]:
         parts = dict(bar.parts)
         rows.append((bar.name, *(show(parts.get(name, 0.0), chart.unit) for name in shown), bar.label))
-    left = len(chart.bars) - len(rows)
+    hidden = len(chart.bars) - len(rows)
     return Table(
-        chart.title, ("", *shown, "in all"), tuple(rows), f"{left} more are not shown." if left else ""
+        chart.title, ("", *shown, "total"), tuple(rows), f"{hidden} more are not shown." if hidden else ""
     )
 
 
@@ -125,9 +125,9 @@ def _of_stack(chart: StackChart) -> Table | None:
         for band, values in zip(chart.bands, stack.values, strict=True)
     ]
     total = show(stack.tops[stack.peak], chart.unit)
-    rows = [*reversed(rows), ("together", total, total)]
+    rows = [*reversed(rows), ("total", total, total)]
     peak = moment_title(chart, stack.x, stack.peak)
-    return Table(chart.title, ("", "at the peak", "at most"), tuple(rows), f"The peak is at {peak}.")
+    return Table(chart.title, ("", "at the peak", "maximum"), tuple(rows), f"The peak is at {peak}.")
 
 
 def _of_histogram(chart: Histogram) -> Table | None:
@@ -145,7 +145,7 @@ def _of_histogram(chart: Histogram) -> Table | None:
 
 
 def evenly(values: Sequence[float], most: int) -> list[float]:
-    """At most so many of the values, evenly chosen, with the first and the last.
+    """Selects at most `most` evenly spaced values, including the first and the last.
 
     Example:
         >>> evenly([0, 1, 2, 3, 4], 3)

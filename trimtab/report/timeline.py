@@ -1,4 +1,4 @@
-"""The memory of a training step as a stack: which bands a plan has, and how its moments are grouped into phases."""
+"""Draws the predicted memory of a training step as a stack, with its bands and phases."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ SERIES = (
     ("optimizer", "optimizer states", "optimizer"),
     ("gradients", "gradients", "gradients"),
 )
-"""(key of a point, name, role) of what stands below the activations."""
+"""(key of a point, name, role) of the bands below the activations."""
 PHASES = (("forward", "forward"), ("loss", "the loss"), ("backward", "backward"))
-"""What stands below the axis, and how the moments that it spans begin."""
+"""(label below the axis, prefix of its moments' titles) of each phase."""
 
 
 def draw_timeline(points: list[dict[str, Any]], outside: int, available: int | None) -> DrawnStack | None:
-    """The stack of a step's moments; None where there are none.
+    """Draws the stack of a step's moments; returns None if there are none.
 
     Args:
-        points: what `trimtab.plan.timeline.Point.to_dict` says of each moment.
-        outside: bytes of the process besides its tensors: CUDA context, libraries.
-        available: bytes that the run may take.
+        points: results of `trimtab.plan.timeline.Point.to_dict`, one per moment.
+        outside: device memory in bytes that is not tensors: CUDA context, libraries.
+        available: memory in bytes that the run may use.
     """
     if not points:
         return None
@@ -47,7 +47,7 @@ def draw_timeline(points: list[dict[str, Any]], outside: int, available: int | N
 
 
 def _bands(points: list[dict[str, Any]], outside: int) -> list[Band]:
-    """From the bottom of the stack to its top; empty ones left out."""
+    """Bands from bottom to top, without empty ones."""
     found = [Band("CUDA context and libraries", "outside", (outside,) * len(points))]
     found += [Band(name, role, tuple(int(point[key]) for point in points)) for key, name, role in SERIES]
     for part, role in PARTS.items():

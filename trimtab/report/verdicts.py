@@ -1,4 +1,4 @@
-"""What was gained and what was lost: every quantity measured twice, with the paired test of its change."""
+"""Changes of every quantity evaluated before and after training, with paired tests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LABELS = {
     "untested": "not tested",
 }
 PLURALS = {"document": "documents", "piece": "pieces", "group of documents": "groups of documents"}
-NO_ITEMS = "metrics.jsonl holds no results by item, which versions before this one did not write"
-OTHER_ITEMS = "other items were measured before and after"
+NO_ITEMS = "metrics.jsonl contains no results by item; older versions did not write them"
+OTHER_ITEMS = "different items were measured before and after"
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class Change:
     group: str = "loss"
     """loss, answers or probe."""
     steps: tuple[int, int] = (0, 0)
-    """When it was measured; the first is 0 if it was measured before training."""
+    """Steps of the two measurements; the first is 0 if it was before training."""
     items: int | None = None
-    """Of shares: how many choices or problems they are shares of."""
+    """For shares: the number of items."""
     test: Flips | Shift | None = None
-    """None where before and after cannot be compared pair by pair, for the reason in `untested`."""
+    """None if before and after cannot be compared item by item, for the reason in `untested`."""
     sampled: str = "document"
-    """Of losses: what the test counts as one: a document, a piece or a group of documents."""
+    """For losses: the unit of the test: a document, a piece or a group of documents."""
     comparisons: int = 1
-    """Tests that are made at once."""
+    """Number of tests in the report."""
     adjusted: float = 1.0
     """The test's p-value after Holm's correction for all comparisons."""
     untested: str = NO_ITEMS
 
     @property
     def outcome(self) -> str:
-        """`better`, `worse`, `unchanged` or `untested`; a loss that is no longer finite is worse without a test."""
+        """`better`, `worse`, `unchanged` or `untested`; a loss that became non-finite is worse without a test."""
         if math.isfinite(self.before) and not math.isfinite(self.after):
             return "worse"
         if self.test is None:
@@ -67,7 +67,7 @@ class Change:
         return LABELS[self.outcome]
 
     def evidence(self) -> str:
-        """What the outcome rests on: how exact a loss's difference is, or the items that changed and p.
+        """Formats the evidence: the confidence interval of a loss, or the items that changed and the p-value.
 
         Example:
             >>> Change("x", 12 / 14, 1.0, "share", items=14, test=Flips(2, 0, 14)).evidence()
@@ -83,12 +83,12 @@ class Change:
         return ""
 
     def interval(self) -> tuple[float, float]:
-        """Of a loss's difference; with those of all other comparisons it holds in 95 % of reports."""
+        """Returns the confidence interval of a loss difference, corrected for all comparisons of the report."""
         assert isinstance(self.test, Shift)
         return self.test.interval(ALPHA / self.comparisons)
 
     def shown(self) -> tuple[str, str, str]:
-        """Before, after and difference, as people write them."""
+        """Formats before, after and difference."""
         if self.unit == "share":
             return self._share(self.before), self._share(self.after), self._points()
         difference = self.after - self.before
@@ -103,7 +103,7 @@ class Change:
     def _points(self) -> str:
         if not math.isfinite(self.after - self.before):
             return "—"
-        if self.items is None:  # of the rounded shares, so that the row adds up to what it shows
+        if self.items is None:  # difference of the rounded shares, so that the row is consistent
             points: float = round(self.after * 100) - round(self.before * 100)
         else:
             points = round(100 * (self.after - self.before), 1)
@@ -117,7 +117,7 @@ class Change:
 
 
 def format_p(p: float) -> str:
-    """A p-value with two significant digits.
+    """Formats a p-value with two significant digits.
 
     Example:
         >>> format_p(0.0312), format_p(2e-9), format_p(1.0)
@@ -127,7 +127,7 @@ def format_p(p: float) -> str:
 
 
 def _digits(value: float) -> int:
-    """Decimals with which a difference is not written as zero: three, or as many as its first digit takes.
+    """Returns the number of decimals that show a nonzero difference: at least three.
 
     Example:
         >>> _digits(0.5), _digits(0.00042), _digits(0.0)
@@ -139,7 +139,7 @@ def _digits(value: float) -> int:
 
 
 def changes(data: RunData) -> list[Change]:
-    """Every quantity that was measured at two steps, tested where possible: losses, exact answers, probe scores.
+    """Returns every quantity measured at two steps, tested if possible: losses, exact answers, probe scores.
 
     All tests of a report are corrected together.
     """
@@ -181,7 +181,7 @@ def _answer_changes(data: RunData) -> list[Change]:
 
 
 def _probe_changes(data: RunData) -> list[Change]:
-    """All choices together first, then kind by kind."""
+    """Changes of the probe over all items, then by kind."""
     pair = data.before_after("probe")
     if pair is None:
         return []
@@ -206,7 +206,7 @@ def _probe_changes(data: RunData) -> list[Change]:
 
 
 def _tested(row: Change, before: str | None, after: str | None, *, same: bool) -> Change:
-    """The row with the test of its items' results, a digit each; not tested where they are missing or others."""
+    """Adds the test of the results by item (one digit each), unless they are missing or of different items."""
     if before is None or after is None:
         return row
     if not same or len(before) != len(after):
@@ -223,14 +223,14 @@ def _steps(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, int]:
 
 
 def first_label(rows: list[Change]) -> str:
-    """What the first measurements are called: `before`, or their step where none was made before training."""
+    """Returns the label of the first measurements: `before`, or their step if none was made before training."""
     first = min((row.steps[0] for row in rows), default=0)
     return "before" if first == 0 else f"step {first}"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Changes by outcome."""
+    """Changes grouped by outcome."""
 
     gained: list[Change]
     lost: list[Change]
@@ -238,37 +238,38 @@ class Verdict:
     untested: list[Change]
 
     def explanation(self) -> str:
-        """How the outcomes were found, in one or two sentences; empty where nothing was measured twice."""
+        """Explains the statistical tests in a few sentences; empty if nothing was measured twice."""
         tested = [row for row in (*self.gained, *self.lost, *self.unchanged) if row.test is not None]
         sentences = []
         if tested:
             comparisons = f"{len(tested)} comparison{'s' if len(tested) > 1 else ''}"
             sentences.append(
-                "Before and after are compared on the same items. Shares: how many became right (+) and wrong (−), "
-                f"and p of McNemar's exact test after Holm's correction for {comparisons}. "
-                "Losses: the difference's confidence interval (±) over documents, corrected alike. "
+                "Before and after are compared on the same items. Shares: items that became right (+) and wrong (−), "
+                f"and p of McNemar's exact test with Holm's correction for {comparisons}. "
+                "Losses: confidence interval of the difference (±) over documents, corrected likewise. "
                 f"If nothing had changed, at most {ALPHA:.0%} of reports would claim any change."
             )
         if self.untested:
             reasons: dict[str, list[str]] = {}
             for row in self.untested:
                 reasons.setdefault(row.untested, []).append(row.name)
-            all_of_it = not tested and len(reasons) == 1
+            applies_to_all = not tested and len(reasons) == 1
             why = "; ".join(
-                reason if all_of_it else f"{', '.join(names)} ({reason})" for reason, names in reasons.items()
+                reason if applies_to_all else f"{', '.join(names)} ({reason})"
+                for reason, names in reasons.items()
             )
-            sentences.append(f"Without a paired test nothing is claimed: {why}.")
+            sentences.append(f"Not tested, so no change is claimed: {why}.")
         return " ".join(sentences)
 
 
 def verdict(rows: list[Change]) -> Verdict:
-    """Changes sorted by their outcome.
+    """Groups changes by outcome.
 
     Example:
         >>> verdict(changes(read_run(Path("runs/demo")))).lost  # doctest: +SKIP
         []
     """
-    sorted_out: dict[str, list[Change]] = {outcome: [] for outcome in LABELS}
+    by_outcome: dict[str, list[Change]] = {outcome: [] for outcome in LABELS}
     for row in rows:
-        sorted_out[row.outcome].append(row)
-    return Verdict(*sorted_out.values())
+        by_outcome[row.outcome].append(row)
+    return Verdict(*by_outcome.values())

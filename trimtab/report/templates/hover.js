@@ -1,4 +1,4 @@
-// Values under the pointer, or at a point chosen with the arrow keys; the charts themselves need no script.
+// Shows values under the pointer, or at a point selected with the arrow keys; the charts work without a script.
 function nearest(xs, step) {
   let low = 0, high = xs.length - 1;
   while (high - low > 1) {
@@ -22,7 +22,7 @@ function tip_row(tip, role, name, value) {
   element(row, "b", "", value);
 }
 
-// Beside the rule at x percent, on the side that has room; never beyond the chart.
+// Places the tooltip next to the vertical line at x percent, on the side with enough space and inside the chart.
 function place_tip(area, tip, x) {
   const width = area.clientWidth, place = width * x / 100;
   const wanted = place + 12 + tip.offsetWidth <= width ? place + 12 : place - 12 - tip.offsetWidth;

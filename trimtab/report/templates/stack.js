@@ -1,4 +1,4 @@
-// Stacks: values under the pointer, and zoom by dragging, pinching, the wheel, keys or buttons.
+// Stacks: shows values under the pointer, and zooms by dragging, pinching, mouse wheel, keys or buttons.
 const WIDE = 2000, HIGH = 1000, MOST = 1500;
 
 function sums(changes) {
@@ -19,7 +19,7 @@ function words(value, unit) {
   return size.toFixed(i === 0 ? 0 : size < 10 ? 2 : 1) + " " + names[i];
 }
 
-// Round numbers of a range, 1, 2 or 5 times a power of ten apart.
+// Round numbers in a range, spaced by 1, 2 or 5 times a power of ten.
 function round_ticks(low, high, most) {
   const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
   const apart = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough * (1 - 1e-9));
@@ -36,7 +36,7 @@ function svg(parent, tag, attributes, text) {
   if (text !== undefined) made.textContent = text;
 }
 
-// The figure's moments as plain numbers: x, the edges of each band, and all bands together.
+// Decodes the figure's moments: x, the edges of each band, and the sum of all bands.
 function unpack(figure) {
   const x = sums(figure.x).map((step) => figure.start + step * figure.dx);
   const end = figure.start + figure.end * figure.dx;
@@ -46,7 +46,7 @@ function unpack(figure) {
   return { x, end, values, tops, total: tops[tops.length - 1], title: sums(figure.title) };
 }
 
-// The last moment that began at a place or before it.
+// The last moment that starts at or before a position.
 function moment_at(x, place) {
   let low = 0, high = x.length - 1;
   while (low < high) {
@@ -56,7 +56,7 @@ function moment_at(x, place) {
   return low;
 }
 
-// Of many moments the least, the greatest and the last of each stretch.
+// Reduces many moments to the minimum, maximum and last of each interval.
 function thin(first, last, total) {
   const stretch = Math.max(1, Math.ceil(3 * (last - first + 1) / MOST)), kept = [];
   for (let start = first; start <= last; start += stretch) {
@@ -102,7 +102,7 @@ function draw_y(plot, area, unit, top, down) {
   }
 }
 
-// What is to be seen of each phase, the longest first.
+// The visible part of each phase, longest first.
 function visible_phases(phases, low, high) {
   return phases.map(([name, start, end]) => [name, Math.max(start, low), Math.min(end, high)])
     .filter(([, start, end]) => start < end).sort((a, b) => (b[2] - b[1]) - (a[2] - a[1]));
@@ -117,7 +117,7 @@ function draw_x(plot, area, figure, low, high, across) {
   }
   const taken = [];
   for (const [name, left, right] of visible_phases(figure.phases, low, high)) {
-    // As the page is drawn at first: the longest phases have their names first, none over another.
+    // As in the static page: names of longer phases have priority, and names do not overlap.
     const middle = across((left + right) / 2) / WIDE, half = 3.5 * (name.length + 1) / width;
     if (middle < half || middle > 1 - half || taken.some(([a, b]) => middle + half > a && b > middle - half)) continue;
     taken.push([middle - half, middle + half]);
@@ -172,13 +172,13 @@ function explore(area, figure) {
     zoom(place - (place - range[0]) * factor, place + (range[1] - place) * factor);
   }
 
-  // Where the keys and buttons zoom: at the moment that is shown, or in the middle.
+  // Center for zooming with keys and buttons: the selected moment, or the middle.
   function center() {
     const inside = data.x[at] >= range[0] && data.x[at] <= range[1];
     return inside ? data.x[at] : (range[0] + range[1]) / 2;
   }
 
-  // Moments outside of the visible range are brought into it.
+  // Moments outside the visible range are clamped to it.
   function step_to(index) {
     const next = Math.max(0, Math.min(data.x.length - 1, index)), x = data.x[next], wide = range[1] - range[0];
     if (x < range[0] || x >= range[1]) zoom(x - wide / 2, x + wide / 2);
@@ -222,7 +222,7 @@ function explore(area, figure) {
     const place = place_of(event);
     if (fingers.has(event.pointerId)) fingers.set(event.pointerId, share_of(event));
     if (pinch && fingers.size === 2) {
-      // The places that both fingers touched first stay below them.
+      // The positions that both fingers touched first remain below them.
       const [left, right] = apart(), wide = (pinch[1] - pinch[0]) / Math.max(right - left, 0.01);
       zoom(pinch[0] - left * wide, pinch[0] + (1 - left) * wide);
       return;
@@ -248,7 +248,7 @@ function explore(area, figure) {
   area.addEventListener("pointercancel", release);
   area.addEventListener("dblclick", () => zoom(...all));
   area.addEventListener("wheel", (event) => {
-    // A wheel over a chart that was not chosen scrolls the page; a pinch on a touchpad has ctrlKey.
+    // The wheel over an unfocused chart scrolls the page; a pinch on a touchpad sets ctrlKey.
     if (!event.ctrlKey && !event.metaKey && document.activeElement !== area) return;
     event.preventDefault();
     const wide = range[1] - range[0], across = Math.abs(event.deltaX) > Math.abs(event.deltaY);
