@@ -211,7 +211,7 @@ def test_what_is_wrong_with_the_recipe_is_said_before_rows_are_read(tmp_path: Pa
     with pytest.raises(trimtab.TrimtabError, match="learning_rate"):
         trimtab.train(recipe, data=never, view=quiet(), lerning_rate=1.0)
     trimtab.train(recipe, data=TEXTS, view=quiet(), max_steps=1)
-    with pytest.raises(trimtab.TrimtabError, match="already holds a run"):
+    with pytest.raises(trimtab.TrimtabError, match="already contains a run"):
         trimtab.train(recipe, data=never, view=quiet())
 
 

@@ -179,8 +179,8 @@ def test_lines_that_made_tensors_are_named_when_recorded(job: Job, tmp_path: Pat
         (["eval", "RUN", "--no-probe", "--answers", "2"], "generate/loop.py", "generation", "--answers"),
         (["generate", "RUN", "the cat"], "generate/loop.py", "generation", "--max-new-tokens"),
         (["generate", "RUN", "the cat"], "run/models.py", "load", "--dtype bf16"),
-        (["export", "hf", "RUN", "OUT"], "export/hf.py", "export", "exporting holds the model"),
-        (["export", "hf", "RUN", "OUT"], "run/models.py", "load", "exporting holds the model"),
+        (["export", "hf", "RUN", "OUT"], "export/hf.py", "export", "exporting needs the model"),
+        (["export", "hf", "RUN", "OUT"], "run/models.py", "load", "exporting needs the model"),
     ],
 )
 def test_verbs_that_train_nothing(
@@ -221,7 +221,7 @@ def test_verbs_on_a_run_with_an_adapter(
     with FullMemory(file, host=True) as memory:
         said = cli(*(places.get(word, word) for word in words))
     assert memory.failed
-    lines = explained(said, "4.00 KiB more could not be allocated on the host", "holds the model in fp32")
+    lines = explained(said, "4.00 KiB more could not be allocated on the host", "needs the model in fp32")
     report = report_of(tmp_path / "run")
     assert report["phase"] == phase
     planned = words[0] == "merge"  # an adapter's files are small: exporting them is not planned

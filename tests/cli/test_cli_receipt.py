@@ -91,4 +91,4 @@ def test_a_receipt_that_cannot_be_written_is_said_and_training_goes_on(
     monkeypatch.setattr(PlanReceipt, "__call__", call)
     said = cli("train", job(max_steps=4))
     assert said.code == 0
-    assert "the receipt is not written" in said.out
+    assert "the receipt could not be written" in said.out

@@ -78,7 +78,7 @@ def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     lines = [line for line in lines if json.loads(line)["kind"] != "checkpoint"]
     (run / "metrics.jsonl").write_text("".join(lines))
-    cli("train", "--resume", run).refused(5, "nothing to continue from")
+    cli("train", "--resume", run).refused(5, "nothing to resume from")
     early = [line for line in lines if json.loads(line)["step"] <= 2]
     (run / "metrics.jsonl").write_text("".join(early))
     assert cli("train", "--resume", run).code == 0
@@ -104,7 +104,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     said = cli("train", "--resume", run)
     assert said.code == 0, said.err
-    assert "the checkpoint of step 6 is gone or damaged" in " ".join(said.out.split())
+    assert "the checkpoint of step 6 is missing or damaged" in " ".join(said.out.split())
     assert losses(run) == expected
 
 
@@ -114,7 +114,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(run: Path, cli: Call) -> None:
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
         (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks step 3 of the 6"),
-        (lambda lines: lines[: len(lines) // 3], "of the 6 that were trained"),
+        (lambda lines: lines[: len(lines) // 3], "of the 6 trained steps"),
         (lambda lines: [], "missing or empty"),
     ],
 )
@@ -243,7 +243,7 @@ def test_a_folder_of_the_user_is_not_emptied(run: Path, cli: Call, tmp_path: Pat
         (own / ".lock").touch()
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
     said = cli("train", "--resume", own)
-    said.refused(5, "holds a recipe and no run", "trimtab train")
+    said.refused(5, "contains a recipe and no run", "trimtab train")
     assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
 
 
@@ -269,7 +269,7 @@ def test_what_is_missing_is_named(run: Path, world: World, cli: Call, tmp_path: 
     empty.mkdir()
     (empty / ".lock").touch()
     said = cli("train", "--resume", empty)
-    said.refused(5, "no run was begun", "no recipe.yaml")
+    said.refused(5, "no run was started", "no recipe.yaml")
     words = [str(world.recipe) if word == "RECIPE" else word for word in commands(said.err)[0]]
     assert cli(*words).code == 0
     (run / "choices.json").unlink()
@@ -301,7 +301,7 @@ def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
     assert "max_steps=4`" in said.out
     said = cli("train", "--resume", tmp_path / "run", "max_steps=5")
     assert said.code == 0, said.err
-    assert "goes on to step 5 instead of 2; the learning rate is not changed" in " ".join(said.out.split())
+    assert "now ends at step 5 instead of 2; the learning rate does not change" in " ".join(said.out.split())
     assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "long")
 
@@ -315,7 +315,7 @@ def test_a_falling_schedule_is_followed_over_the_new_length(
     assert cli("train", recipe).code == 0
     said = cli("train", "--resume", run, "max_steps=6")
     assert said.code == 0, said.err
-    assert f"lr_scheduler_type: {schedule} is followed over 6 steps" in " ".join(said.out.split())
+    assert f"lr_scheduler_type: {schedule} is computed for 6 steps" in " ".join(said.out.split())
     assert cli("train", recipe, "max_steps=6", f"output_dir={tmp_path / 'long'}").code == 0
     rates = {row["step"]: row["lr"] for row in rows(run, "train")}
     longer = {row["step"]: row["lr"] for row in rows(tmp_path / "long", "train")}
@@ -416,7 +416,7 @@ def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
     file.write_bytes(data)
     cli("train", "--resume", new).refused(5, "another base")
     cli("train", job(), f"model.name={file.parent}", f"output_dir={tmp_path / 'x'}").refused(5, "is damaged")
-    cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already holds a run")
+    cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already contains a run")
 
 
 def test_the_remedy_for_keys_that_may_not_change_works(run: Path, cli: Call) -> None:

@@ -381,7 +381,7 @@ case(
 
 # Folders.
 case(
-    "run/folder.py:RunFolder.check_new: continue it with {}, or give another {}",
+    "run/folder.py:RunFolder.check_new: resume it with {}, or give another {}",
     lambda w: w.cli("train", w.recipe(output_dir=str(run(w)))),
     lambda w, remedy: (
         w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split(), "max_steps=5"),
@@ -455,7 +455,7 @@ def follow_model_back(w: World, remedy: str) -> None:
     w.cli("train", "--resume", w.tmp / "mine")
 
 
-case("run/lifecycle.py:_weights: put it back, or start a new run", other_model, follow_model_back)
+case("run/lifecycle.py:_weights: put that model back, or start a new run", other_model, follow_model_back)
 
 
 def replayed(w: World, *overrides: str) -> str:

@@ -48,7 +48,7 @@ def supervised(recipe: Path, folder: Path, *, resume_first: bool) -> int:
         try:
             finished = launch.train(load(recipe), Silent())
         except CheckpointError as error:
-            if "already holds a run" not in str(error):
+            if "already contains a run" not in str(error):
                 raise
             finished = launch.resume(folder, [], Silent())
     return 0 if finished.status == "finished" else 3

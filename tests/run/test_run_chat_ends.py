@@ -45,7 +45,9 @@ def test_writing_stops_where_trained_answers_end(tmp_path: Path, special: bool, 
     end = kept.backend.token_to_id("<|im_end|>")
     assert kept.stop_ids == {0, end}
     assert kept.eos_id == 0
-    assert any("answers end with <|im_end|>: the model's writing stops there too" in m for m in view.messages)
+    assert any(
+        "answers end with <|im_end|>: added to the stop tokens of generation" in m for m in view.messages
+    )
     trained = [words for words, flag in view.of("example")[0]["runs"] if flag]
     assert all(words.endswith("<|im_end|>") for words in trained), "without the line break after it"
     assert trimtab.load(run).opened.tokenizer.stop_ids == {0, end}
@@ -77,7 +79,7 @@ def test_a_run_is_resumed_with_what_it_stops_at(tmp_path: Path) -> None:
     launch.train(load(path), Watching())
     view = Watching()
     launch.resume(tmp_path / "run", ["max_steps=3"], view)
-    assert not any("stops there too" in message for message in view.messages), "it is known"
+    assert not any("added to the stop tokens" in message for message in view.messages), "it is known"
     assert len(text.load(tmp_path / "run" / "model").stop_ids) == 2
 
 
@@ -108,4 +110,4 @@ def test_an_example_that_is_cut_before_an_answer_ends_is_told(tmp_path: Path) ->
     view = Watching()
     launch.train(load(recipe(tmp_path, max_seq_length=28, **SHORT)), view)
     assert view.of("example")[0]["cut"]
-    assert any("where answers end is not in this example" in message for message in view.messages)
+    assert any("this example is truncated before its answer ends" in message for message in view.messages)

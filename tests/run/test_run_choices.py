@@ -131,7 +131,7 @@ def test_adapters_without_their_base_are_damage(folder: RunFolder) -> None:
     write_choices(folder, adapted)
     assert read_choices(folder, 2).base == BASE
     write_choices(folder, dataclasses.replace(adapted, base=None))
-    with pytest.raises(CheckpointError, match="is damaged: it names no base of its adapters"):
+    with pytest.raises(CheckpointError, match="is damaged: it names no base model for its adapters"):
         read_choices(folder, 2)
 
 

@@ -62,7 +62,7 @@ def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
             (folder.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
         raise KeyboardInterrupt
     assert folder.began()
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(CheckpointError, match="already contains a run"):
         folder.check_new()
 
 

@@ -208,8 +208,8 @@ def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
     launch.resume(folder, ["num_threads=3"], other, after_step=look)
     assert seen == [2, 2, 3]
     assert (
-        "the run began with 2 CPU threads and continues with num_threads: 3: sums may be added up in another order, "
-        "so losses may differ in the last bits from an uninterrupted run"
+        "the run began with 2 CPU threads and continues with num_threads: 3: the order of summation may change, "
+        "and losses may differ in the last bits from an uninterrupted run"
     ) in other.messages
     assert read_json(folder / "plan.json")["choices"]["threads"] == 3
     assert torch.get_num_threads() == 1

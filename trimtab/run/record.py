@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of a run's checkpoints. No torch."""
+"""Reads metrics.jsonl: trained steps, published checkpoints, records. No torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from trimtab.run.folder import RunFolder, read_json
 
 SAVED = "checkpoint"
-"""Kind of the record that is written when a checkpoint has been published."""
+"""Kind of the record that is written when a checkpoint is published."""
 LOGS_CHECKPOINTS = "logs_checkpoints"
-"""Key of choices.json: true in runs whose metrics.jsonl has such records from the beginning."""
+"""Key of choices.json: true in runs whose metrics.jsonl has such records from the first step."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What metrics.jsonl says of a run, as far as it matters for continuing."""
+    """Facts from metrics.jsonl that a resume needs."""
 
     last_step: int = 0
-    """Of the training steps in it."""
+    """The last logged training step."""
     saved_step: int | None = None
-    """Of the last checkpoint that was published; None where none was, or where that was not recorded."""
+    """Step of the last published checkpoint; None if there was none, or if it was not logged."""
     finished: bool = False
-    """Whether a run came to its end."""
+    """Whether the run finished."""
 
 
 def read_record(metrics: Path) -> Record:
-    """The record of a run; an empty one where there is no file. Lines that cannot be read are passed over.
+    """The record of a run; an empty one if there is no file. Unreadable lines are skipped.
 
     Example:
         >>> read_record(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
@@ -50,7 +50,7 @@ def read_record(metrics: Path) -> Record:
 
 
 def had_saved(folder: RunFolder, save_steps: int | None) -> bool:
-    """Whether a run has published a checkpoint. Runs made before that was recorded are judged by their steps.
+    """Whether a run has published a checkpoint; for runs of versions that did not log this, judged by their steps.
 
     Example:
         >>> had_saved(RunFolder(Path("runs/demo")), 100)  # doctest: +SKIP
@@ -61,12 +61,12 @@ def had_saved(folder: RunFolder, save_steps: int | None) -> bool:
         return True
     if read_json(folder.choices).get(LOGS_CHECKPOINTS) is True:
         return False
-    # The second save waits until the first is written.
+    # A save waits until the one before it is written.
     return record.finished or (save_steps is not None and record.last_step > 2 * save_steps)
 
 
 def rows(metrics: Path) -> Iterator[dict[str, Any]]:
-    """Every record of a log in order; none where there is no file, and lines that cannot be read are passed over.
+    """Every record of a log in order; none if there is no file. Unreadable lines are skipped.
 
     Example:
         >>> [row["step"] for row in rows(Path("runs/demo/metrics.jsonl")) if row["kind"] == "eval"]  # doctest: +SKIP
