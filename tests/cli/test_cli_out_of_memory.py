@@ -161,7 +161,7 @@ def test_lines_that_made_tensors_are_named_when_recorded(job: Job, tmp_path: Pat
         timeout=120,
     )
     said = Said(done.returncode, done.stdout, done.stderr)
-    assert "recording where tensors are made" in said.out
+    assert "recording where tensors are allocated" in said.out
     assert "--explain-memory" not in "".join(explained(said))
     report = report_of(tmp_path / "run")
     assert report["recorded"]
@@ -245,6 +245,6 @@ def test_an_error_of_another_kind_keeps_its_own_words(
 
 def test_python_records_lines_too(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trimtab.train(str(job()), explain_memory=True)
-    assert "recording where tensors are made" in capsys.readouterr().out
+    assert "recording where tensors are allocated" in capsys.readouterr().out
     again = trimtab.resume(run.folder, explain_memory=True)
     assert again.status == "finished"

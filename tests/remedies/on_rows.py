@@ -264,8 +264,8 @@ def follow_merge_or_adapter(w: World, remedy: str) -> None:
 
 
 case(
-    "run/starting.py:check_start: merge them: model.merge(folder), then model=folder; or go on training the adapter: "
-    "model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
+    "run/starting.py:check_start: merge them: model.merge(folder), then model=folder; or continue training the "
+    "adapter: model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
     lambda w: passed(w, loaded(w, adapter=str(w.shared("adapter")))),
     follow_merge_or_adapter,
 )

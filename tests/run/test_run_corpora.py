@@ -119,7 +119,7 @@ def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.
     recipe = build({"model": "x", "data": data, "max_seq_length": 64, "max_steps": 3})
     open_corpora(recipe, tokenizer, Listening())
     assert [note for note in Listening.said if "U+FFFD" in note] == [
-        f"{tmp_path / 'some.jsonl'}: in 1 document halves of Unicode pairs, which no text can hold, became U+FFFD"
+        f"{tmp_path / 'some.jsonl'}: in 1 document unpaired Unicode surrogates were replaced by U+FFFD"
     ]
 
 

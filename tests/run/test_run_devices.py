@@ -110,7 +110,7 @@ def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=512M")
     found = detect("cuda")
     assert asked == [(0, "GPU-a-b")]
-    assert "3.00 GiB of this card are used by 1 other process (python 3.00 GiB)" in str(found.shared)
+    assert "3.00 GiB of this GPU are used by 1 other process (python 3.00 GiB)" in str(found.shared)
     assert "MPS allows this process 512.0 MiB" in str(found.shared)
     assert found.free_bytes == 512 * 2**20
 
@@ -118,7 +118,7 @@ def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 2)
     with pytest.raises(
-        ResourceError, match=r"cuda:2 was asked for and torch sees 2 CUDA GPUs \(cuda:0 to cuda:1\)"
+        ResourceError, match=r"cuda:2 was requested, and torch sees 2 CUDA GPUs \(cuda:0 to cuda:1\)"
     ) as told:
         detect("cuda:2")
     assert "CUDA_VISIBLE_DEVICES" in str(told.value)
@@ -126,7 +126,7 @@ def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match=r"torch sees one CUDA GPU \(cuda:0\); use one of these"):
         detect("cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ResourceError, match="device: cuda:0 was asked for and torch sees no CUDA GPU"):
+    with pytest.raises(ResourceError, match="device: cuda:0 was requested, and torch sees no CUDA GPU"):
         detect("cuda:0")
 
 

@@ -40,10 +40,10 @@ def resolved_graphs(recipe: Recipe, device: DeviceFacts) -> CudaGraphsConfig:
 
 
 def test_on_where_launches_cost_more_than_arithmetic() -> None:
-    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch in one launch")
+    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch need one launch")
     long = graphs_of("per_device_train_batch_size: 2000000")
     assert long.enabled is False
-    assert "launching kernels costs nothing" in long.reason
+    assert "the overhead of kernel launches is hidden" in long.reason
     assert graphs_of("cuda_graphs: true\nper_device_train_batch_size: 2000000").enabled is True
     assert graphs_of("cuda_graphs: false") == CudaGraphsConfig(False, "named in the recipe")
 
@@ -51,12 +51,12 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("lines", "device", "why"),
     [
-        ("", CPU, "they are CUDA's"),
+        ("", CPU, "CUDA graphs need a CUDA GPU"),
         ("", A100, "varlen attention reads tensors whose size depends on the documents"),
         (
             "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1",
             H200,
-            "an optimizer in backward takes numbers",
+            "optim_in_backward reads the learning rate",
         ),
     ],
 )
@@ -64,7 +64,7 @@ def test_off_where_a_step_cannot_be_recorded(lines: str, device: DeviceFacts, wh
     chosen = graphs_of(lines, device)
     assert chosen.enabled is False
     assert chosen.reason.startswith(why)
-    with pytest.raises(RecipeError, match=f"cuda_graphs: true cannot work here: {why[:20]}"):
+    with pytest.raises(RecipeError, match=f"cuda_graphs: true is not possible here: {why[:20]}"):
         graphs_of(f"{lines}\ncuda_graphs: true", device)
 
 

@@ -60,10 +60,10 @@ def test_many_lengths_need_one_program_and_no_graphs(tmp_path: Path) -> None:
     assert (graphs.enabled, compiling.dynamic) == (True, False)
     graphs, compiling = decided(**GROUPED)
     assert graphs == CudaGraphsConfig(
-        False, "group_by_length makes microbatches of many lengths, and a graph has one"
+        False, "group_by_length makes microbatches of many lengths, and a graph has a fixed one"
     )
     assert compiling.dynamic is True
-    with pytest.raises(RecipeError, match="cuda_graphs: true cannot work here: group_by_length"):
+    with pytest.raises(RecipeError, match="cuda_graphs: true is not possible here: group_by_length"):
         decided(**GROUPED, cuda_graphs=True)
 
 

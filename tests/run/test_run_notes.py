@@ -18,7 +18,7 @@ from trimtab.run.prepare import prepare
     [
         ({}, None),
         ({"use_cache": False, "transformers_version": "5.0"}, None),
-        ({"logit_scale": 0.5}, "has the key logit_scale, which trimtab does not know and ignores"),
+        ({"logit_scale": 0.5}, "has the key logit_scale, which trimtab does not support and ignores"),
         ({"a": 1, "b": None}, "has the keys a, b, which"),
     ],
 )

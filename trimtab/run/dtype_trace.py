@@ -1,4 +1,4 @@
-"""The operations that torch carries out, autocast's casts included, with the dtypes of inputs and output."""
+"""Traces the operations that torch executes, including autocast's casts, with dtypes of inputs and output."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Operation:
     """One kind of operation at one module."""
 
     module: str
-    """Path of the innermost module that was running; empty outside of all."""
+    """Path of the innermost running module; empty outside of modules."""
     backward: bool
     name: str
-    """As torch calls it: mm, _to_copy."""
+    """Torch's name: mm, _to_copy."""
     inputs: str
-    """Floating-point formats that go in, each once: "bf16, fp32"."""
+    """Distinct floating-point dtypes of the inputs: "bf16, fp32"."""
     output: str
     is_view: bool
-    """Whether it only looks at the input's memory in another shape."""
+    """Whether the output is a view of an input."""
 
 
 class DtypeTrace(TorchDispatchMode):
-    """Notes every operation with a floating-point input and output that runs inside.
+    """Records every operation with floating-point inputs and outputs in its context.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2, bias=False)
@@ -45,7 +45,7 @@ class DtypeTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[Operation, int] = {}
-        """How often each ran, in the order of their first time."""
+        """Number of calls by operation, in the order of first calls."""
         self._modules = ModuleTracker()
 
     def __enter__(self) -> DtypeTrace:
@@ -80,6 +80,6 @@ def _formats(values: Any) -> str:
 
 
 def _is_view(func: Any) -> bool:
-    """By its schema: a result shares memory with an input that is not written to."""
+    """Whether, by its schema, a result aliases an input that is not written to."""
     aliases = [one.alias_info for one in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

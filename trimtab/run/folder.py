@@ -261,7 +261,7 @@ class RunFolder:
         return self.path.parent / f"{self._draft_prefix}{os.getpid()}-{time.monotonic_ns()}"
 
     def _remove_drafts(self) -> None:
-        """Removes drafts of killed starts: their process has ended, and nobody has locked them."""
+        """Removes drafts of killed starts: their process has ended and they are not locked."""
         for path in self.path.parent.iterdir():
             if not path.name.startswith(self._draft_prefix) or is_held(path / RunLock.NAME):
                 continue

@@ -1,4 +1,4 @@
-"""A recipe meets a machine and a model: every `auto` decided, the plan made. No torch, no data, no weights."""
+"""Prepares a run: finds the model, resolves every `auto` and makes the plan. No torch, no data, no weights."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from trimtab.starter import base_folder
 
 @dataclass(frozen=True)
 class Frozen:
-    """What a run folder keeps of its beginning."""
+    """The stored configuration of a run that is resumed."""
 
     resolved: Resolved
     model: Path
-    """The folder with the run's own config and tokenizer."""
+    """The folder with the run's config and tokenizer."""
     commit: str | None
     device: DeviceFacts
-    """The device that the run goes on with."""
+    """The device that the run resumes on."""
     memory_changed: bool = False
-    """Whether the recipe now asks for other recomputing, or another limit."""
+    """Whether the recipe's memory keys (recompute policy, limit) have changed."""
     moved: bool = False
-    """Whether the device is another one than it had, so that everything about memory is chosen as for a new run."""
+    """Whether the device has changed, so that the memory plan is resolved as for a new run."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that met a machine and a model, before any data is read."""
+    """A resolved and planned recipe, before any data is read."""
 
     recipe: Recipe
     device: DeviceFacts
@@ -53,15 +53,15 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts | None = None) -> Prepared:
-    """Finds the model, decides every `auto` and makes the plan.
+    """Finds the model, resolves every `auto` and makes the plan.
 
-    Of a hub id only config and tokenizer are fetched here, so that a run that does not fit costs no download. A run
-    that is continued has both in its folder (`frozen`), with what was decided when it began.
+    Only config and tokenizer of a hub id are downloaded here, so that a run that does not fit downloads no weights. A
+    run that is resumed has both in its folder, with its resolved configuration (`frozen`).
 
     Args:
-        recipe: what is asked.
-        frozen: what a run folder keeps of its beginning.
-        device: plan for this device instead of the one that the recipe asks for on this machine.
+        recipe: the recipe.
+        frozen: the stored configuration of a run that is resumed.
+        device: plan for this device instead of the one that the recipe requests on this machine.
     """
     if frozen is None:
         num_threads = threads() if device is None else host_cores()
@@ -84,7 +84,7 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts
 
 
 def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
-    """The recipe, its sequence length lowered to the model's positions where the recipe leaves it at the default.
+    """The recipe, with a default sequence length reduced to the model's number of positions.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -99,19 +99,19 @@ def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
 
 
 def model_notes(model: Path) -> list[str]:
-    """What the user should know of a model's config.json."""
+    """Notes for the user on unknown keys in a model's config.json."""
     unknown = unknown_config_keys(model)
     if not unknown:
         return []
     keys = f"the key {unknown[0]}" if len(unknown) == 1 else f"the keys {', '.join(unknown)}"
     return [
-        f"{model / 'config.json'} has {keys}, which trimtab does not know and ignores: if it changes what the model "
-        "computes, this is another model than the published one"
+        f"{model / 'config.json'} has {keys}, which trimtab does not support and ignores: if it changes what the model "
+        "computes, results differ from those of the published model"
     ]
 
 
 def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resolved:
-    """The configuration that a run began with, and what a resume may change of it."""
+    """The stored configuration of a run, with the changes that a resume may make."""
     resolved, device = frozen.resolved, frozen.device
     if recipe.num_threads is not None:
         resolved = dataclasses.replace(resolved, threads=recipe.num_threads)
@@ -123,26 +123,26 @@ def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resol
 
 
 def check_rates(plan: Plan) -> None:
-    """A learning rate of embeddings and head, where neither is trained, would be of nothing."""
+    """Raises RecipeError for an `embedding_learning_rate` if neither embeddings nor head are trained."""
     if plan.recipe.embedding_learning_rate is None:
         return
     names = (parameter.name for parameter in plan.job.trained.parameters)
     if not any(name.startswith((f"{EMBEDDING}.", f"{HEAD}.")) for name in names):
         raise RecipeError(
-            "embedding_learning_rate is given, and neither embeddings nor head are trained",
+            "embedding_learning_rate is set, and neither embeddings nor head are trained",
             "name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
         )
 
 
 def unwritten_tokens(prepared: Prepared) -> str | None:
-    """What a person should know of tokens that are added to a model whose head is not trained."""
+    """A note for the user if tokens are added and the head is not trained; otherwise None."""
     tokens, parameters = prepared.recipe.model.added_tokens, prepared.plan.job.trained.parameters
     has_head = not prepared.shape.tie_embeddings
     if not tokens or not has_head or any(parameter.name.startswith(f"{HEAD}.") for parameter in parameters):
         return None
     return (
-        "model.added_tokens: the model learns to read them and not to write them, as its head is not trained; "
-        "name lm_head in lora.modules_to_save as well for both"
+        "model.added_tokens: the model learns to read these tokens but not to generate them, because its head is not "
+        "trained; add lm_head to lora.modules_to_save to train it"
     )
 
 
@@ -151,9 +151,9 @@ REPLAY = "starter:replay"
 
 
 def check_replay(recipe: Recipe, model: Path) -> None:
-    """RecipeError where `starter:replay` would be mixed into the training of another model than the starter.
+    """Raises RecipeError if `starter:replay` would be mixed into the training of a model other than the starter.
 
-    A model that came from the starter has its tokenizer, and keeps its replay.
+    A model that was trained from the starter has the starter's tokenizer, and may use its replay text.
     """
     replay = recipe.data.replay
     if replay is None or recipe.model.name == STARTER:
@@ -166,9 +166,9 @@ def check_replay(recipe: Recipe, model: Path) -> None:
 
 
 def replay_refused(recipe: Recipe) -> RecipeError:
-    """The answer to `starter:replay` beside another model than the starter."""
+    """The error for `starter:replay` with a model other than the starter."""
     return RecipeError(
-        f"data.replay mixes in {REPLAY}, which is text that the starter was pretrained on, and model.name is "
+        f"data.replay mixes in {REPLAY}, text that the starter was pretrained on, but model.name is "
         f"{recipe.model.name}",
         "set data.replay=null to train without replay, or name general text of your own: "
         "data.replay.sources=[./general-text]",
