@@ -272,7 +272,7 @@ def gone(w: World) -> str:
 def follow_gone(w: World, remedy: str) -> None:
     follow_checkpoints(w, remedy)
     shutil.rmtree(run(w) / "checkpoints")
-    Path(re.findall(r"or remove (\S+) to begin", remedy)[0]).unlink()
+    Path(re.findall(r"or remove (\S+) to start", remedy)[0]).unlink()
     resume(w)
 
 

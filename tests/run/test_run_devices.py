@@ -142,11 +142,11 @@ def test_python_and_the_command_line_refuse_what_is_not_there(tmp_path: Path, ca
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     model = write_tiny_model(tmp_path / "model")
-    with pytest.raises(ResourceError, match="cuda:1 was asked for"):
+    with pytest.raises(ResourceError, match="cuda:1 was requested"):
         trimtab.load(model, device="cuda:1")
     for words in (["generate", str(model), "a"], ["eval", str(model)]):
         assert main([*words, "--device", "cuda:1"]) == 6
-        assert "device: cuda:1 was asked for" in capsys.readouterr().err
+        assert "device: cuda:1 was requested" in capsys.readouterr().err
     assert main(["plan", str(write_recipe(tmp_path)), "device=cuda:1"]) == 6
 
 
