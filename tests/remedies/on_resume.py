@@ -207,7 +207,7 @@ def pass_the_model(w: World, remedy: str) -> None:
 
 
 case(
-    "run/lifecycle.py:_begin_again: pass the model again: trimtab.train(…, model=model, output_dir={})",
+    "run/lifecycle.py:_restart: pass the model again: trimtab.train(…, model=model, output_dir={})",
     without_start,
     pass_the_model,
 )
@@ -307,8 +307,8 @@ def follow_adapters(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_adapters: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or continue training "
-    "the adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
+    "run/locate.py:_adapters_error: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or continue "
+    "training the adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
     lambda w: begun_from(w, lora_run_of(w)),
     follow_adapters,
 )
@@ -324,7 +324,7 @@ def damage_latest(w: World) -> Path:
 
 
 case(
-    "run/locate.py:_checked: name another checkpoint of that run, or another model",
+    "run/locate.py:_verify: name another checkpoint of that run, or another model",
     lambda w: begun_from(w, damage_latest(w)),
     lambda w, remedy: (begun_from(w, min((run(w) / "checkpoints").glob("step-*"))), begun_from(w, w.model)),
 )
@@ -338,7 +338,7 @@ def pointer(w: World) -> Path:
 
 
 case(
-    "run/locate.py:_pointed: name the checkpoint's folder, or the run folder",
+    "run/locate.py:_resolve_pointer: name the checkpoint's folder, or the run folder",
     lambda w: begun_from(w, pointer(w)),
     lambda w, remedy: (begun_from(w, latest(w)), begun_from(w, run(w))),
 )
@@ -358,7 +358,7 @@ def follow_unsaved(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_latest: train it until it has saved one ({}), or name another model",
+    "run/locate.py:_latest_good: train it until it has saved one ({}), or name another model",
     unsaved,
     follow_unsaved,
 )
@@ -379,7 +379,7 @@ def follow_lost(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_latest: restore one from a copy, train its recipe again ({}), or name another model",
+    "run/locate.py:_latest_good: restore one from a copy, train its recipe again ({}), or name another model",
     lost,
     follow_lost,
 )
@@ -392,7 +392,7 @@ def blocked(w: World, name: str) -> str:
 
 
 case(
-    "run/folder.py:RunFolder._appear: choose a writable output_dir",
+    "run/folder.py:RunFolder._publish: choose a writable output_dir",
     lambda w: blocked(w, "file/run"),
     lambda w, remedy: blocked(w, "run-here"),
 )

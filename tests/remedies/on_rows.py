@@ -404,8 +404,8 @@ def forgotten(w: World) -> object:
 
 
 case(
-    "run/corpora.py:_Opening._spooled: pass them again: trimtab.resume(folder, data=rows) for a run that began, "
-    "trimtab.train(recipe, data=rows) for a new one",
+    "run/corpora.py:_SourceOpener._spooled_file: pass them again: trimtab.resume(folder, data=rows) for a run that "
+    "began, trimtab.train(recipe, data=rows) for a new one",
     forgotten,
     lambda w, remedy: (go_on(w, ROWS), train(w, ROWS)),
 )
@@ -424,7 +424,7 @@ def mixed(w: World, *, rows: bool = True, files: bool = True, streaming: bool = 
 
 
 case(
-    "run/corpora.py:_Opening.check_streams: set data.streaming: false, or stream only rows or only files",
+    "run/corpora.py:_SourceOpener.check_streams: set data.streaming: false, or stream only rows or only files",
     mixed,
     lambda w, remedy: (mixed(w, streaming=False), mixed(w, files=False), mixed(w, rows=False)),
 )

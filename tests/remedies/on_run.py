@@ -365,7 +365,8 @@ case(
     ),
 )
 case(
-    "run/prepare.py:check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+    "run/prepare.py:check_embedding_learning_rate: name embed_tokens or lm_head in lora.modules_to_save, or leave it "
+    "out",
     lambda w: w.plan("embedding_learning_rate=1e-5", lora={"r": 2}),
     lambda w, remedy: (
         w.plan("embedding_learning_rate=1e-5", lora={"r": 2, "modules_to_save": ["embed_tokens"]}),
@@ -455,7 +456,11 @@ def follow_model_back(w: World, remedy: str) -> None:
     w.cli("train", "--resume", w.tmp / "mine")
 
 
-case("run/lifecycle.py:_weights: put that model back, or start a new run", other_model, follow_model_back)
+case(
+    "run/lifecycle.py:_resolve_weights: put that model back, or start a new run",
+    other_model,
+    follow_model_back,
+)
 
 
 def replayed(w: World, *overrides: str) -> str:
@@ -465,7 +470,7 @@ def replayed(w: World, *overrides: str) -> str:
 
 
 case(
-    "run/prepare.py:replay_refused: set data.replay=null to train without replay, or name general text of your own: "
+    "run/prepare.py:replay_error: set data.replay=null to train without replay, or name general text of your own: "
     "data.replay.sources=[./general-text]",
     replayed,
     lambda w, remedy: [replayed(w, words) for words in re.findall(r"data\.replay\S*=\S+", remedy)],

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.run.live_tensors import LiveTensor, failed_at, live_tensors
+from trimtab.run.live_tensors import LiveTensor, failure_origin, live_tensors
 from trimtab.run.memory_text import group_tensors
 
 
@@ -123,8 +123,8 @@ def test_the_module_that_asked_is_named() -> None:
     model.layers[2] = Greedy()
     with pytest.raises(MemoryError) as raised:
         model(torch.randn(2, 64))
-    assert failed_at(raised.value, model).module == "layers.2"
-    assert failed_at(raised.value).module == "layers.2"  # the model is found in the frames
+    assert failure_origin(raised.value, model).module == "layers.2"
+    assert failure_origin(raised.value).module == "layers.2"  # the model is found in the frames
 
 
 def test_tensors_that_share_their_memory_are_one() -> None:

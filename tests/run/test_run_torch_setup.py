@@ -22,7 +22,7 @@ from trimtab.recipe import load
 from trimtab.run.device import detect
 from trimtab.run.folder import read_json
 from trimtab.run.prepare import prepare
-from trimtab.run.torch_setup import memory_share, set_up_torch, torch_put_back
+from trimtab.run.torch_setup import memory_fraction, set_up_torch, torch_put_back
 
 
 @pytest.fixture(autouse=True)
@@ -105,9 +105,9 @@ def test_an_allocator_that_does_not_say_allows_all(
     def silent() -> float:
         raise error("not supported")
 
-    assert memory_share() == 0.75
+    assert memory_fraction() == 0.75
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", silent)
-    assert memory_share() == 1.0
+    assert memory_fraction() == 1.0
 
 
 def test_an_error_that_is_remembered_holds_no_model(gpu: Gpu) -> None:

@@ -13,7 +13,7 @@ from trimtab.run.locate import tokenizer_of
 from trimtab.text import Tokenizer
 
 
-def tokenizer_beside(adapter: Path) -> Tokenizer | None:
+def adapter_tokenizer(adapter: Path) -> Tokenizer | None:
     """The tokenizer in an adapter's folder; None if there is none."""
     return text.load(adapter) if (adapter / "tokenizer.json").is_file() else None
 
@@ -25,18 +25,18 @@ def unknown_tokens(own: Tokenizer, other: Tokenizer) -> list[str]:
     return sorted((token for token, id in ids.items() if known.get(token) != id), key=ids.__getitem__)
 
 
-def with_its_tokens(shape: ModelShape, model: Path, adapter: Path) -> tuple[ModelShape, Path]:
+def with_adapter_tokens(shape: ModelShape, model: Path, adapter: Path) -> tuple[ModelShape, Path]:
     """(shape, folder of the tokenizer) of a model that an adapter will be loaded into.
 
     An adapter with added tokens or another chat template has its own tokenizer, and embedding rows for the tokens.
     """
-    own = tokenizer_beside(adapter)
-    if own is None or not _is_other(own, model):
+    own = adapter_tokenizer(adapter)
+    if own is None or not _differs(own, model):
         return shape, model
     return dataclasses.replace(shape, vocab_size=max(shape.vocab_size, own.vocab_size)), adapter
 
 
-def _is_other(own: Tokenizer, model: Path) -> bool:
+def _differs(own: Tokenizer, model: Path) -> bool:
     try:
         models = text.load(model)
     except ModelError:  # the model has no tokenizer
@@ -46,11 +46,11 @@ def _is_other(own: Tokenizer, model: Path) -> bool:
 
 def check_known(adapter: Path, tokenizer: Tokenizer) -> None:
     """Raises RecipeError for an adapter with tokens that an opened model's tokenizer lacks."""
-    own = tokenizer_beside(adapter)
+    own = adapter_tokenizer(adapter)
     tokens = unknown_tokens(own, tokenizer) if own is not None else []
     if tokens:
         raise RecipeError(
-            f"the adapter {adapter} has added tokens that this model does not have: {_some(tokens)}",
+            f"the adapter {adapter} has added tokens that this model does not have: {_list_some(tokens)}",
             "load it together with the model: trimtab.load(…, adapter=…)",
         )
 
@@ -59,7 +59,7 @@ def check_same_tokens(recipe: Recipe, model: Path) -> None:
     """Raises RecipeError if a recipe starts from an adapter and lacks or renumbers the adapter's tokens."""
     if recipe.lora is None or recipe.lora.adapter is None:
         return
-    own = tokenizer_beside(Path(recipe.lora.adapter))
+    own = adapter_tokenizer(Path(recipe.lora.adapter))
     if own is None:
         return
     tokens = unknown_tokens(own, tokenizer_of(recipe, model, None)[0])
@@ -69,7 +69,7 @@ def check_same_tokens(recipe: Recipe, model: Path) -> None:
     added = unknown_tokens(own, tokenizer_of(plain, model, None)[0])
     raise RecipeError(
         f"lora.adapter: {recipe.lora.adapter} was trained with tokens that this recipe lacks or orders differently: "
-        + _some(tokens),
+        + _list_some(tokens),
         f"set model.added_tokens: [{', '.join(map(repr, added))}]"
         if len(added) <= _MANY
         else "name the tokenizer that it was trained with as model.tokenizer",
@@ -80,6 +80,6 @@ _MANY = 100
 """Number of differing tokens from which on two tokenizers are considered unrelated."""
 
 
-def _some(tokens: list[str]) -> str:
+def _list_some(tokens: list[str]) -> str:
     shown = ", ".join(map(repr, tokens[:3]))
     return shown if len(tokens) <= 3 else f"{shown} and {len(tokens) - 3} more"

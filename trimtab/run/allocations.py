@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.run.live_tensors import PACKAGE, Origin, describe
 
-_INSIDE = f"{PACKAGE}/"
-_OWN = ("__torch_dispatch__", "entering")
+_PACKAGE_PREFIX = f"{PACKAGE}/"
+_RECORDER_METHODS = ("__torch_dispatch__", "entering")
 """Methods of the recorder and its subclasses, which are not the origin of an operation."""
 _METHODS = ("forward", "forward_group", "save_only", "layers", "attend", "feed")
 """Methods that run a module's operations: `forward`, and others of blocks and of linear layers with adapters."""
-_KEPT_OPERATIONS = 100_000
+_MAX_FORWARD_OPERATIONS = 100_000
 """Number of forward operations with a recorded origin for their backward; a step has some thousands."""
 
 
@@ -99,7 +99,7 @@ class AllocationRecorder(TorchDispatchMode):
         sequence = torch.autograd._get_sequence_nr() - 1
         if torch.is_grad_enabled() or sequence not in self._forward:
             self._forward[sequence] = made
-            if len(self._forward) > _KEPT_OPERATIONS:
+            if len(self._forward) > _MAX_FORWARD_OPERATIONS:
                 del self._forward[next(iter(self._forward))]
         return made
 
@@ -150,8 +150,8 @@ def line_here() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        inside = code.co_filename.startswith(_INSIDE) and code.co_filename != __file__
-        if inside and code.co_name not in _OWN:
+        inside = code.co_filename.startswith(_PACKAGE_PREFIX) and code.co_filename != __file__
+        if inside and code.co_name not in _RECORDER_METHODS:
             return describe(frame, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None

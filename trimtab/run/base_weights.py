@@ -28,7 +28,7 @@ def weight_paths(place: Path) -> list[Path]:
     return [place / name for name in weight_files(place)]
 
 
-def name_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
+def identify_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
     """Identifies the frozen weights of a run by source, revision, and size and sha256 of each file.
 
     Files without a cached checksum are read, several in parallel: about a second for 2 GB. Random weights are
@@ -97,20 +97,20 @@ def check_base_name(name: str, shape: ModelShape) -> str:
 
 def check_base(base: BaseWeights, place: Path) -> None:
     """Raises CheckpointError unless the weights at a path are byte for byte those that a checkpoint was trained on."""
-    different = _difference(base, place)
+    different = _describe_difference(base, place)
     if different is not None:
         raise CheckpointError(
             f"the run was trained on another base than {place}: {different}",
-            f"it was trained on {_named(base)}; put those weights back to that path",
+            f"it was trained on {_describe(base)}; put those weights back to that path",
         )
 
 
-def _named(base: BaseWeights) -> str:
+def _describe(base: BaseWeights) -> str:
     at = f" at revision {base.revision}" if base.revision else ""
     return f"{base.source}{at}"
 
 
-def _difference(base: BaseWeights, place: Path) -> str | None:
+def _describe_difference(base: BaseWeights, place: Path) -> str | None:
     """Describes how the weights at a path differ from a base, or None; cheap comparisons first."""
     if base.is_random:
         return None
@@ -134,15 +134,15 @@ def check_adapter_base(base: BaseWeights | None, place: Path, folder: Path) -> N
     """Raises ModelError if trimtab wrote an adapter for weights other than those at a path."""
     if base is None:
         return
-    different = _difference(base, place)
+    different = _describe_difference(base, place)
     if different is not None:
         raise ModelError(
             f"the adapter {folder} was trained on another base than {place}: {different}",
-            f"it was trained on {_named(base)}; give that model",
+            f"it was trained on {_describe(base)}; give that model",
         )
 
 
-WORTH = 1 << 26
+MIN_CACHED_BYTES = 1 << 26
 """Size in bytes from which on a file's checksum is cached; smaller files are read each time."""
 
 
@@ -157,17 +157,17 @@ def cached_digests(paths: Iterable[Path], folder: Path | None = None) -> dict[st
         >>> cached_digests([Path("model.safetensors")])["model.safetensors"].size  # doctest: +SKIP
         269060552
     """
-    ordered, memory = sorted(paths), folder or _cache()
+    ordered, cache = sorted(paths), folder or _cache()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda path: _file(path, memory), ordered)
+        found = pool.map(lambda path: _file(path, cache), ordered)
         return dict(zip((path.name for path in ordered), found, strict=True))
 
 
-def _file(path: Path, memory: Path | None) -> FileDigest:
+def _file(path: Path, cache: Path | None) -> FileDigest:
     stat = fingerprints.stat_of(path)
-    if stat[0] < WORTH:
+    if stat[0] < MIN_CACHED_BYTES:
         return digest(path)
-    checksum = fingerprints.remembered(path, stat, memory, lambda path: digest(path).sha256)
+    checksum = fingerprints.remembered(path, stat, cache, lambda path: digest(path).sha256)
     return FileDigest(stat[0], checksum)
 
 

@@ -55,10 +55,10 @@ from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.lengths import extend, learning_rate
+from trimtab.run.metrics_summary import CHECKPOINT_KIND
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.quantizing import quantize_linear_layers
-from trimtab.run.record import SAVED
-from trimtab.run.resume import cut_log
+from trimtab.run.resume import truncate_log
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.starter import FIELDS, math_problems
 from trimtab.text import Tokenizer
@@ -311,7 +311,7 @@ def build_run(
         on_event: called with one-line messages.
         resume: resume instead of starting.
         found: the checkpoint to resume from (`resume.find_checkpoint`); None restarts at step 0.
-        base: source of the frozen weights of a run that trains adapters (`base_weights.name_base`).
+        base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
         callbacks: the user's callbacks (`trainer.callbacks`).
         lengths: the planned numbers of steps so far; empty for a new run.
         dropout_by_sequence: `Choices.dropout_by_sequence`.
@@ -322,7 +322,7 @@ def build_run(
 
     def published(step: int) -> None:
         with suppress(TrimtabError):  # if the log cannot be written, the training loop raises that
-            log.append({"kind": SAVED, "step": step})
+            log.append({"kind": CHECKPOINT_KIND, "step": step})
 
     store = Store(
         folder.checkpoints,
@@ -371,7 +371,7 @@ def build_run(
         loss_scale=FIRST_LOSS_SCALE if resolved.precision.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
-        before_microbatch=_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
+        before_microbatch=_dropout_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
         during=during,
     )
@@ -394,7 +394,7 @@ def _callbacks(callbacks: Sequence[Any], folder: RunFolder, total_steps: int) ->
     return Callbacks(callbacks, control, lambda step: folder.checkpoints / step_name(step))
 
 
-def _masks(
+def _dropout_masks(
     recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh, *, by_sequence: bool
 ) -> Callable[[int, int, Batch], None] | None:
     """Returns a function that sets the adapters' dropout mask keys before each microbatch; None without dropout."""
@@ -431,7 +431,7 @@ def _evaluation(
     )
 
 
-def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
+def build_trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
     """Observers for the tracking tools that `report_to` names."""
     from trimtab.trainer.tracking import TensorBoardSink, WandbSink
 
@@ -457,5 +457,5 @@ def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[st
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     setup.optimizer.restore_scalars(scalars["optimizer"])
     setup.loader.restore(scalars["loader"])
-    cut_log(setup.log, found, run.folder, on_event)
+    truncate_log(setup.log, found, run.folder, on_event)
     on_event(f"continuing from step {found.step}")

@@ -22,7 +22,7 @@ from trimtab.plan.resolved_json import (
 )
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.run.folder import RunFolder, read_json, write_json
-from trimtab.run.record import LOGS_CHECKPOINTS
+from trimtab.run.metrics_summary import LOGS_CHECKPOINTS
 
 FIELDS = ("model_commit", "tokenizer_commit", "data", "recipe", *REQUIRED)
 """Required to resume a run; to open its model the recipe suffices."""
@@ -221,7 +221,7 @@ def _wrong_values(folder: RunFolder) -> Iterator[None]:
 
 def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.anew()}"
+        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.retrain_command()}"
     )
 
 

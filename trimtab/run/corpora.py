@@ -144,7 +144,7 @@ def open_corpora(
     at the first start, and a file that has changed raises an error. `passed` are the rows that were passed from Python,
     by the names of their sources.
     """
-    opening = _Opening(recipe.data, tokenizer, watcher, kept, passed=passed)
+    opening = _SourceOpener(recipe.data, tokenizer, watcher, kept, passed=passed)
     section = recipe.data
     opening.check_streams(section.train)
     opening.check_streams(section.replay.sources if section.replay else [])
@@ -188,7 +188,7 @@ def open_for_eval(
 ) -> list[Batch]:
     """Batches of one source by name, without a recipe."""
     path_of(name, "the text to measure on", DataError, names_text=True)
-    corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
+    corpus = _SourceOpener(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(
             corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_sequences=max_sequences
@@ -233,7 +233,7 @@ def _notes(corpus: Corpus) -> Iterator[str]:
         )
 
 
-class _Opening:
+class _SourceOpener:
     """Opens the sources of a recipe and records the commits of hub datasets."""
 
     def __init__(
@@ -299,7 +299,7 @@ class _Opening:
         passed = self.passed.get(source.source)
         if source.source.startswith(MEMORY_PREFIX):
             if passed is None or passed.stream is None:
-                files = (self._spooled(source.source),)
+                files = (self._spooled_file(source.source),)
         elif source.source.startswith(STARTER_PREFIX):
             files = (self._starter_file(source.source.removeprefix(STARTER_PREFIX), source.first),)
         elif _is_hub_id(source.source):
@@ -341,7 +341,7 @@ class _Opening:
                 "set data.streaming: false, or stream only rows or only files",
             )
 
-    def _spooled(self, name: str) -> Path:
+    def _spooled_file(self, name: str) -> Path:
         path = spool_path(memory_folder(self.cache_dir), name.removeprefix(MEMORY_PREFIX))
         if not path.is_file():
             raise DataError(

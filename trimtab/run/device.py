@@ -130,7 +130,7 @@ def _cpu() -> DeviceFacts:
 def _cuda() -> DeviceFacts:
     import torch
 
-    from trimtab.run.torch_setup import memory_share
+    from trimtab.run.torch_setup import memory_fraction
 
     if torch.cuda.is_initialized():
         # Memory that torch has cached after an earlier run or model in this process counts as free.
@@ -143,7 +143,7 @@ def _cuda() -> DeviceFacts:
     if unified:
         free, total = _unified_memory(total)
     limit = mps_limit(index)
-    allowed = int(memory_share() * total) - torch.cuda.memory_reserved()
+    allowed = int(memory_fraction() * total) - torch.cuda.memory_reserved()
     free = max(min(free, allowed, total if limit is None else limit), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(

@@ -36,13 +36,13 @@ OURS = (
     "oom.txt",
 )
 """Everything that a run folder contains before its first step."""
-EXPLAINED = ("oom.json", "oom.txt")
+OOM_REPORT = ("oom.json", "oom.txt")
 """The report of a run that ran out of memory; it is kept, with everything that the run can be started from."""
-KEPT = (RunLock.NAME, "recipe.yaml")
+REMOVED_LAST = (RunLock.NAME, "recipe.yaml")
 """Files that are removed last when a folder is emptied."""
-LATER = ("receipts", "report.html", ".demo")
+ADDED_LATER = ("receipts", "report.html", ".demo")
 """Files and folders that training, the report or a demo add later."""
-_ON_THE_WAY = re.compile(
+_TEMPORARY = re.compile(
     r"\.[a-z]+\.(?:(?:yaml|jsonl?|html)\.tmp-[0-9a-f]+|jsonl\.tmp)|\.start\.tmp-[0-9a-f]+"
 )
 """Names of temporary files and folders, which remain if their writer was killed before the rename."""
@@ -107,12 +107,12 @@ class RunFolder:
     @property
     def oom(self) -> Path:
         """The report of running out of memory, as data."""
-        return self.path / EXPLAINED[0]
+        return self.path / OOM_REPORT[0]
 
     @property
     def oom_text(self) -> Path:
         """The same report as text."""
-        return self.path / EXPLAINED[1]
+        return self.path / OOM_REPORT[1]
 
     @property
     def report(self) -> Path:
@@ -145,7 +145,7 @@ class RunFolder:
         if self.began():
             raise CheckpointError(
                 f"{self.path} already contains a run",
-                f"resume it with {self.resuming()}, or give another {key}",
+                f"resume it with {self.resume_command()}, or give another {key}",
             )
         if not self.path.exists():
             return
@@ -168,7 +168,7 @@ class RunFolder:
         any moment therefore leaves a folder that `resume` can start, or none. After the first step nothing is removed:
         the training loop saves a checkpoint before it raises.
         """
-        lock, own = self._take(recipe)
+        lock, own = self._acquire(recipe)
         with ExitStack() as stack:
             stack.callback(lock.release)
             self.check_new()
@@ -178,30 +178,30 @@ class RunFolder:
                 yield
             finally:
                 if not self.began() and self.oom.is_file():
-                    self._clear(keep=(*KEPT, *EXPLAINED, "start"))
+                    self._clear(keep=(*REMOVED_LAST, *OOM_REPORT, "start"))
                 elif not self.began():
                     self._clear()
-                    self._vanish(own)
+                    self._remove(own)
 
     @contextmanager
-    def begin_again(self) -> Iterator[None]:
+    def restart(self) -> Iterator[None]:
         """Empties the folder of a run that was never started, except for its recipe and initial weights.
 
         The caller has the lock. If nothing is trained this time either, the folder is emptied again at the end.
         """
-        self._clear(keep=(*KEPT, "start"))
+        self._clear(keep=(*REMOVED_LAST, "start"))
         try:
             yield
         finally:
             if not self.began():
-                self._clear(keep=(*KEPT, *EXPLAINED, "start"))
+                self._clear(keep=(*REMOVED_LAST, *OOM_REPORT, "start"))
 
-    def _take(self, recipe: str) -> tuple[RunLock, bool]:
+    def _acquire(self, recipe: str) -> tuple[RunLock, bool]:
         """Returns the folder's acquired lock, and whether a run created it, so that a failed start removes it."""
         while True:
             # `exists` is called twice: another start that fails may remove its folder in between.
             theirs = self.path.exists() and not self.recipe.exists() and self.path.exists()
-            lock = self._appear(recipe)
+            lock = self._publish(recipe)
             if lock is not None:
                 return lock, not theirs
             lock = self.lock("output_dir")
@@ -211,7 +211,7 @@ class RunFolder:
                 continue
             return lock, not theirs
 
-    def _appear(self, recipe: str) -> RunLock | None:
+    def _publish(self, recipe: str) -> RunLock | None:
         """Creates the folder with recipe and lock file by one rename; returns its lock, which was acquired before that.
 
         Returns None if the folder already has files, or if another process was first.
@@ -243,7 +243,7 @@ class RunFolder:
                 "choose a writable output_dir",
             ) from error
 
-    def _vanish(self, own: bool) -> None:
+    def _remove(self, own: bool) -> None:
         """Removes recipe and lock, and the folder itself if a run created it (`own`)."""
         left = {path.name for path in self.path.iterdir()}
         if own and left <= {RunLock.NAME, "recipe.yaml"}:
@@ -266,20 +266,20 @@ class RunFolder:
             if not path.name.startswith(self._draft_prefix) or is_held(path / RunLock.NAME):
                 continue
             pid = path.name.removeprefix(self._draft_prefix).partition("-")[0]
-            if not (pid.isdecimal() and _lives(int(pid))):
+            if not (pid.isdecimal() and _is_alive(int(pid))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def foreign(self) -> list[str]:
         """Names in the folder that trimtab does not write."""
         names = sorted(path.name for path in self.path.iterdir())
-        return [name for name in names if not _is_ours(name) and name not in LATER]
+        return [name for name in names if not _is_ours(name) and name not in ADDED_LATER]
 
     def clear(self) -> None:
         """Removes a run, finished or not, except for lock and recipe; the caller has the lock."""
         assert not self.foreign(), self.foreign()
-        self._clear(LATER)
+        self._clear(ADDED_LATER)
 
-    def _clear(self, more: tuple[str, ...] = (), keep: tuple[str, ...] = KEPT) -> None:
+    def _clear(self, more: tuple[str, ...] = (), keep: tuple[str, ...] = REMOVED_LAST) -> None:
         """Removes everything that a run writes before its first step, and `more`, except for `keep`.
 
         choices.json is removed first: without it a folder counts as a run that was not started.
@@ -293,9 +293,9 @@ class RunFolder:
             else:
                 path.unlink()
 
-    def remove_explanations(self) -> None:
+    def remove_oom_report(self) -> None:
         """Removes the report of an earlier start that ran out of memory."""
-        for name in EXPLAINED:
+        for name in OOM_REPORT:
             (self.path / name).unlink(missing_ok=True)
 
     def lock(self, elsewhere: str | None = None) -> RunLock:
@@ -336,19 +336,19 @@ class RunFolder:
         cause = f"{self.path} was trained and lacks {' and '.join(missing)}"
         if len(missing) > 1:
             return CheckpointError(cause, "restore both files from a copy")
-        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.anew()}")
+        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.retrain_command()}")
 
-    def resuming(self) -> str:
+    def resume_command(self) -> str:
         """The command that resumes this run."""
         return f"`trimtab train --resume {shlex.quote(str(self.path))}`"
 
-    def anew(self) -> str:
+    def retrain_command(self) -> str:
         """The command that trains this folder's recipe from step 0 in another folder."""
         again = shlex.quote(f"{self.path}-again")
         return f"`trimtab train {shlex.quote(str(self.recipe))} output_dir={again}`"
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether another process has this id; a draft with this process's own id is left from an earlier process."""
     if pid == os.getpid():
         return False
@@ -362,7 +362,7 @@ def _lives(pid: int) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return name in OURS or _ON_THE_WAY.fullmatch(name) is not None
+    return name in OURS or _TEMPORARY.fullmatch(name) is not None
 
 
 def write_text(path: Path, text: str) -> None:
@@ -394,5 +394,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
-            f"restore it from a copy, or train it again: {RunFolder(path.parent).anew()}",
+            f"restore it from a copy, or train it again: {RunFolder(path.parent).retrain_command()}",
         ) from error

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 from trimtab.facts.units import format_bytes, parse_bytes
 
-SECONDS = 10
+TIMEOUT_SECONDS = 10
 """Timeout for nvidia-smi; on a machine with eight GPUs it takes less than two seconds."""
 MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 """Environment variable: memory that a client of CUDA's Multi-Process Service may allocate, by device: `0=8G,1=4G`
@@ -68,7 +68,9 @@ def other_processes(index: int | None = None, *, uuid: str | None = None) -> tup
         return ()
     command = [program, "-q", "-x", "-i", uuid or _selector(index or 0, os.environ)]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+        ).stdout
         root = ElementTree.fromstring(answer)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError, ElementTree.ParseError):
         return ()

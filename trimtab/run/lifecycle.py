@@ -33,20 +33,28 @@ from trimtab.run.device import current_gpu, need_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.lengths import check_length, describe_change
-from trimtab.run.locate import START, absolute, check_bytes, model_folder, own_start, shape_of, tokenizer_of
-from trimtab.run.memory_record import recording_memory
+from trimtab.run.locate import (
+    START_FOLDER,
+    absolute,
+    check_checksums,
+    initial_model,
+    model_folder,
+    shape_of,
+    tokenizer_of,
+)
+from trimtab.run.memory_record import reporting_out_of_memory
 from trimtab.run.models import OpenedModel
 from trimtab.run.out_of_memory import MemoryExplainer, explaining_memory
 from trimtab.run.plan_receipt import PlanReceipt
-from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
+from trimtab.run.prepare import Prepared, StoredConfig, note_untrained_head, prepare
 from trimtab.run.resume import (
-    asks_for_device,
-    describe_move,
+    describe_device_change,
     find_checkpoint,
     first_losses,
+    report_threads,
+    requests_device,
     resolve_for_device,
     resume_device,
-    tell_threads,
     with_device,
 )
 from trimtab.run.starting import check_start, start_from
@@ -110,7 +118,7 @@ def train(
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
-    if _wants_equal_bits():
+    if _requires_determinism():
         recipe = recipe.model_copy(update={"deterministic": True})  # the calling process requires it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
@@ -118,7 +126,9 @@ def train(
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
+        return _train_prepared(
+            prepared, folder, view, kept=None, after_step=after_step, given=given or Given()
+        )
 
 
 def _train_loaded(
@@ -134,14 +144,16 @@ def _train_loaded(
     need_trackers(recipe.report_to)
     check_start(recipe, opened)
     # Until the weights are written, recipe.yaml must not name the original model: a resume would train that one.
-    place = recipe.model.model_copy(update={"name": str(folder.path.absolute() / START), "revision": None})
+    place = recipe.model.model_copy(
+        update={"name": str(folder.path.absolute() / START_FOLDER), "revision": None}
+    )
     unwritten = recipe.model_copy(update={"model": place})
     with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
         with explaining_memory(RunPhase.CHECKPOINT, opened.decoder):
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+        return _train_prepared(prepared, folder, view, kept=None, after_step=after_step, given=given)
 
 
 def _prepare_new(recipe: Recipe) -> Prepared:
@@ -152,7 +164,7 @@ def _prepare_new(recipe: Recipe) -> Prepared:
     return prepared
 
 
-def _wants_equal_bits() -> bool:
+def _requires_determinism() -> bool:
     """Whether this process requires deterministic algorithms of torch, not only warnings."""
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warned
@@ -175,9 +187,9 @@ def resume(
     with folder.lock(), ExitStack() as around:
         folder.open()  # it may have changed before the lock was acquired
         if not folder.choices.is_file():
-            return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
+            return _restart(folder, overrides, view, after_step=after_step, given=given or Given())
         before, recipe = read_recipe(folder), recipe_of(folder, overrides)
-        asked = asks_for_device(before, recipe, overrides)
+        asked = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         shape = read_shape(folder.model)
         kept = read_choices(folder, shape.num_layers)
@@ -187,7 +199,7 @@ def resume(
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
-        tell_threads(resolved.threads, recipe, view.message)
+        report_threads(resolved.threads, recipe, view.message)
         if not resolved.deterministic and device.kind == "cuda" and not other:
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an uninterrupted run"
@@ -195,16 +207,18 @@ def resume(
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if other:
             resolved = resolve_for_device(resolved, recipe, shape, device)
-        frozen = Frozen(resolved, folder.model, kept.model_commit, device, changed, moved=other)
-        prepared = prepare(recipe, frozen)
+        stored = StoredConfig(resolved, folder.model, kept.model_commit, device, changed, moved=other)
+        prepared = prepare(recipe, stored)
         if changed or other:
             check_fits(prepared.plan, prepared.device, resumed=True)
         if asked:
             kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
-        return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
+        return _train_prepared(
+            prepared, folder, view, kept=kept, after_step=after_step, given=given or Given()
+        )
 
 
-def _begin_again(
+def _restart(
     folder: RunFolder,
     overrides: Sequence[str],
     view: View,
@@ -214,7 +228,7 @@ def _begin_again(
 ) -> Finished:
     """Start the run of a folder whose first start was killed before choices.json was written; requires the lock."""
     recipe = load(folder.recipe, overrides)  # any key may change: nothing was trained yet
-    start = folder.path.absolute() / START
+    start = folder.path.absolute() / START_FOLDER
     if recipe.model.name == str(start) and not start.is_dir():
         raise CheckpointError(
             f"the run in {folder.path} was stopped before its initial weights were written",
@@ -222,8 +236,8 @@ def _begin_again(
         )
     view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
-    with folder.begin_again(), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+    with folder.restart(), current_gpu(recipe.device), torch_put_back():
+        return _train_prepared(prepared, folder, view, kept=None, after_step=after_step, given=given)
 
 
 def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
@@ -238,7 +252,7 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
     return loads(dump(read_recipe(folder)), overrides)
 
 
-def _go(
+def _train_prepared(
     prepared: Prepared,
     folder: RunFolder,
     view: View,
@@ -249,9 +263,9 @@ def _go(
 ) -> Finished:
     recorder = AllocationRecorder() if given.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
-    with recording_memory(explainer, folder, prepared.plan):
+    with reporting_out_of_memory(explainer, folder, prepared.plan):
         run, plan = _build(prepared, folder, view, explainer, kept=kept, given=given)
-        folder.remove_explanations()
+        folder.remove_oom_report()
         run.setup.after_step = after_step
         run.setup.on_measured = PlanReceipt(folder, plan, view)
         _prepare_view(view, run, folder)
@@ -273,10 +287,10 @@ def _build(
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
-    found = _checkpoint(folder, recipe, view) if kept is not None else None
+    found = _resume_checkpoint(folder, recipe, view) if kept is not None else None
     if kept is None:
-        tokenizer_commit = _begin(prepared, folder)
-        unwritten = unwritten_tokens(prepared)
+        tokenizer_commit = _write_skeleton(prepared, folder)
+        unwritten = note_untrained_head(prepared)
         if unwritten is not None:
             view.message(unwritten)
     tokenizer = models.load_tokenizer(folder.model, shape)
@@ -292,15 +306,15 @@ def _build(
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(f"note: {note}")  # as `trimtab plan` prints it
-    weights = _weights(prepared, folder)
-    base = _base(prepared, weights, kept)
+    weights = _resolve_weights(prepared, folder)
+    base = _resolve_base(prepared, weights, kept)
     if kept is not None and weights != prepared.model:
-        _started_from(prepared, weights, kept)
+        _initial_checkpoint(prepared, weights, kept)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
-        tokenizer = _stopping(example, tokenizer, folder, view)
-    planned = _lengths(kept, opened)
+        tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
+    planned = _planned_lengths(kept, opened)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
@@ -311,7 +325,7 @@ def _build(
             tokenizer=tokenizer,
             corpora=opened,
             folder=folder,
-            observers=[view, *building.trackers(recipe, folder, to_dict(recipe))],
+            observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
             resume=kept is not None,
             found=found,
@@ -330,18 +344,18 @@ def _build(
             tokenizer_commit,
             opened.pins(),
             base,
-            _started_from(prepared, weights),
+            _initial_checkpoint(prepared, weights),
             run.lengths,
         )
-        _keep_new(folder, choices, plan)
+        _write_new(folder, choices, plan)
     else:
-        _keep_changes(prepared, folder, run, plan, kept, planned, view)
+        _write_changes(prepared, folder, run, plan, kept, planned, view)
     if example is not None and run.state.step == 0 and found is None:
         run.setup.log.append(example)
     return run, plan
 
 
-def _checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
+def _resume_checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
     """The checkpoint to resume from; raises before anything else is read or shown if all were lost."""
     with Store(folder.checkpoints, on_event=view.message) as store:
         return find_checkpoint(store, folder, recipe)
@@ -359,7 +373,7 @@ def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
         )
 
 
-def _keep_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
+def _write_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
     """Write the recipe, plan, environment and choices of a new run into its folder."""
     write_text(folder.recipe, dump(choices.recipe))
     write_json(folder.plan, plan.to_dict())
@@ -368,7 +382,7 @@ def _keep_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
     write_choices(folder, choices)
 
 
-def _keep_changes(
+def _write_changes(
     prepared: Prepared,
     folder: RunFolder,
     run: building.Run,
@@ -381,7 +395,7 @@ def _keep_changes(
     recipe, resolved = prepared.recipe, prepared.resolved
     said, now = [], dataclasses.replace(kept, lengths=run.lengths)
     if kept.resolved.device != resolved.device:
-        said.append(describe_move(kept.resolved.device, resolved))
+        said.append(describe_device_change(kept.resolved.device, resolved))
         now = dataclasses.replace(now, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
@@ -407,7 +421,7 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+def _planned_lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
     """The planned lengths of a run that is resumed; empty for a new run."""
     if kept is None or kept.lengths:
         return kept.lengths if kept else ()
@@ -416,7 +430,9 @@ def _lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...
     return (Length(0, planned),)
 
 
-def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
+def _add_stop_tokens(
+    example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View
+) -> Tokenizer:
     """The tokenizer, with the tokens that end trained answers as stop tokens; tells the user about them."""
     if not example["ends"] and example["cut"]:
         view.message(
@@ -432,10 +448,10 @@ def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, 
     if new:
         words = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
         view.message(f"answers end with {words}: added to the stop tokens of generation")
-    return models.keep_stops(folder.model, tokenizer, new)
+    return models.add_stop_tokens(folder.model, tokenizer, new)
 
 
-def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
+def _write_skeleton(prepared: Prepared, folder: RunFolder) -> str | None:
     """Write config and tokenizer into the run folder, from which every start reads them; returns the commit."""
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
     text.check_fits(tokenizer, prepared.shape.vocab_size)
@@ -445,39 +461,39 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
-def _base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeights | None:
+def _resolve_base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeights | None:
     """The base weights of a run with adapters, with checksums; a resumed run requires the same weights."""
     if prepared.resolved.lora is None:
         return None
     if kept is None:
-        return base_weights.name_base(prepared.recipe, weights, prepared.commit)
+        return base_weights.identify_base(prepared.recipe, weights, prepared.commit)
     assert kept.base is not None, "choices.json of a run with adapters names its base"
     base_weights.check_base(kept.base, weights)
     return kept.base
 
 
-def _started_from(prepared: Prepared, weights: Path, kept: Choices | None = None) -> BaseWeights | None:
+def _initial_checkpoint(prepared: Prepared, weights: Path, kept: Choices | None = None) -> BaseWeights | None:
     """The checkpoint of another run that the initial weights are read from, with checksums; None for other models.
 
     A run that is resumed before its first checkpoint reads it again and requires the same content. In a run with
-    adapters it is the base, which `_base` names.
+    adapters it is the base, which `_resolve_base` names.
     """
     if not is_checkpoint(weights):
         return None
     if kept is None:
-        check_bytes(weights)
+        check_checksums(weights)
     elif kept.started_from is not None:
         base_weights.check_base(kept.started_from, weights)
-    return None if prepared.resolved.lora else base_weights.name_base(prepared.recipe, weights, None)
+    return None if prepared.resolved.lora else base_weights.identify_base(prepared.recipe, weights, None)
 
 
-def _weights(prepared: Prepared, folder: RunFolder) -> Path:
+def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
     """The location of the pretrained weights, which are downloaded now if this start reads them."""
     recipe = prepared.recipe
     saved = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
     if recipe.model.init == "random" or saved:
         return prepared.model
-    place, _ = model_folder(own_start(recipe.model.name, folder.path), revision=prepared.commit)
+    place, _ = model_folder(initial_model(recipe.model.name, folder.path), revision=prepared.commit)
     if shape_of(recipe, place) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one that the run started from",

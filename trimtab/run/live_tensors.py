@@ -102,7 +102,7 @@ def live_tensors(
         True
     """
     gc.collect()  # tensors that only reference cycles keep are not live
-    found = _Found(origins)
+    found = _LiveTensors(origins)
     frames = list(frames_of(error))
     model = model if model is not None else _model_in(frames)
     names = _add_named(found, model, optimizer)
@@ -127,7 +127,7 @@ def frames_of(error: BaseException) -> Iterator[types.FrameType]:
         trace = trace.tb_next
 
 
-def failed_at(error: BaseException, model: torch.nn.Module | None = None) -> Origin:
+def failure_origin(error: BaseException, model: torch.nn.Module | None = None) -> Origin:
     """The module and the line of this package that requested the memory.
 
     Example:
@@ -162,7 +162,7 @@ def module_of(frame: types.FrameType, model: torch.nn.Module | None) -> str | No
     return next((name for name, module in model.named_modules() if module is own and name), None)
 
 
-class _Found:
+class _LiveTensors:
     """Live tensors by the identity of their storage; a storage keeps its first name."""
 
     def __init__(self, origins: Origins | None) -> None:
@@ -197,7 +197,9 @@ def _merged(recorded: Origin | None, seen: Origin) -> Origin:
     return replace(recorded, module=recorded.module or seen.module, line=recorded.line or seen.line)
 
 
-def _add_named(found: _Found, model: torch.nn.Module | None, optimizer: States | None) -> dict[int, str]:
+def _add_named(
+    found: _LiveTensors, model: torch.nn.Module | None, optimizer: States | None
+) -> dict[int, str]:
     """Adds named tensors; returns the parameters' names by the identity of their storages."""
     names: dict[int, str] = {}
     for one in named_tensors(model, optimizer):

@@ -21,7 +21,7 @@ from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder
-from trimtab.run.record import had_saved
+from trimtab.run.metrics_summary import has_published
 from trimtab.starter import base_folder
 from trimtab.text import Tokenizer
 from trimtab.text.added import with_tokens
@@ -29,7 +29,7 @@ from trimtab.text.template import is_template
 
 STARTER = "starter"
 """The name of the model that ships with trimtab."""
-START = "start"
+START_FOLDER = "start"
 """The folder inside a run folder with the run's initial weights, if they exist nowhere else."""
 
 
@@ -96,10 +96,10 @@ def absolute(recipe: Recipe) -> Recipe:
     return build({key: value for key, value in plain.items() if key in given})
 
 
-def own_start(name: str, run: Path) -> str:
+def initial_model(name: str, run: Path) -> str:
     """The initial model of a run: its own copy if it has one, also after the run folder was moved."""
-    own = run / START
-    return str(own) if Path(name).name == START and own.is_dir() else name
+    own = run / START_FOLDER
+    return str(own) if Path(name).name == START_FOLDER and own.is_dir() else name
 
 
 def missing_sources(recipe: Recipe) -> list[str]:
@@ -131,7 +131,7 @@ def trained_checkpoint(name: str) -> Path | None:
     """The checkpoint that a name refers to; None if it is neither a run folder nor inside one.
 
     A run folder refers to its latest good checkpoint, `RUN/checkpoints/best` to its best one,
-    `RUN/checkpoints/step-…` to itself. File sizes are compared here; `check_bytes` compares checksums.
+    `RUN/checkpoints/step-…` to itself. File sizes are compared here; `check_checksums` compares checksums.
     Raises for checkpoints of adapters, which are not a complete model.
 
     Example:
@@ -140,24 +140,24 @@ def trained_checkpoint(name: str) -> Path | None:
     """
     path = Path(name).expanduser()
     if path.parent.name == CHECKPOINTS and path.is_file():  # a pointer: latest, best
-        found = path.parent / _pointed(path)
+        found = path.parent / _resolve_pointer(path)
     elif is_checkpoint(path):
         found = path
     elif (path / "recipe.yaml").is_file() and (path / "model" / "config.json").is_file():
-        found = _latest(RunFolder(path))
+        found = _latest_good(RunFolder(path))
     else:
         return None
-    if _checked(found, checksums=False).base is not None:
-        raise _adapters(found.parent.parent)
+    if _verify(found, checksums=False).base is not None:
+        raise _adapters_error(found.parent.parent)
     return found
 
 
-def check_bytes(checkpoint: Path) -> None:
+def check_checksums(checkpoint: Path) -> None:
     """Raises CheckpointError if the checksum of a checkpoint's file differs from its manifest."""
-    _checked(checkpoint, checksums=True)
+    _verify(checkpoint, checksums=True)
 
 
-def _checked(checkpoint: Path, *, checksums: bool) -> Manifest:
+def _verify(checkpoint: Path, *, checksums: bool) -> Manifest:
     try:
         return verify(checkpoint, checksums=checksums)
     except Damaged as error:
@@ -166,7 +166,7 @@ def _checked(checkpoint: Path, *, checksums: bool) -> Manifest:
         ) from error
 
 
-def _pointed(path: Path) -> str:
+def _resolve_pointer(path: Path) -> str:
     text = path.read_bytes()[:_POINTER_BYTES].decode("utf-8", errors="replace").strip()
     if not is_checkpoint(path.parent / text):
         raise CheckpointError(
@@ -175,21 +175,24 @@ def _pointed(path: Path) -> str:
     return text
 
 
-def _latest(run: RunFolder) -> Path:
+def _latest_good(run: RunFolder) -> Path:
     good = by_age(run.checkpoints)
     if good:
         return good[0][0]
     cause = f"{run.path} has no good checkpoint to start from"
     kept = read_model_choices(run) if run.choices.is_file() else None
     # If checkpoints are damaged or missing, resuming raises too.
-    if step_folders(run.checkpoints) or (kept and had_saved(run, kept.save_steps)):
+    if step_folders(run.checkpoints) or (kept and has_published(run, kept.save_steps)):
         raise CheckpointError(
-            cause, f"restore one from a copy, train its recipe again ({run.anew()}), or name another model"
+            cause,
+            f"restore one from a copy, train its recipe again ({run.retrain_command()}), or name another model",
         )
-    raise CheckpointError(cause, f"train it until it has saved one ({run.resuming()}), or name another model")
+    raise CheckpointError(
+        cause, f"train it until it has saved one ({run.resume_command()}), or name another model"
+    )
 
 
-def _adapters(run: Path) -> ModelError:
+def _adapters_error(run: Path) -> ModelError:
     quoted = shlex.quote(str(run))
     return ModelError(
         f"{run} trained adapters, which are not a complete model",

@@ -16,16 +16,16 @@ from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer, wri
 
 
 @contextmanager
-def recording_memory(explainer: MemoryExplainer, folder: RunFolder, plan: Plan) -> Iterator[None]:
+def reporting_out_of_memory(explainer: MemoryExplainer, folder: RunFolder, plan: Plan) -> Iterator[None]:
     """Explains out-of-memory errors of a run: writes oom.json and oom.txt and raises an error with a remedy."""
     try:
         with explainer.during(RunPhase.OTHER):
             yield
     except ExplainedOutOfMemory as error:
-        raise concluded(_first(error), folder, plan) from error.__cause__
+        raise with_remedy(_first(error), folder, plan) from error.__cause__
 
 
-def concluded(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> ExplainedOutOfMemory:
+def with_remedy(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> ExplainedOutOfMemory:
     """Writes the report; returns the error with remedy and details."""
     report, began = error.report, folder.began()
     suggestions = training_suggestions(report, plan, began=began)

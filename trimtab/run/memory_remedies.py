@@ -95,7 +95,7 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
     elif phase is RunPhase.EVALUATION:  # its batches are those of training
         found = [_suggestion(one) for one in remedies(plan) if _BATCH in one.change]
     elif phase in (*OWN_STEP, RunPhase.LOAD):
-        found = _enough_first(report, plan)
+        found = _sufficient_first(report, plan)
     else:
         found = []
     return [one for one in found if not began or _may_change(one)]
@@ -115,7 +115,7 @@ def _may_change(suggestion: Suggestion) -> bool:
     return all(word.partition("=")[0] in CHANGEABLE_ON_RESUME for word in suggestion.overrides)
 
 
-def _enough_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
+def _sufficient_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
     """Changes that suffice in the planner's order, then the others by the memory that they save."""
     fits, found = enough(report, plan), remedies(plan)
     short = sorted((one for one in found if not fits(one)), key=lambda one: -one.saving)

@@ -73,7 +73,7 @@ def _starred(name: str) -> str:
 def essentials(report: MemoryReport) -> list[str]:
     """The lines below the error on a terminal: at most twelve."""
     lines = [*_predicted(report), *_measured(report), *_buckets(report)]
-    if place := _place(report.asked):
+    if place := _describe_origin(report.asked):
         lines.append(f"requested by  {place}")
     for index, group in enumerate(group_tensors(report.tensors)[:SHOWN_GROUPS]):
         lines.append(f"{'largest' if index == 0 else '':<13} {group.describe()}")
@@ -84,7 +84,7 @@ def full_text(report: MemoryReport, remedies: Sequence[str] = ()) -> str:
     """Everything, for oom.txt."""
     parts = [describe_failure(report), report.message, ""]
     parts += [*_predicted(report), *_measured(report, every_process=True), *_buckets(report)]
-    if place := _place(report.asked):
+    if place := _describe_origin(report.asked):
         parts.append(f"requested by  {place}")
     if remedies:
         parts += ["", "Changes that save memory, cheapest first:", *(f"  {one}" for one in remedies)]
@@ -146,5 +146,5 @@ def _buckets(report: MemoryReport) -> Iterator[str]:
         yield f"live tensors  {', '.join(parts)}"
 
 
-def _place(origin: Origin) -> str:
+def _describe_origin(origin: Origin) -> str:
     return ", ".join(part for part in (origin.module, origin.line) if part)

@@ -34,19 +34,19 @@ from trimtab.model import (
 )
 from trimtab.model.families import config_from_shape
 from trimtab.parallel import Mesh
-from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
+from trimtab.run.adapter_tokens import adapter_tokenizer, with_adapter_tokens
 from trimtab.run.base_weights import check_adapter_base, check_base
 from trimtab.run.build import build_model
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder, write_json
-from trimtab.run.locate import STARTER, model_folder, own_start
+from trimtab.run.locate import STARTER, initial_model, model_folder
+from trimtab.run.metrics_summary import has_published
 from trimtab.run.prepare import model_notes
 from trimtab.run.quantizing import requantized
-from trimtab.run.record import had_saved
 from trimtab.run.resolve import resolve_inference
 from trimtab.text import Tokenizer
 
-GGUF_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+GGUF_DTYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 """Dtype names of GGUF → of trimtab; GGUF's quantized types keep their names."""
 
 
@@ -119,7 +119,7 @@ def open_model(
     stored = shape = read_shape(folder)
     texts = folder
     if adapter is not None and not is_run:
-        shape, texts = with_its_tokens(shape, folder, Path(adapter))
+        shape, texts = with_adapter_tokens(shape, folder, Path(adapter))
     resolved = resolve_inference(shape, str(device), dtype=dtype, capability=capability)
     tokenizer = load_tokenizer(texts, shape)
 
@@ -141,7 +141,7 @@ def open_model(
         decoder = new_decoder()
         read: list[Provenance] = []
         load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
-        formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
+        formats = tuple(GGUF_DTYPES.get(name, name) for name in read[0].formats)
         opened = OpenedModel(
             decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder, commit=commit
         )
@@ -176,7 +176,7 @@ def _open_run(
         _check_stored(wanted, 0, found)
         place = None
         if not base.is_random:
-            place, _ = model_folder(own_start(base.source, run.path), revision=kept.model_commit)
+            place, _ = model_folder(initial_model(base.source, run.path), revision=kept.model_commit)
             check_base(base, place)
         decoder = new_decoder(settings, kept.quantization, place)
         _load_base(decoder, base, place)
@@ -212,7 +212,7 @@ def put_adapter(
         )
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
-    if opened.own_tokenizer and tokenizer_beside(folder) is not None:
+    if opened.own_tokenizer and adapter_tokenizer(folder) is not None:
         opened.with_tokens.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter names {found.base_name} as its base; its shapes fit {opened.name}")
@@ -239,11 +239,11 @@ def _find_checkpoint(
         raise CheckpointError(cause, f"use latest or {listed} {', '.join(steps)}")
     if step_folders(run.checkpoints):
         raise CheckpointError(cause, "all are damaged: restore one from a copy, or train the run again")
-    if had_saved(run, save_steps):  # resuming raises too: there is no checkpoint to resume from
+    if has_published(run, save_steps):  # resuming raises too: there is no checkpoint to resume from
         raise CheckpointError(
-            cause, f"restore a checkpoint from a copy, or train the recipe again: {run.anew()}"
+            cause, f"restore a checkpoint from a copy, or train the recipe again: {run.retrain_command()}"
         )
-    raise CheckpointError(cause, f"train it until it has saved one: {run.resuming()}")
+    raise CheckpointError(cause, f"train it until it has saved one: {run.resume_command()}")
 
 
 def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Found) -> None:
@@ -304,7 +304,7 @@ def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder
     tokenizer.save(folder)
 
 
-def keep_stops(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> Tokenizer:
+def add_stop_tokens(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> Tokenizer:
     """Adds stop tokens to a run folder's tokenizer, also in generation_config.json; returns the tokenizer."""
     stops = tokenizer.stop_ids | set(ends)
     if stops == tokenizer.stop_ids:

@@ -21,7 +21,7 @@ from trimtab.run.live_tensors import (
     LiveTensor,
     Origins,
     States,
-    failed_at,
+    failure_origin,
     frames_of,
     live_tensors,
 )
@@ -100,7 +100,7 @@ class MemoryExplainer:
 
     def report(self, phase: RunPhase, error: BaseException) -> MemoryReport:
         """Collects the report; must be called before the exception's frames are released."""
-        phase = _refined(phase, error)
+        phase = _refine_phase(phase, error)
         state = memory_state(error)
         report = MemoryReport(
             phase,
@@ -112,7 +112,7 @@ class MemoryExplainer:
         )
         # Listing tensors needs host memory itself, which may be exhausted.
         with suppress(MemoryError):
-            asked = failed_at(error, self._model) if self.origins is None else self.origins.last
+            asked = failure_origin(error, self._model) if self.origins is None else self.origins.last
             report = replace(report, asked=asked)
             found = live_tensors(error, model=self._model, optimizer=self._optimizer, origins=self.origins)
             found = _on_device(found, state)
@@ -208,7 +208,7 @@ def planned_command(run: RunFolder | None, command: RunPhase) -> PredictedMemory
     return None
 
 
-def _refined(phase: RunPhase, error: BaseException) -> RunPhase:
+def _refine_phase(phase: RunPhase, error: BaseException) -> RunPhase:
     """Returns `LOSS` for a forward pass whose traceback goes through a loss kernel, otherwise the phase."""
     if phase is RunPhase.FORWARD:
         names = (str(frame.f_globals.get("__name__", "")) for frame in frames_of(error))

@@ -23,7 +23,7 @@ from trimtab.starter import base_folder
 
 
 @dataclass(frozen=True)
-class Frozen:
+class StoredConfig:
     """The stored configuration of a run that is resumed."""
 
     resolved: Resolved
@@ -52,18 +52,20 @@ class Prepared:
     plan: Plan
 
 
-def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts | None = None) -> Prepared:
+def prepare(
+    recipe: Recipe, stored: StoredConfig | None = None, *, device: DeviceFacts | None = None
+) -> Prepared:
     """Finds the model, resolves every `auto` and makes the plan.
 
     Only config and tokenizer of a hub id are downloaded here, so that a run that does not fit downloads no weights. A
-    run that is resumed has both in its folder, with its resolved configuration (`frozen`).
+    run that is resumed has both in its folder, with its resolved configuration (`stored`).
 
     Args:
         recipe: the recipe.
-        frozen: the stored configuration of a run that is resumed.
+        stored: the stored configuration of a run that is resumed.
         device: plan for this device instead of the one that the recipe requests on this machine.
     """
-    if frozen is None:
+    if stored is None:
         num_threads = threads() if device is None else host_cores()
         device = device or detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
@@ -73,12 +75,12 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts
         recipe = default_length(recipe, shape)
         resolved = resolve_recipe(recipe, shape, device, num_threads)
     else:
-        device, model, commit = frozen.device, frozen.model, frozen.commit
+        device, model, commit = stored.device, stored.model, stored.commit
         shape = read_shape(model)
-        resolved = _resolve_resumed(recipe, shape, frozen)
+        resolved = _resolve_resumed(recipe, shape, stored)
     plan = make_plan(recipe, shape, resolved, device=device)
-    check_rates(plan)
-    if frozen is None:
+    check_embedding_learning_rate(plan)
+    if stored is None:
         plan = dataclasses.replace(plan, notes=(*model_notes(model), *plan.notes))
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
 
@@ -110,19 +112,19 @@ def model_notes(model: Path) -> list[str]:
     ]
 
 
-def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resolved:
+def _resolve_resumed(recipe: Recipe, shape: ModelShape, stored: StoredConfig) -> Resolved:
     """The stored configuration of a run, with the changes that a resume may make."""
-    resolved, device = frozen.resolved, frozen.device
+    resolved, device = stored.resolved, stored.device
     if recipe.num_threads is not None:
         resolved = dataclasses.replace(resolved, threads=recipe.num_threads)
-    if frozen.moved:
+    if stored.moved:
         resolved = resolve_memory(recipe, shape, device, resolved)
-    elif resolved.memory is None or frozen.memory_changed:
+    elif resolved.memory is None or stored.memory_changed:
         resolved = resolve_memory_again(recipe, shape, device, resolved)
     return resolve_graphs(recipe, shape, device, resolved)
 
 
-def check_rates(plan: Plan) -> None:
+def check_embedding_learning_rate(plan: Plan) -> None:
     """Raises RecipeError for an `embedding_learning_rate` if neither embeddings nor head are trained."""
     if plan.recipe.embedding_learning_rate is None:
         return
@@ -134,7 +136,7 @@ def check_rates(plan: Plan) -> None:
         )
 
 
-def unwritten_tokens(prepared: Prepared) -> str | None:
+def note_untrained_head(prepared: Prepared) -> str | None:
     """A note for the user if tokens are added and the head is not trained; otherwise None."""
     tokens, parameters = prepared.recipe.model.added_tokens, prepared.plan.job.trained.parameters
     has_head = not prepared.shape.tie_embeddings
@@ -162,10 +164,10 @@ def check_replay(recipe: Recipe, model: Path) -> None:
         return
     if not unknown_tokens(text.load(base_folder()), tokenizer_of(recipe, model, None)[0]):
         return
-    raise replay_refused(recipe)
+    raise replay_error(recipe)
 
 
-def replay_refused(recipe: Recipe) -> RecipeError:
+def replay_error(recipe: Recipe) -> RecipeError:
     """The error for `starter:replay` with a model other than the starter."""
     return RecipeError(
         f"data.replay mixes in {REPLAY}, text that the starter was pretrained on, but model.name is "

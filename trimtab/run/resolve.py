@@ -41,7 +41,7 @@ from trimtab.plan.resolved import (
 from trimtab.plan.time import flops_per_token
 from trimtab.recipe import Recipe
 
-WORTH_SECONDS = 2.0
+MAX_MICROBATCH_SECONDS = 2.0
 """CUDA graphs are not captured if a microbatch's arithmetic takes longer: the GPU is busy while the host launches
 the next kernels. Launching the 7700 kernels of an 8B model with adapters and recomputed layers took 0.9 s (H200)."""
 
@@ -104,7 +104,7 @@ def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGr
     if ceiling is not None:
         flops = flops_per_token(job)
         seconds = flops * job.batch * job.tokens / ceiling[0]
-        if seconds > WORTH_SECONDS:
+        if seconds > MAX_MICROBATCH_SECONDS:
             reason = (
                 f"a microbatch takes {seconds:.1f} s at least, so the overhead of kernel launches is hidden"
             )

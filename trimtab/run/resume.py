@@ -24,7 +24,7 @@ from trimtab.recipe import Recipe, build, to_dict
 from trimtab.recipe.resume import WITH_DEVICE
 from trimtab.run.device import detect, threads
 from trimtab.run.folder import RunFolder
-from trimtab.run.record import had_saved, read_record, rows
+from trimtab.run.metrics_summary import has_published, read_records, summarize_log
 from trimtab.run.resolve import resolve_backends
 from trimtab.trainer import MetricsLog, NoLog
 from trimtab.trainer.metrics_log import Cut
@@ -38,7 +38,7 @@ def first_losses(metrics: Path) -> dict[str, float]:
         {'domain': 2.31}
     """
     found: dict[str, float] = {}
-    for row in rows(metrics):
+    for row in read_records(metrics):
         if row.get("kind") == "eval" and isinstance(row.get("name"), str):
             with suppress(KeyError, TypeError, ValueError):  # the report counts damaged records
                 found.setdefault(row["name"], float(row["loss"]))
@@ -53,11 +53,11 @@ def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | 
     found = store.latest()
     if found is not None:
         return found
-    remedy = f"restore a checkpoint from a copy, or train the recipe again: {folder.anew()}"
+    remedy = f"restore a checkpoint from a copy, or train the recipe again: {folder.retrain_command()}"
     if step_folders(folder.checkpoints):
         raise CheckpointError(f"every checkpoint in {folder.checkpoints} is damaged", remedy)
-    record = read_record(folder.metrics)
-    if not had_saved(folder, recipe.save_steps):
+    record = summarize_log(folder.metrics)
+    if not has_published(folder, recipe.save_steps):
         return None
     state = "is empty" if folder.checkpoints.is_dir() else "is missing"
     at = record.last_step if record.saved_step is None else record.saved_step
@@ -68,11 +68,11 @@ def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | 
     )
 
 
-def cut_log(
+def truncate_log(
     log: MetricsLog | NoLog, found: Found, folder: RunFolder, on_event: Callable[[str], None]
 ) -> None:
     """Truncates the log to the step of a checkpoint and reports damaged lines and missing steps."""
-    before = read_record(folder.metrics)
+    before = summarize_log(folder.metrics)
     cut = log.cut_back(found.step)
     if isinstance(log, NoLog):
         return
@@ -81,11 +81,11 @@ def cut_log(
             f"the checkpoint of step {before.saved_step} is missing or damaged: steps {found.step + 1} to "
             f"{before.last_step} are trained again, and their records replaced"
         )
-    for sentence in flaws(cut, found.step, folder.metrics):
+    for sentence in describe_damage(cut, found.step, folder.metrics):
         on_event(sentence)
 
 
-def flaws(cut: Cut, step: int, metrics: Path) -> list[str]:
+def describe_damage(cut: Cut, step: int, metrics: Path) -> list[str]:
     """Describes what is missing or damaged in a log that was truncated to a step, a sentence each; empty if nothing.
 
     Example:
@@ -107,7 +107,7 @@ def flaws(cut: Cut, step: int, metrics: Path) -> list[str]:
     return said
 
 
-def asks_for_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) -> bool:
+def requests_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) -> bool:
     """Whether a resume names a device, even if it is the one in the recipe."""
     named = any(override.partition("=")[0].strip() == "device" for override in overrides)
     return named or recipe.device != before.device
@@ -161,7 +161,7 @@ def with_device(began: Recipe, recipe: Recipe) -> Recipe:
     return build(plain)
 
 
-def describe_move(old: str, new: Resolved) -> str:
+def describe_device_change(old: str, new: Resolved) -> str:
     """Describes the effects of another device on a run, in a sentence."""
     return (
         f"device: {old} → {new.device}: implementations are chosen again (attention: {new.attention.packed_backends}); "
@@ -169,7 +169,7 @@ def describe_move(old: str, new: Resolved) -> str:
     )
 
 
-def tell_threads(began: int, recipe: Recipe, on_event: Callable[[str], None]) -> None:
+def report_threads(began: int, recipe: Recipe, on_event: Callable[[str], None]) -> None:
     """Tells the user how the number of CPU threads affects a resumed run's losses and speed."""
     if recipe.num_threads not in (None, began):
         on_event(

@@ -12,7 +12,7 @@ from trimtab.facts.units import format_bytes
 from trimtab.model import read_generation_config, read_shape, read_token_ids, save_folder
 from trimtab.model.weights import changed_weight
 from trimtab.recipe import Recipe
-from trimtab.run.locate import START
+from trimtab.run.locate import START_FOLDER
 from trimtab.run.models import OpenedModel
 
 
@@ -53,7 +53,7 @@ def start_from(recipe: Recipe, opened: OpenedModel, folder: Path, on_event: Call
         for name, theirs in TORCH_NAMES.items()
         if f"torch.{theirs}" == str(next(opened.decoder.parameters()).dtype)
     )
-    place = folder.absolute() / START
+    place = folder.absolute() / START_FOLDER
     files = save_folder(
         opened.decoder,
         place,

@@ -29,7 +29,14 @@ from trimtab.recipe import Recipe, build, load, loads
 from trimtab.recipe.shipped import shipped
 from trimtab.run.device import detect, threads
 from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
-from trimtab.run.prepare import REPLAY, Prepared, check_rates, default_length, prepare, replay_refused
+from trimtab.run.prepare import (
+    REPLAY,
+    Prepared,
+    check_embedding_learning_rate,
+    default_length,
+    prepare,
+    replay_error,
+)
 from trimtab.run.resolve import resolve_recipe
 
 METHODS = ("full", "lora", "qlora", "int8")
@@ -58,7 +65,7 @@ def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
     recipe = default_length(recipe, shape)
     num_threads = threads() if device.kind == "cpu" else 1
     plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
-    check_rates(plan)
+    check_embedding_learning_rate(plan)
     return plan
 
 
@@ -144,7 +151,7 @@ def known_shape(recipe: Recipe) -> tuple[ModelShape, tuple[str, ...]] | None:
     if entry is None:
         return None
     if recipe.data.replay is not None and any(one.source == REPLAY for one in recipe.data.replay.sources):
-        raise replay_refused(recipe)
+        raise replay_error(recipe)
     return entry.shape, _entry_notes(entry)
 
 

@@ -28,7 +28,7 @@ def set_up_torch(resolved: Resolved) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Set in both cases: some kernels that were chosen for a nondeterministic run raise in deterministic mode.
     torch.use_deterministic_algorithms(resolved.deterministic)
-    if sys.platform == "linux" and not _own_allocator_settings():
+    if sys.platform == "linux" and not _has_allocator_settings():
         # Without it, fragmentation takes tenths of a GiB out of a few GiB.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.init()
@@ -38,10 +38,10 @@ def set_up_torch(resolved: Resolved) -> None:
         torch.cuda.empty_cache()
         # In addition to the memory that the process has reserved, and within its own limit.
         share = (max(cap, 0) + torch.cuda.memory_reserved()) / torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(share, memory_share()))
+        torch.cuda.set_per_process_memory_fraction(min(share, memory_fraction()))
 
 
-def memory_share() -> float:
+def memory_fraction() -> float:
     """The fraction of the GPU's memory that this process may use; 1 if the allocator does not report it."""
     if torch.cuda.is_initialized():
         with suppress(NotImplementedError, RuntimeError):
@@ -79,7 +79,7 @@ def torch_put_back() -> Iterator[None]:
     strict = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    share = memory_share()
+    share = memory_fraction()
     try:
         yield
     except BaseException as error:
@@ -92,10 +92,10 @@ def torch_put_back() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         if torch.cuda.is_initialized():
             torch.cuda.set_per_process_memory_fraction(share)
-            _give_back()
+            _free_cached_memory()
 
 
-def _give_back() -> None:
+def _free_cached_memory() -> None:
     """Frees cached memory: the next plan would count it as another program's."""
     workspace.release()
     torch._C._cuda_clearCublasWorkspaces()
@@ -103,5 +103,5 @@ def _give_back() -> None:
     torch.cuda.empty_cache()
 
 
-def _own_allocator_settings() -> bool:
+def _has_allocator_settings() -> bool:
     return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))

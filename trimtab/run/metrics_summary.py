@@ -10,14 +10,14 @@ from typing import Any
 
 from trimtab.run.folder import RunFolder, read_json
 
-SAVED = "checkpoint"
+CHECKPOINT_KIND = "checkpoint"
 """Kind of the record that is written when a checkpoint is published."""
 LOGS_CHECKPOINTS = "logs_checkpoints"
 """Key of choices.json: true in runs whose metrics.jsonl has such records from the first step."""
 
 
 @dataclass(frozen=True)
-class Record:
+class LogSummary:
     """Facts from metrics.jsonl that a resume needs."""
 
     last_step: int = 0
@@ -28,7 +28,7 @@ class Record:
     """Whether the run finished."""
 
 
-def read_record(metrics: Path) -> Record:
+def summarize_log(metrics: Path) -> LogSummary:
     """The record of a run; an empty one if there is no file. Unreadable lines are skipped.
 
     Example:
@@ -36,27 +36,27 @@ def read_record(metrics: Path) -> Record:
         100
     """
     last, saved, finished = 0, None, False
-    for row in rows(metrics):
+    for row in read_records(metrics):
         step = row.get("step")
         if not isinstance(step, int):
             continue
         if row.get("kind") == "train":
             last = max(last, step)
-        elif row.get("kind") == SAVED:
+        elif row.get("kind") == CHECKPOINT_KIND:
             saved = max(saved or 0, step)
         elif row.get("kind") == "memory" and row.get("when") == "after":
             finished = True
-    return Record(last, saved, finished)
+    return LogSummary(last, saved, finished)
 
 
-def had_saved(folder: RunFolder, save_steps: int | None) -> bool:
+def has_published(folder: RunFolder, save_steps: int | None) -> bool:
     """Whether a run has published a checkpoint; for runs of versions that did not log this, judged by their steps.
 
     Example:
         >>> had_saved(RunFolder(Path("runs/demo")), 100)  # doctest: +SKIP
         True
     """
-    record = read_record(folder.metrics)
+    record = summarize_log(folder.metrics)
     if record.saved_step is not None:
         return True
     if read_json(folder.choices).get(LOGS_CHECKPOINTS) is True:
@@ -65,7 +65,7 @@ def had_saved(folder: RunFolder, save_steps: int | None) -> bool:
     return record.finished or (save_steps is not None and record.last_step > 2 * save_steps)
 
 
-def rows(metrics: Path) -> Iterator[dict[str, Any]]:
+def read_records(metrics: Path) -> Iterator[dict[str, Any]]:
     """Every record of a log in order; none if there is no file. Unreadable lines are skipped.
 
     Example:
