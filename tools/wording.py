@@ -60,7 +60,6 @@ UNFINISHED: tuple[str, ...] = (
     "tests/recipe/",
     "tests/remedies/",
     "tests/report/",
-    "tests/run/",
     "tests/text/",
     "tests/tools/",
     "tests/trainer/",
@@ -74,7 +73,6 @@ UNFINISHED: tuple[str, ...] = (
     "trimtab/generate/",
     "trimtab/plan/",
     "trimtab/report/",
-    "trimtab/run/",
     "trimtab/starter/",
     "trimtab/trainer/",
 )

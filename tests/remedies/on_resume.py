@@ -308,7 +308,8 @@ def follow_adapters(w: World, remedy: str) -> None:
 
 case(
     "run/locate.py:_adapters_error: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or continue "
-    "training the adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
+    "training the adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it "
+    "was trained on",
     lambda w: begun_from(w, lora_run_of(w)),
     follow_adapters,
 )

@@ -37,7 +37,7 @@ class Silent:
 
 
 def supervised(recipe: Path, folder: Path, *, resume_first: bool) -> int:
-    """Starts or continues a run as supervisors do; neither may ever be refused.
+    """Starts or resumes a run as supervisors do; neither may ever raise.
 
     With `resume_first` whatever folder exists is resumed, otherwise the recipe is started unless that is refused
     because the folder holds a run.

@@ -1,4 +1,4 @@
-"""Adapters with a tokenizer of their own: it is saved along with them, and is compared with the recipe's."""
+"""Adapters with added tokens: their tokenizer is saved with them, and compared with the recipe's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def done(*words: object) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with rows to spare, a run that gives two of them to tokens, and its adapter."""
+    """A model with unused embedding rows, a run that uses two of them for added tokens, and its adapter."""
     home = tmp_path_factory.mktemp("tokens")
     write_tiny_model(home / "model", vocab_size=320)
     model = {"name": str(home / "model"), "added_tokens": TOKENS}

@@ -1,4 +1,4 @@
-"""Where tensors are made, module and line, in the forward and in the backward pass."""
+"""Recorded origins of tensors, module and line, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_numbers_are_those_of_a_run_without_it() -> None:
 
 
 def test_a_function_with_its_own_backward_is_known_there() -> None:
-    """Inside of it gradients are off; its node is known all the same."""
+    """Inside an autograd.Function gradients are disabled; its node has an origin nevertheless."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -139,7 +139,7 @@ def test_a_recomputed_module_is_named_as_such() -> None:
 
 
 def test_modules_have_no_hooks_while_they_are_followed() -> None:
-    """With hooks adapters would run one by one, and a recomputation would keep what it can drop."""
+    """With hooks adapters would run one by one, and recomputation would save tensors that it can free."""
     model = torch.nn.Sequential(Gate())
     recorder = AllocationRecorder()
     recorder.watch(model)

@@ -1,4 +1,4 @@
-"""Whole runs that cannot be: each ends with a sentence that fits it and its exit code, and no traceback."""
+"""Runs with invalid recipes, data or settings: each ends with a specific error and exit code, without traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small(folder: Path, model: Path, rows: list[Any] | None = None, **changes: A
 
 
 def refused(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said on standard error by a command that ends with this code."""
+    """Standard error of a command that ends with this exit code."""
     capsys.readouterr()
     assert main(words) == code
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Checksums of a base's files: read once, read again after any write, and never believed where a write could hide."""
+"""Checksums of a base's files: cached, refreshed after any write, and not trusted if a write could be hidden."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.run.base_weights import cached_digests, check_base
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that were read, live. Digests of small files are cached too, and new files at once."""
+    """Names of the files that were read, as a live list. Checksums of small and of new files are cached too."""
     found: list[str] = []
     plain = files.digest
 

@@ -1,4 +1,4 @@
-"""What a run on conversations keeps for chatting with it: where answers end, the template's inputs."""
+"""What a run on conversations stores for chat: stop tokens at the ends of answers, template variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {"num_train_epochs": None, "max_steps": 2, "eval_steps":
 
 
 def with_marks(folder: Path, *, special: bool) -> Path:
-    """A base model that knows ChatML's tokens and ends texts with another one."""
+    """A base model with ChatML's tokens and another end-of-text token."""
     write_tiny_model(folder, vocab_size=304)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken(mark, normalized=False, special=special) for mark in MARKS])
@@ -95,7 +95,7 @@ def test_the_template_is_told_what_it_was_told_in_training(
     launch.train(load(path), view)
     opened = trimtab.load(tmp_path / "run").opened
     assert opened.tokenizer.render_chat([{"role": "user", "content": "it"}], True).endswith("assistant:the")
-    words = ["eval", str(tmp_path / "run"), str(tmp_path / "held.jsonl"), "--no-probe", "--json"]
+    words = ["eval", str(tmp_path / "run"), str(tmp_path / "heldout.jsonl"), "--no-probe", "--json"]
     assert (
         main([*words, "--cache-dir", str(tmp_path / "cache"), "--max-seq-length", "64", "--dtype", "fp32"])
         == 0

@@ -1,4 +1,4 @@
-"""`torch_compile` in whole runs: decided once, kept, resumed bit-identically, counted in the log."""
+"""`torch_compile` in complete runs: decided once, stored, resumed bit-identically, counted in the log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolved(line: str, device: DeviceFacts, shape: ModelShape = LARGE) -> Resol
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Which of Triton and the compilers are there."""
+    """Which of Triton and the compilers are installed."""
     there = {"gcc": True, "g++": True, "triton": True}
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)

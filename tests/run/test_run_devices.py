@@ -1,4 +1,4 @@
-"""GPUs by number: validated against what torch sees, made current for a run, a resume on another one."""
+"""GPUs by index: validated against the GPUs that torch sees, current during a run, resuming on another one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.recipe import load
 from trimtab.run.device import current_gpu, detect
 from trimtab.run.gpu_processes import GpuProcess
-from trimtab.run.prepare import Frozen, prepare
+from trimtab.run.prepare import StoredConfig, prepare
 from trimtab.run.resume import resume_device
 from trimtab.run.torch_setup import on_device_of
 
 
 class Gpus:
-    """So many GPUs as far as torch's questions go: which is current, and what each has free."""
+    """Simulates GPUs: the current device, and the free memory of each."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, count: int, *, called: str | None = None, integrated: int = 0
@@ -33,7 +33,7 @@ class Gpus:
         gpus = self
 
         class Device:
-            """torch.cuda.device: current within."""
+            """Replaces torch.cuda.device: the current device within the context."""
 
             def __init__(self, device: Any) -> None:
                 self.index = device if isinstance(device, int) else torch.device(device).index
@@ -178,7 +178,7 @@ def test_a_resumed_run_takes_the_gpu_that_is_named_now(
     assert began.resolved.device == "cuda"
     named = load(write_recipe(tmp_path, device="cuda:1"))
     device = resume_device(began.resolved, named, tmp_path, asked=True)
-    elsewhere = prepare(named, Frozen(began.resolved, began.model, None, device))
+    elsewhere = prepare(named, StoredConfig(began.resolved, began.model, None, device))
     assert (elsewhere.device.name, elsewhere.resolved) == ("GPU 1", began.resolved)
     assert resume_device(began.resolved, named, tmp_path, asked=False).name == "GPU 1"
     unnamed = load(write_recipe(tmp_path, device="auto"))

@@ -130,7 +130,7 @@ print(begun)
 
 
 def test_two_processes_that_start_the_same_run_do_not_remove_each_others_drafts(tmp_path: Path) -> None:
-    """Each start has the folder alone or is refused since the other one has it; nothing is left."""
+    """Each start owns the folder or raises because the other one does; no draft remains."""
     code = STARTS.replace(
         "import sys\n", "import sys\nimport trimtab.checkpoint.lock as l; l.LOOK_SECONDS = 0\n", 1
     )
@@ -154,11 +154,11 @@ def test_the_draft_of_a_killed_start_is_removed_and_that_of_a_live_one_is_not(tm
     ended.wait()
     killed = tmp_path / f".run.starting-{ended.pid}-1"
     live = tmp_path / ".run.starting-1-1"
-    held = tmp_path / f".run.starting-{ended.pid}-2"
-    for path in (killed, live, held):
+    locked = tmp_path / f".run.starting-{ended.pid}-2"
+    for path in (killed, live, locked):
         path.mkdir()
-    with RunLock(held), RunFolder(tmp_path / "run").create("model: x"):
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, held.name, "run"])
+    with RunLock(locked), RunFolder(tmp_path / "run").create("model: x"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, locked.name, "run"])
 
 
 def test_a_folder_with_spaces_is_quoted_in_the_command_that_continues_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Other processes on a GPU, from a program called nvidia-smi on the PATH that stands in for the driver's."""
+"""Other processes on a GPU, with a fake nvidia-smi on the PATH."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log(*entries: str) -> str:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a program with an answer, an exit code and a record of its arguments first on the PATH."""
+    """Puts a fake nvidia-smi first on the PATH, with an output, an exit code and a record of its arguments."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(answer: str, code: int = 0) -> Path:

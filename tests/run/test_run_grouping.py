@@ -1,4 +1,4 @@
-"""group_by_length in whole runs: the loss of padded sequences, exact resumes, what many lengths rule out."""
+"""group_by_length in complete runs: the loss of padded sequences, exact resumes, features that need one length."""
 
 from __future__ import annotations
 

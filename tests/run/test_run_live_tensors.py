@@ -1,4 +1,4 @@
-"""Live tensors get the best name there is, without a thing being unpacked or recomputed."""
+"""Live tensors get the best available name, without unpacking or recomputing anything."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_saved_activations_are_found_in_the_graph_and_named_by_their_module() ->
     loss = model(torch.randn(999, 64)).sum()
     found = live_tensors(MemoryError(), model=model)
     saved = [t for t in found if t.kind is TensorKind.ACTIVATIONS and t.shape == (999, 128)]
-    # Of each layer the SiLU's input and its output, which is the product's input.
+    # Per layer the SiLU's input and its output, which is the matrix product's input.
     assert len(saved) == 6
     assert {t.bytes for t in saved} == {999 * 128 * 4}
     assert {t.origin.module for t in saved} == {

@@ -214,7 +214,7 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
     parameters = dict(model.opened.decoder.named_parameters())
     embedding = parameters["model.embed_tokens.weight"]
     assert embedding.shape[0] == rows
-    # "the cat" is in the texts and has learnt; "<|tool|>" is not, and only the head's side of a tied row moves it.
+    # "the cat" occurs in the texts and is trained; "<|tool|>" does not, and only the head's gradient moves a tied row.
     start = trimtab.load(tmp_path / "model", dtype="fp32", device="cpu").opened.decoder.model.embed_tokens
     mean = start.weight.mean(0)
     assert float((embedding[rows - 1] - mean).abs().max()) > 1e-3
@@ -263,7 +263,7 @@ def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path
 
 
 def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
-    """Same sizes, other values: only a checksum tells."""
+    """Same shapes, other values: only the checksum differs."""
     home = tmp_path / "home"
     shutil.copytree(plain.parent, home)
     for path in (home / "run" / "recipe.yaml", home / "run" / "choices.json"):
@@ -341,7 +341,7 @@ def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
     "formats", [{"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": "fp32"}, {"dtype": "fp16"}]
 )
 def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
-    """bf16 throughout, bf16 under autocast, fp16 under autocast with a scaled loss: the losses of fp32, roughly."""
+    """bf16 weights, bf16 autocast, fp16 autocast with loss scaling: losses close to those of fp32."""
     run = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, **formats)
     assert losses(run) == pytest.approx(losses(plain), rel=0.02)
     manifest = read_manifest(run / "checkpoints" / "step-00000006")
@@ -351,7 +351,7 @@ def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Pa
 
 
 def test_dropout_on_the_head_matters_to_training_only(tmp_path: Path) -> None:
-    """An adapter of peft's that was trained so is generated with and merged, and not trained further."""
+    """A peft adapter that was trained with it can be used for generation and merged, but not trained further."""
     write_tiny_model(tmp_path / "model", tie_embeddings=False)
     lora = {"r": 2, "target_modules": ["q_proj", "lm_head"]}
     run = new_run(tmp_path, lora=lora, max_steps=3, learning_rate=1e-2)

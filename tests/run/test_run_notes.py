@@ -1,4 +1,4 @@
-"""What a run says of a model's config.json before it trains."""
+"""Notes on a model's config.json before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss from a recipe: torch's loss at the first step, plain cross-entropy when measured."""
+"""Label smoothing and z-loss from a recipe: torch's loss at the first step, plain cross-entropy in evaluation."""
 
 from __future__ import annotations
 

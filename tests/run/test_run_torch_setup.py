@@ -1,4 +1,4 @@
-"""What a run asks of torch for the whole process ends with it."""
+"""A run's process-wide torch settings end with the run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def as_before() -> Iterator[None]:
 
 
 class Gpu:
-    """100 bytes, as far as settings of torch go, of which the process holds some."""
+    """Simulates a GPU of 100 bytes, of which the process has reserved some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share, self.reserved, self.emptied, self.peaks = 0.75, 0, 0, 0

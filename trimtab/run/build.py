@@ -233,7 +233,12 @@ def build_microstep(
         on_event("CUDA graphs are not captured: the run has several processes")
     elif resolved.graphs.enabled:
         graphs = Graphs(
-            loss, parameters, loss.device, held=StepResources(decoder), on_event=on_event, during=during
+            loss,
+            parameters,
+            loss.device,
+            held=StepResources(decoder),  # wording: allow
+            on_event=on_event,
+            during=during,
         )
     return MicroStep(loss, graphs, during=during)
 

@@ -251,7 +251,7 @@ class _SourceOpener:
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
         self.kept_commits = kept.commits if kept else {}
-        self.began = frozenset(one["fingerprint"] for one in kept.manifests) if kept else None
+        self.began = frozenset(manifest["fingerprint"] for manifest in kept.manifests) if kept else None
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
@@ -331,9 +331,11 @@ class _SourceOpener:
     def check_streams(self, sources: Sequence[Source]) -> None:
         """Raises for streamed rows next to files: files are sampled in proportion to bytes, which rows do not have."""
         streams = [
-            one.source for one in sources if one.source in self.passed and self.passed[one.source].stream
+            source.source
+            for source in sources
+            if source.source in self.passed and self.passed[source.source].stream
         ]
-        files = [one.source for one in sources if one.source not in streams]
+        files = [source.source for source in sources if source.source not in streams]
         if self.streaming and streams and files:
             raise DataError(
                 f"rows from Python ({self.passed[streams[0]].label}) are streamed together with {files[0]}, and the "

@@ -38,7 +38,7 @@ class DtypeTrace(TorchDispatchMode):
         >>> layer = torch.nn.Linear(2, 2, bias=False)
         >>> with DtypeTrace() as trace, torch.autocast("cpu", dtype=torch.bfloat16):
         ...     _ = layer(torch.ones(1, 2))
-        >>> [(one.name, one.inputs, one.output) for one in trace.counts if not one.is_view]
+        >>> [(op.name, op.inputs, op.output) for op in trace.counts if not op.is_view]
         [('_to_copy', 'fp32', 'bf16'), ('mm', 'bf16', 'bf16')]
     """
 
@@ -62,7 +62,7 @@ class DtypeTrace(TorchDispatchMode):
         before, after = _formats((args, kwargs)), _formats(out)
         if before and after:
             innermost = max(self._modules.parents, key=lambda path: path.count("."))
-            one = Operation(
+            operation = Operation(
                 innermost.partition(".")[2],
                 bool(self._modules.is_bw),
                 func.overloadpacket.__name__,
@@ -70,7 +70,7 @@ class DtypeTrace(TorchDispatchMode):
                 after,
                 _is_view(func),
             )
-            self.counts[one] = self.counts.get(one, 0) + 1
+            self.counts[operation] = self.counts.get(operation, 0) + 1
         return out
 
 
@@ -81,5 +81,5 @@ def _formats(values: Any) -> str:
 
 def _is_view(func: Any) -> bool:
     """Whether, by its schema, a result aliases an input that is not written to."""
-    aliases = [one.alias_info for one in func._schema.returns]
+    aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

@@ -102,8 +102,8 @@ def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
         if ".lora_" in name
     ]
     operations: dict[str, set[str]] = {}
-    for one in trace.counts:
-        operations.setdefault(one.name, set()).add(f"{one.inputs} → {one.output}")
+    for operation in trace.counts:
+        operations.setdefault(operation.name, set()).add(f"{operation.inputs} → {operation.output}")
     return Dtypes(
         rows, {name: sorted(pairs) for name, pairs in sorted(operations.items())}, NAMES[loss.dtype]
     )

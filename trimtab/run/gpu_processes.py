@@ -91,15 +91,15 @@ def describe_sharing(name: str, processes: Sequence[GpuProcess], limit: int | No
         >>> describe_sharing("NVIDIA A10", [GpuProcess(7, "python", 3 * 10**9), GpuProcess(8, "Xorg", 2 * 10**8, True)])
         '2.98 GiB of this GPU are used by 2 other processes (python 2.79 GiB, Xorg 190.7 MiB)'
     """
-    said = []
+    parts = []
     if (part := mig_slice(name)) is not None:
-        said.append(
+        parts.append(
             f"this is the MIG slice {part}, a part of the GPU with its own memory and multiprocessors"
         )
     if limit is not None:
-        said.append(f"MPS allows this process {format_bytes(limit)} ({MPS_LIMIT})")
+        parts.append(f"MPS allows this process {format_bytes(limit)} ({MPS_LIMIT})")
     elif any(process.name == MPS_SERVER for process in processes):
-        said.append("processes share this GPU through MPS")
+        parts.append("processes share this GPU through MPS")
     users = [process for process in processes if process.name != MPS_SERVER]
     if users:
         used = sum(process.used_bytes or 0 for process in users)
@@ -107,8 +107,8 @@ def describe_sharing(name: str, processes: Sequence[GpuProcess], limit: int | No
         listed = ", ".join(process.describe() for process in users[:SHOWN])
         more = f" and {len(users) - SHOWN} more" if len(users) > SHOWN else ""
         word = "process" if len(users) == 1 else "processes"
-        said.append(f"{amount} used by {len(users)} other {word} ({listed}{more})")
-    return "; ".join(said) or None
+        parts.append(f"{amount} used by {len(users)} other {word} ({listed}{more})")
+    return "; ".join(parts) or None
 
 
 def mig_slice(name: str) -> str | None:

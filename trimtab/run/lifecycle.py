@@ -195,21 +195,21 @@ def resume(
         kept = read_choices(folder, shape.num_layers)
         resolved = kept.resolved
         device = resume_device(resolved, recipe, path, asked=asked)
-        other = device.kind != resolved.device
+        moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
         report_threads(resolved.threads, recipe, view.message)
-        if not resolved.deterministic and device.kind == "cuda" and not other:
+        if not resolved.deterministic and device.kind == "cuda" and not moved:
             view.message(
                 "deterministic is off: on a GPU losses may differ in the last bits from an uninterrupted run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
-        if other:
+        if moved:
             resolved = resolve_for_device(resolved, recipe, shape, device)
-        stored = StoredConfig(resolved, folder.model, kept.model_commit, device, changed, moved=other)
+        stored = StoredConfig(resolved, folder.model, kept.model_commit, device, changed, moved=moved)
         prepared = prepare(recipe, stored)
-        if changed or other:
+        if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
         if asked:
             kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
@@ -393,19 +393,19 @@ def _write_changes(
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    said, now = [], dataclasses.replace(kept, lengths=run.lengths)
+    messages, updated = [], dataclasses.replace(kept, lengths=run.lengths)
     if kept.resolved.device != resolved.device:
-        said.append(describe_device_change(kept.resolved.device, resolved))
-        now = dataclasses.replace(now, resolved=resolved)
+        messages.append(describe_device_change(kept.resolved.device, resolved))
+        updated = dataclasses.replace(updated, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
         _refuse_early_stopped(run)
-        said.append(change)
+        messages.append(change)
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
-    if now.to_dict() != read_json(folder.choices):
-        write_choices(folder, now)
-    for message in said:
+    if updated.to_dict() != read_json(folder.choices):
+        write_choices(folder, updated)
+    for message in messages:
         view.message(message)
         run.setup.log.append({"kind": "event", "step": run.state.step, "message": message})
 
@@ -446,8 +446,8 @@ def _add_stop_tokens(
         )
     new = [end for end in example["ends"] if end not in tokenizer.stop_ids]
     if new:
-        words = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
-        view.message(f"answers end with {words}: added to the stop tokens of generation")
+        names = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
+        view.message(f"answers end with {names}: added to the stop tokens of generation")
     return models.add_stop_tokens(folder.model, tokenizer, new)
 
 

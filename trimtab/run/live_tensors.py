@@ -202,10 +202,10 @@ def _add_named(
 ) -> dict[int, str]:
     """Adds named tensors; returns the parameters' names by the identity of their storages."""
     names: dict[int, str] = {}
-    for one in named_tensors(model, optimizer):
-        key = found.add(one.tensor, one.kind, one.name, Origin(one.module))
-        if key is not None and one.kind is TensorKind.WEIGHTS:
-            names[key] = one.name
+    for named in named_tensors(model, optimizer):
+        key = found.add(named.tensor, named.kind, named.name, Origin(named.module))
+        if key is not None and named.kind is TensorKind.WEIGHTS:
+            names[key] = named.name
     return names
 
 
@@ -213,7 +213,7 @@ def named_tensors(model: torch.nn.Module | None, optimizer: States | None = None
     """Parameters, buffers, gradients and optimizer states that exist.
 
     Example:
-        >>> [one.name for one in named_tensors(torch.nn.Linear(2, 2))]
+        >>> [named.name for named in named_tensors(torch.nn.Linear(2, 2))]
         ['weight', 'bias']
     """
     if model is not None:
@@ -277,21 +277,25 @@ def _graph(tensors: list[torch.Tensor]) -> list[Any]:
         if id(node) in seen or hasattr(node, "variable"):
             continue
         seen[id(node)] = node  # keeps the wrapper alive: a freed one's id may be reused
-        nodes += [other for other, _ in node.next_functions if other is not None]
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
     return list(seen.values())
 
 
 def _module_of_node(node: Any, saved: list[torch.Tensor], names: Mapping[int, str]) -> str | None:
     """The module of a parameter that a node uses, directly or as a view; frozen ones are only in its saved tensors."""
-    inputs = [other for other, _ in node.next_functions if other is not None]
+    inputs = [parent for parent, _ in node.next_functions if parent is not None]
     views = [
-        other
-        for one in inputs
-        if one.name() in _VIEWS
-        for other, _ in one.next_functions
-        if other is not None
+        parent
+        for view in inputs
+        if view.name() in _VIEWS
+        for parent, _ in view.next_functions
+        if parent is not None
     ]
-    used = [variable for one in (*inputs, *views) if (variable := getattr(one, "variable", None)) is not None]
+    used = [
+        variable
+        for parent in (*inputs, *views)
+        if (variable := getattr(parent, "variable", None)) is not None
+    ]
     for tensor in (*used, *saved):
         with suppress(RuntimeError, NotImplementedError):
             name = names.get(tensor.untyped_storage()._cdata)
@@ -307,8 +311,8 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             continue
         with suppress(RuntimeError):  # freed already
             raw = getattr(node, name)
-            for one in raw if isinstance(raw, tuple | list) else (raw,):
-                packed = getattr(one, "data", None)
+            for saved in raw if isinstance(raw, tuple | list) else (raw,):
+                packed = getattr(saved, "data", None)
                 if isinstance(packed, torch.Tensor):
                     yield packed
     for value in getattr(node, "__dict__", {}).values():  # a Function's own attributes

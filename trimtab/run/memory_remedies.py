@@ -93,18 +93,18 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
     elif phase is RunPhase.PROBE:
         found = [Suggestion("probe: false", ("probe=false",))]
     elif phase is RunPhase.EVALUATION:  # its batches are those of training
-        found = [_suggestion(one) for one in remedies(plan) if _BATCH in one.change]
+        found = [_suggestion(remedy) for remedy in remedies(plan) if _BATCH in remedy.change]
     elif phase in (*OWN_STEP, RunPhase.LOAD):
         found = _sufficient_first(report, plan)
     else:
         found = []
-    return [one for one in found if not began or _may_change(one)]
+    return [suggestion for suggestion in found if not began or _may_change(suggestion)]
 
 
 def resume_command(folder: Path, suggestion: Suggestion | None) -> str:
     """The command that resumes a run with a suggested change."""
-    words = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
-    return shlex.join(words)
+    command = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
+    return shlex.join(command)
 
 
 def _suggestion(remedy: Remedy, *, enough: bool = True) -> Suggestion:
@@ -117,26 +117,26 @@ def _may_change(suggestion: Suggestion) -> bool:
 
 def _sufficient_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
     """Changes that suffice in the planner's order, then the others by the memory that they save."""
-    fits, found = enough(report, plan), remedies(plan)
-    short = sorted((one for one in found if not fits(one)), key=lambda one: -one.saving)
+    fits, found = would_fit(report, plan), remedies(plan)
+    insufficient = sorted((remedy for remedy in found if not fits(remedy)), key=lambda remedy: -remedy.saving)
     return [
-        *(_suggestion(one) for one in found if fits(one)),
-        *(_suggestion(one, enough=False) for one in short),
+        *(_suggestion(remedy) for remedy in found if fits(remedy)),
+        *(_suggestion(remedy, enough=False) for remedy in insufficient),
     ]
 
 
-def enough(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
+def would_fit(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
     """Returns a predicate: whether the run would have fit with a remedy, judged by the measured memory.
 
     The excess of measured over predicted memory is added to the prediction of each remedy.
     """
     state, predicted = report.state, report.predicted
-    held = state.allocated if state.on_gpu else state.process
-    if held is None or state.free is None or state.requested is None or predicted is None:
+    used = state.allocated if state.on_gpu else state.process
+    if used is None or state.free is None or state.requested is None or predicted is None:
         wanted = state.requested or 0
         return lambda remedy: remedy.saving >= wanted
     expected = predicted.process if not state.on_gpu else (predicted.phase or predicted.allocated)
-    beyond = max(0, held + state.requested - expected)
-    room = held + state.free
+    excess = max(0, used + state.requested - expected)
+    available = used + state.free
     outside = plan.memory.outside if state.on_gpu else 0
-    return lambda remedy: remedy.needed - outside + beyond <= room
+    return lambda remedy: remedy.needed - outside + excess <= available

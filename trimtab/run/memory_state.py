@@ -90,7 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM  # mapping a file of weights
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def parse_message(error: BaseException) -> MemoryState:
@@ -135,33 +135,33 @@ def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int | None:
 
 def memory_state(error: BaseException) -> MemoryState:
     """Memory at the failure, from torch's message, which was written at that moment; the rest from the allocator."""
-    said = parse_message(error)
-    if not said.on_gpu:
+    state = parse_message(error)
+    if not state.on_gpu:
         total, available = host_memory()
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         return replace(
-            said,
+            state,
             process=process_bytes() or None,
             free=available,
             total=total,
             address_space=None if limit == resource.RLIM_INFINITY else limit,
         )
     if not torch.cuda.is_initialized():
-        return said
+        return state
     index = torch.cuda.current_device()
-    said = replace(said, device=torch.cuda.get_device_name(index))
+    state = replace(state, device=torch.cuda.get_device_name(index))
     with suppress(RuntimeError):  # after some CUDA errors every further call fails
         free, total = torch.cuda.mem_get_info(index)
-        said = replace(
-            said,
-            allocated=said.allocated or torch.cuda.memory_allocated(index),
-            reserved=said.reserved or torch.cuda.memory_reserved(index),
-            free=free if said.free is None else said.free,
-            total=said.total or total,
+        state = replace(
+            state,
+            allocated=state.allocated or torch.cuda.memory_allocated(index),
+            reserved=state.reserved or torch.cuda.memory_reserved(index),
+            free=free if state.free is None else state.free,
+            total=state.total or total,
             largest_free_block=largest_free_block(torch.cuda.memory_snapshot()),
-            others=other_processes(index) or said.others,
+            others=other_processes(index) or state.others,
         )
-    return said
+    return state
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int | None:

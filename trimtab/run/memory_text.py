@@ -87,7 +87,7 @@ def full_text(report: MemoryReport, remedies: Sequence[str] = ()) -> str:
     if place := _describe_origin(report.asked):
         parts.append(f"requested by  {place}")
     if remedies:
-        parts += ["", "Changes that save memory, cheapest first:", *(f"  {one}" for one in remedies)]
+        parts += ["", "Changes that save memory, cheapest first:", *(f"  {remedy}" for remedy in remedies)]
     parts += ["", f"Largest live tensors ({len(report.tensors)} are listed in oom.json):"]
     parts += [f"  {group.describe()}" for group in group_tensors(report.tensors)[:FULL_GROUPS]]
     if not report.recorded:
@@ -96,15 +96,19 @@ def full_text(report: MemoryReport, remedies: Sequence[str] = ()) -> str:
 
 
 def _predicted(report: MemoryReport) -> Iterator[str]:
-    said = report.predicted
-    if said is None:
+    predicted = report.predicted
+    if predicted is None:
         return
-    own = said.phase is not None and said.phase != said.allocated
-    phase = f", {format_bytes(said.phase or 0)} in this phase" if own else ""
-    host = "" if report.state.on_gpu or said.host is None else f", {format_bytes(said.host)} on the host"
+    own = predicted.phase is not None and predicted.phase != predicted.allocated
+    phase = f", {format_bytes(predicted.phase or 0)} in this phase" if own else ""
+    host = (
+        ""
+        if report.state.on_gpu or predicted.host is None
+        else f", {format_bytes(predicted.host)} on the host"
+    )
     yield (
-        f"predicted     {format_bytes(said.allocated)} of tensors at the peak ({said.moment}){phase}, "
-        f"{format_bytes(said.process)} for the whole process{host}"
+        f"predicted     {format_bytes(predicted.allocated)} of tensors at the peak ({predicted.moment}){phase}, "
+        f"{format_bytes(predicted.process)} for the whole process{host}"
     )
 
 

@@ -166,8 +166,8 @@ def _details(report: MemoryReport, run: RunFolder | None) -> Iterator[str]:
 def write_report(report: MemoryReport, folder: RunFolder, remedies: Sequence[Suggestion] = ()) -> bool:
     """Writes oom.json and oom.txt into a run folder; returns whether that succeeded."""
     try:
-        write_json(folder.oom, {**report.to_dict(), "remedies": [asdict(one) for one in remedies]})
-        write_text(folder.oom_text, full_text(report, [one.describe() for one in remedies]))
+        write_json(folder.oom, {**report.to_dict(), "remedies": [asdict(remedy) for remedy in remedies]})
+        write_text(folder.oom_text, full_text(report, [remedy.describe() for remedy in remedies]))
     except ResourceError:  # a full or read-only disk must not hide the out-of-memory error
         return False
     return True

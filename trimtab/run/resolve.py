@@ -290,10 +290,10 @@ def _attention_of(
     packed = choose_attention(packed=True, **job)
     unpacked, reason = packed.impl, packed.reason
     if not recipe.packing and recipe.model.attn_implementation == "auto":
-        other = choose_attention(packed=False, **job)
-        if other.impl != packed.impl:
-            unpacked = other.impl
-            reason = f"{other.reason}; {packed.impl} for evaluation, which packs documents"
+        choice = choose_attention(packed=False, **job)
+        if choice.impl != packed.impl:
+            unpacked = choice.impl
+            reason = f"{choice.reason}; {packed.impl} for evaluation, which packs documents"
     return AttentionConfig((LayerAttention(packed.impl, unpacked),) * len(blocks), reason, packed.rejected)
 
 

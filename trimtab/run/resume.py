@@ -92,19 +92,21 @@ def describe_damage(cut: Cut, step: int, metrics: Path) -> list[str]:
         >>> flaws(Cut(steps=frozenset({1, 4})), 4, Path("metrics.jsonl"))
         ['metrics.jsonl lacks steps 2 to 3 of the 4 trained steps: the report will not show them']
     """
-    said = []
+    sentences = []
     if cut.damaged:
         lines = "a damaged line was" if len(cut.damaged) == 1 else f"{len(cut.damaged)} damaged lines were"
-        said.append(f"{metrics}: {lines} removed (the first is line {cut.damaged[0]})")
+        sentences.append(f"{metrics}: {lines} removed (the first is line {cut.damaged[0]})")
     missing = format_gaps(cut.steps, step)
     if missing and not cut.steps:
-        said.append(f"{metrics} is missing or empty: the report will show none of the steps up to {step}")
+        sentences.append(
+            f"{metrics} is missing or empty: the report will show none of the steps up to {step}"
+        )
     elif missing:
         what, them = ("step", "it") if missing.isdecimal() else ("steps", "them")
-        said.append(
+        sentences.append(
             f"{metrics} lacks {what} {missing} of the {step} trained steps: the report will not show {them}"
         )
-    return said
+    return sentences
 
 
 def requests_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) -> bool:

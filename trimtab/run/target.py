@@ -150,7 +150,9 @@ def known_shape(recipe: Recipe) -> tuple[ModelShape, tuple[str, ...]] | None:
     entry = _catalogued(recipe)
     if entry is None:
         return None
-    if recipe.data.replay is not None and any(one.source == REPLAY for one in recipe.data.replay.sources):
+    if recipe.data.replay is not None and any(
+        source.source == REPLAY for source in recipe.data.replay.sources
+    ):
         raise replay_error(recipe)
     return entry.shape, _entry_notes(entry)
 
