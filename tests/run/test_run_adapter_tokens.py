@@ -47,7 +47,7 @@ def ids_of(folder: Path, **more: Any) -> list[int]:
     return trimtab.load(folder, device="cpu", dtype="fp32", **more).opened.tokenizer.encode("the cat<|tool|>")
 
 
-def test_tokens_come_along_where_the_embedding_has_rows_to_spare(home: Path, tmp_path: Path) -> None:
+def test_tokens_are_exported_if_the_embedding_has_unused_rows(home: Path, tmp_path: Path) -> None:
     assert ids_of(home / "model") != (own := ids_of(home / "run"))
     assert len(own) == 2
     assert ids_of(home / "model", adapter=home / "adapter") == own
@@ -62,7 +62,7 @@ def test_tokens_come_along_where_the_embedding_has_rows_to_spare(home: Path, tmp
 
 @pytest.mark.parametrize("tokens", [[], TOKENS[::-1], ["<|other|>", "the dog"], TOKENS[:1]])
 @pytest.mark.parametrize("spare", [True, False])
-def test_training_goes_on_with_the_same_tokens_only(
+def test_training_continues_with_the_same_tokens_only(
     home: Path, tokens: list[str], spare: bool, tmp_path: Path
 ) -> None:
     place = home
@@ -84,7 +84,7 @@ def test_training_goes_on_with_the_same_tokens_only(
     done("train", write_recipe(tmp_path, **QUICK, model=model, lora={"adapter": str(place / "adapter")}))
 
 
-def test_a_chat_template_comes_along(tmp_path: Path) -> None:
+def test_a_chat_template_is_exported(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     model = {"name": str(tmp_path / "model"), "chat_template": TEMPLATE}
     done("train", write_recipe(tmp_path, **QUICK, model=model, lora={"r": 2}))
@@ -96,7 +96,7 @@ def test_a_chat_template_comes_along(tmp_path: Path) -> None:
     assert opened.tokenizer.chat_template == TEMPLATE
 
 
-def test_tokens_that_can_be_read_and_not_written_are_said(tmp_path: Path) -> None:
+def test_tokens_that_cannot_be_generated_are_reported(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", tie_embeddings=False)
     model = {"name": str(tmp_path / "model"), "added_tokens": TOKENS}
     lora: dict[str, Any] = {"r": 2, "modules_to_save": ["embed_tokens"]}

@@ -89,7 +89,7 @@ def test_a_stream_may_begin_with_nothing_to_train_on(tmp_path: Path, model: Path
         ("data.chat_template_kwargs={messages: x}", "names messages, which every chat template gets"),
     ],
 )
-def test_words_that_no_recipe_may_have(
+def test_text_that_no_recipe_may_contain(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
 ) -> None:
     path = small(tmp_path, model)

@@ -90,7 +90,7 @@ def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> 
     assert cached_digests([one])[one.name].sha256 == sha256(b"the other 1")
 
 
-def test_what_was_written_just_now_is_not_remembered(
+def test_a_checksum_of_a_new_file_is_not_cached(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
@@ -109,9 +109,7 @@ def test_what_was_written_just_now_is_not_remembered(
     assert reads == []
 
 
-def test_what_is_written_while_it_is_read_is_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checksum_of_a_changing_file_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = weights(tmp_path / "base", b"before")
     plain = files.digest
 
@@ -141,9 +139,7 @@ def test_small_files_are_always_read(
     [b"", b"{", b"[]", b"null", b"\xff", b'{"stat": []}', b"[" * 100_000, "sha", "bytes"],
     ids=["empty", "torn", "list", "null", "no text", "no key", "deep", "no checksum", "of another file"],
 )
-def test_a_note_that_is_not_whole_is_passed_over(
-    content: bytes | str, tmp_path: Path, reads: list[str]
-) -> None:
+def test_a_damaged_cache_entry_is_ignored(content: bytes | str, tmp_path: Path, reads: list[str]) -> None:
     (path,) = weights(tmp_path / "base", b"weights")
     cached_digests([path])
     (note,) = notes(tmp_path)
@@ -161,7 +157,7 @@ def test_a_note_that_is_not_whole_is_passed_over(
     assert note.read_text() == whole
 
 
-def test_a_folder_that_cannot_be_used_costs_time_only(
+def test_an_unusable_cache_folder_is_ignored(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = weights(tmp_path / "base", b"weights")

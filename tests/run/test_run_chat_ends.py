@@ -36,7 +36,7 @@ def with_marks(folder: Path, *, special: bool) -> Path:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["all", "lora"])
-def test_writing_stops_where_trained_answers_end(tmp_path: Path, special: bool, lora: Any) -> None:
+def test_generation_stops_where_trained_answers_end(tmp_path: Path, special: bool, lora: Any) -> None:
     with_marks(tmp_path / "model", special=special)
     view = Watching()
     launch.train(load(recipe(tmp_path, template=CHATML, lora=lora, **SHORT)), view)
@@ -73,7 +73,7 @@ def test_tokens_that_a_recipe_adds_end_answers_too(tmp_path: Path) -> None:
     assert kept.stop_ids == {0, kept.backend.token_to_id("<|im_end|>")}
 
 
-def test_a_run_is_resumed_with_what_it_stops_at(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_stop_tokens(tmp_path: Path) -> None:
     with_marks(tmp_path / "model", special=True)
     path = recipe(tmp_path, template=CHATML, lr_scheduler_type="constant", **SHORT)
     launch.train(load(path), Watching())
@@ -83,7 +83,7 @@ def test_a_run_is_resumed_with_what_it_stops_at(tmp_path: Path) -> None:
     assert len(text.load(tmp_path / "run" / "model").stop_ids) == 2
 
 
-def test_the_template_is_told_what_it_was_told_in_training(
+def test_the_template_gets_the_variables_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     template = TEMPLATE.replace("{{ 'assistant:' }}", "{{ 'assistant:' }}{{ mode }}").replace(
@@ -106,7 +106,7 @@ def test_the_template_is_told_what_it_was_told_in_training(
     assert record["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
-def test_an_example_that_is_cut_before_an_answer_ends_is_told(tmp_path: Path) -> None:
+def test_an_example_that_is_truncated_before_an_answer_ends_is_reported(tmp_path: Path) -> None:
     view = Watching()
     launch.train(load(recipe(tmp_path, max_seq_length=28, **SHORT)), view)
     assert view.of("example")[0]["cut"]

@@ -88,7 +88,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_labels(finished: tuple[Pat
     assert first["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_resumed_run_repeats_the_unstopped_one(finished: tuple[Path, Watching], tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_uninterrupted_one(finished: tuple[Path, Watching], tmp_path: Path) -> None:
     class Enough(Exception):
         """Simulates an interruption."""
 
@@ -114,7 +114,7 @@ def test_streaming_trains_on_answers_too(tmp_path: Path) -> None:
     assert view.of("train")[-1]["tokens"] > 0
 
 
-def test_answers_that_never_stop_are_told(tmp_path: Path, finished: tuple[Path, Watching]) -> None:
+def test_answers_without_an_end_token_are_reported(tmp_path: Path, finished: tuple[Path, Watching]) -> None:
     view = Watching()
     template = TEMPLATE.replace("{{ eos_token }}", "")
     launch.train(load(recipe(tmp_path, template=template, num_train_epochs=None, max_steps=1)), view)
@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[TrimtabError], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_said_before_training(
+def test_mistakes_raise_before_training(
     tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

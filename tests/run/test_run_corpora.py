@@ -63,7 +63,7 @@ def trained_texts(corpora: Corpora, tokenizer: text.Tokenizer, **data: Any) -> s
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_is_measured_is_not_trained_on(
+def test_evaluation_text_is_not_trained_on(
     tmp_path: Path, tokenizer: text.Tokenizer, streaming: bool
 ) -> None:
     write_texts(tmp_path / "train.jsonl", 1, 30)
@@ -106,7 +106,7 @@ def test_all_of_the_training_text_held_out_is_an_error(tmp_path: Path, tokenizer
         opened(tmp_path, tokenizer, eval={"domain": [str(tmp_path / "train.jsonl")]})
 
 
-def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+def test_replaced_characters_are_reported(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
     class Listening(Quiet):
         said: ClassVar[list[str]] = []
 
@@ -123,7 +123,7 @@ def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.
     ]
 
 
-def test_what_one_source_holds_out_no_other_trains_on(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+def test_held_out_text_of_a_source_is_in_no_other_source(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
     """Each source has at least one held-out document, and which one depends on its other documents."""
     words = [" ".join(sentences(seed, 3)) for seed in range(24)]
     shared_by_chance = 0

@@ -89,7 +89,7 @@ def test_a_gpu_with_unified_memory_has_what_the_host_has(
     assert (found.host_free_bytes, found.pinnable_bytes) == (None, 0), "the same bytes are not counted twice"
 
 
-def test_a_card_of_its_own_is_not_unified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discrete_gpu_has_no_unified_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1, called="NVIDIA H200")
     found = detect("cuda")
     assert not found.unified
@@ -97,7 +97,7 @@ def test_a_card_of_its_own_is_not_unified(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.host_free_bytes == pytest.approx(host_memory()[1], rel=0.2)
 
 
-def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1)
     assert detect("cuda").shared is None
     asked = []

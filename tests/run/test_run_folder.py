@@ -41,7 +41,7 @@ def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept_and_emptied(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.create("model: x"):
         write_json(folder.choices, {})
@@ -51,7 +51,7 @@ def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["metrics", "checkpoint"])
-def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
+def test_trained_steps_are_kept(tmp_path: Path, what: str) -> None:
     folder = RunFolder(tmp_path / "run")
     with contextlib.suppress(KeyboardInterrupt), folder.create("model: x"):
         if what == "metrics":
@@ -87,7 +87,7 @@ def test_files_that_appear_during_a_failed_start_are_left_alone(tmp_path: Path) 
     assert (folder.path / "notes.txt").read_text() == "mine"
 
 
-def test_small_files_are_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     write_json(path, {"a": 1})
 

@@ -20,7 +20,7 @@ from trimtab.run.resolve import resolve_recipe
 GROUPED = {"packing": False, "group_by_length": True, "logging_steps": 1}
 
 
-def test_a_step_over_the_whole_epoch_has_the_padded_windows_loss(tmp_path: Path) -> None:
+def test_a_step_over_an_epoch_has_the_loss_of_padded_sequences(tmp_path: Path) -> None:
     whole = {"gradient_accumulation_steps": 64, "num_train_epochs": 2, "logging_steps": 1, "packing": False}
     padded = run(tmp_path, "padded", **whole)
     grouped = run(tmp_path, "grouped", **whole, group_by_length=True)

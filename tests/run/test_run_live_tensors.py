@@ -114,7 +114,7 @@ def test_local_variables_of_the_frames_are_named_with_their_line() -> None:
     assert "test_run_live_tensors.py" in mine.origin.line
 
 
-def test_the_module_that_asked_is_named() -> None:
+def test_the_requesting_module_is_named() -> None:
     class Greedy(Gate):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise MemoryError
@@ -127,7 +127,7 @@ def test_the_module_that_asked_is_named() -> None:
     assert failure_origin(raised.value).module == "layers.2"  # the model is found in the frames
 
 
-def test_tensors_that_share_their_memory_are_one() -> None:
+def test_tensors_that_share_a_storage_are_listed_once() -> None:
     whole = torch.zeros(54321)
     views = [whole[:10], whole.view(3, -1)]
     found = [t for t in live_tensors(MemoryError()) if t.bytes == 54321 * 4]

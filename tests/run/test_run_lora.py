@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["plain", "deep", "packed", "bytes8"])
-def test_resuming_repeats_the_unstopped_run_bit_by_bit(
+def test_resuming_repeats_the_uninterrupted_run_bit_by_bit(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     whole: Path = request.getfixturevalue(which)
@@ -312,7 +312,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_invalid_recipes(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     code, said = call("train", write_recipe(tmp_path, **{**SMALL, **changes}))
     assert code == 2, said
     for word in words:
@@ -320,14 +320,14 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_in_few_bits_trained_whole_are_refused_by_the_plan(tmp_path: Path) -> None:
+def test_full_training_of_quantized_weights_is_refused_by_the_plan(tmp_path: Path) -> None:
     lora = {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}
     code, said = call("plan", write_recipe(tmp_path, **{**SMALL, "load_in_4bit": True, "lora": lora}))
     assert code == 2, said
     assert "down_proj, which is quantized and cannot be trained" in said
 
 
-def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
+def test_dtypes_of_a_run_with_adapters(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
     assert call("plan", path, "--dtypes") == (0, ANY)
     prepared = prepare(load(path))
@@ -340,7 +340,7 @@ def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "formats", [{"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": "fp32"}, {"dtype": "fp16"}]
 )
-def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
+def test_dtypes_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
     """bf16 weights, bf16 autocast, fp16 autocast with loss scaling: losses close to those of fp32."""
     run = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, **formats)
     assert losses(run) == pytest.approx(losses(plain), rel=0.02)

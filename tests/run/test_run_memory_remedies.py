@@ -58,7 +58,7 @@ def test_every_remedy_can_be_given_on_the_command_line() -> None:
     assert overrides_of("dtype: bf16, weights_dtype: bf16") == ("dtype=bf16", "weights_dtype=bf16")
 
 
-def test_the_first_that_is_enough_is_advised_first() -> None:
+def test_the_first_sufficient_change_is_suggested_first() -> None:
     plan = qwen()
     report = failed(plan, RunPhase.BACKWARD)
     found = training_suggestions(report, plan, began=False)
@@ -66,7 +66,7 @@ def test_the_first_that_is_enough_is_advised_first() -> None:
     assert found[0].change == remedies(plan)[0].change
 
 
-def test_what_was_held_beyond_the_prediction_counts_for_every_change() -> None:
+def test_memory_above_the_prediction_counts_for_every_change() -> None:
     plan = qwen()
     as_predicted = failed(plan, RunPhase.BACKWARD)
     assert any(map(would_fit(as_predicted, plan), remedies(plan)))
@@ -80,7 +80,7 @@ def test_what_was_held_beyond_the_prediction_counts_for_every_change() -> None:
     assert "may not be enough" in first.describe()
 
 
-def test_a_run_that_has_begun_is_advised_only_what_may_change() -> None:
+def test_a_started_run_gets_only_suggestions_that_a_resume_allows() -> None:
     plan = qwen()
     for phase in (RunPhase.FORWARD, RunPhase.OPTIMIZER_STEP, RunPhase.EVALUATION, RunPhase.GENERATION):
         report = failed(plan, phase)

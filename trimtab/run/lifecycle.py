@@ -127,7 +127,7 @@ def train(
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
         return _train_prepared(
-            prepared, folder, view, kept=None, after_step=after_step, given=given or Given()
+            prepared, folder, view, saved_choices=None, after_step=after_step, given=given or Given()
         )
 
 
@@ -153,7 +153,7 @@ def _train_loaded(
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
-        return _train_prepared(prepared, folder, view, kept=None, after_step=after_step, given=given)
+        return _train_prepared(prepared, folder, view, saved_choices=None, after_step=after_step, given=given)
 
 
 def _prepare_new(recipe: Recipe) -> Prepared:
@@ -189,12 +189,12 @@ def resume(
         if not folder.choices.is_file():
             return _restart(folder, overrides, view, after_step=after_step, given=given or Given())
         before, recipe = read_recipe(folder), recipe_of(folder, overrides)
-        asked = requests_device(before, recipe, overrides)
+        device_requested = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         shape = read_shape(folder.model)
-        kept = read_choices(folder, shape.num_layers)
-        resolved = kept.resolved
-        device = resume_device(resolved, recipe, path, asked=asked)
+        saved_choices = read_choices(folder, shape.num_layers)
+        resolved = saved_choices.resolved
+        device = resume_device(resolved, recipe, path, asked=device_requested)
         moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
@@ -207,14 +207,18 @@ def resume(
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if moved:
             resolved = resolve_for_device(resolved, recipe, shape, device)
-        stored = StoredConfig(resolved, folder.model, kept.model_commit, device, changed, moved=moved)
+        stored = StoredConfig(
+            resolved, folder.model, saved_choices.model_commit, device, changed, moved=moved
+        )
         prepared = prepare(recipe, stored)
         if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
-        if asked:
-            kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
+        if device_requested:
+            saved_choices = dataclasses.replace(
+                saved_choices, recipe=with_device(saved_choices.recipe, recipe)
+            )
         return _train_prepared(
-            prepared, folder, view, kept=kept, after_step=after_step, given=given or Given()
+            prepared, folder, view, saved_choices=saved_choices, after_step=after_step, given=given or Given()
         )
 
 
@@ -237,7 +241,7 @@ def _restart(
     view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
     with folder.restart(), current_gpu(recipe.device), torch_put_back():
-        return _train_prepared(prepared, folder, view, kept=None, after_step=after_step, given=given)
+        return _train_prepared(prepared, folder, view, saved_choices=None, after_step=after_step, given=given)
 
 
 def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
@@ -257,14 +261,14 @@ def _train_prepared(
     folder: RunFolder,
     view: View,
     *,
-    kept: Choices | None,
+    saved_choices: Choices | None,
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
     recorder = AllocationRecorder() if given.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
     with reporting_out_of_memory(explainer, folder, prepared.plan):
-        run, plan = _build(prepared, folder, view, explainer, kept=kept, given=given)
+        run, plan = _build(prepared, folder, view, explainer, saved_choices=saved_choices, given=given)
         folder.remove_oom_report()
         run.setup.after_step = after_step
         run.setup.on_measured = PlanReceipt(folder, plan, view)
@@ -281,14 +285,14 @@ def _build(
     view: View,
     explainer: MemoryExplainer,
     *,
-    kept: Choices | None,
+    saved_choices: Choices | None,
     given: Given,
 ) -> tuple[building.Run, Plan]:
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
-    found = _resume_checkpoint(folder, recipe, view) if kept is not None else None
-    if kept is None:
+    found = _resume_checkpoint(folder, recipe, view) if saved_choices is not None else None
+    if saved_choices is None:
         tokenizer_commit = _write_skeleton(prepared, folder)
         unwritten = note_untrained_head(prepared)
         if unwritten is not None:
@@ -296,25 +300,25 @@ def _build(
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
-            recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
+            recipe, tokenizer, view, kept=saved_choices.data if saved_choices else None, passed=given.rows
         )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
-    check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
+    check_disk(plan.disk, free, str(folder.path), resumed=saved_choices is not None)
     if found is not None:
         check_length(recipe, found.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(f"note: {note}")  # as `trimtab plan` prints it
     weights = _resolve_weights(prepared, folder)
-    base = _resolve_base(prepared, weights, kept)
-    if kept is not None and weights != prepared.model:
-        _initial_checkpoint(prepared, weights, kept)
+    base = _resolve_base(prepared, weights, saved_choices)
+    if saved_choices is not None and weights != prepared.model:
+        _initial_checkpoint(prepared, weights, saved_choices)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
         tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
-    planned = _planned_lengths(kept, opened)
+    planned = _planned_lengths(saved_choices, opened)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
@@ -327,16 +331,16 @@ def _build(
             folder=folder,
             observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
-            resume=kept is not None,
+            resume=saved_choices is not None,
             found=found,
             base=base,
             callbacks=given.callbacks,
             lengths=planned,
             during=explainer.during,
-            dropout_by_sequence=kept is None or kept.dropout_by_sequence,
+            dropout_by_sequence=saved_choices is None or saved_choices.dropout_by_sequence,
         )
     explainer.watch(run.setup.model, run.setup.optimizer, lambda: run.state.step)
-    if kept is None:
+    if saved_choices is None:
         choices = Choices(
             resolved,
             recipe,
@@ -349,7 +353,7 @@ def _build(
         )
         _write_new(folder, choices, plan)
     else:
-        _write_changes(prepared, folder, run, plan, kept, planned, view)
+        _write_changes(prepared, folder, run, plan, saved_choices, planned, view)
     if example is not None and run.state.step == 0 and found is None:
         run.setup.log.append(example)
     return run, plan
@@ -387,15 +391,15 @@ def _write_changes(
     folder: RunFolder,
     run: building.Run,
     plan: Plan,
-    kept: Choices,
+    saved_choices: Choices,
     planned: Sequence[Length],
     view: View,
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    messages, updated = [], dataclasses.replace(kept, lengths=run.lengths)
-    if kept.resolved.device != resolved.device:
-        messages.append(describe_device_change(kept.resolved.device, resolved))
+    messages, updated = [], dataclasses.replace(saved_choices, lengths=run.lengths)
+    if saved_choices.resolved.device != resolved.device:
+        messages.append(describe_device_change(saved_choices.resolved.device, resolved))
         updated = dataclasses.replace(updated, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
@@ -421,11 +425,11 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _planned_lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+def _planned_lengths(saved_choices: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
     """The planned lengths of a run that is resumed; empty for a new run."""
-    if kept is None or kept.lengths:
-        return kept.lengths if kept else ()
-    planned = total_steps(kept.recipe, opened.facts, Mesh.world().size)
+    if saved_choices is None or saved_choices.lengths:
+        return saved_choices.lengths if saved_choices else ()
+    planned = total_steps(saved_choices.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
     return (Length(0, planned),)
 
@@ -461,18 +465,20 @@ def _write_skeleton(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
-def _resolve_base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeights | None:
+def _resolve_base(prepared: Prepared, weights: Path, saved_choices: Choices | None) -> BaseWeights | None:
     """The base weights of a run with adapters, with checksums; a resumed run requires the same weights."""
     if prepared.resolved.lora is None:
         return None
-    if kept is None:
+    if saved_choices is None:
         return base_weights.identify_base(prepared.recipe, weights, prepared.commit)
-    assert kept.base is not None, "choices.json of a run with adapters names its base"
-    base_weights.check_base(kept.base, weights)
-    return kept.base
+    assert saved_choices.base is not None, "choices.json of a run with adapters names its base"
+    base_weights.check_base(saved_choices.base, weights)
+    return saved_choices.base
 
 
-def _initial_checkpoint(prepared: Prepared, weights: Path, kept: Choices | None = None) -> BaseWeights | None:
+def _initial_checkpoint(
+    prepared: Prepared, weights: Path, saved_choices: Choices | None = None
+) -> BaseWeights | None:
     """The checkpoint of another run that the initial weights are read from, with checksums; None for other models.
 
     A run that is resumed before its first checkpoint reads it again and requires the same content. In a run with
@@ -480,10 +486,10 @@ def _initial_checkpoint(prepared: Prepared, weights: Path, kept: Choices | None 
     """
     if not is_checkpoint(weights):
         return None
-    if kept is None:
+    if saved_choices is None:
         check_checksums(weights)
-    elif kept.started_from is not None:
-        base_weights.check_base(kept.started_from, weights)
+    elif saved_choices.started_from is not None:
+        base_weights.check_base(saved_choices.started_from, weights)
     return None if prepared.resolved.lora else base_weights.identify_base(prepared.recipe, weights, None)
 
 

@@ -85,7 +85,7 @@ def absolute(recipe: Recipe) -> Recipe:
     model["tokenizer"] = _absolute(model.get("tokenizer"))
     if not is_template(model.get("chat_template") or ""):
         model["chat_template"] = _absolute(model.get("chat_template"))
-    section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
+    section["cache_dir"] = _absolute(section.get("cache_dir"), force=True)
     for source in _sources(section):
         source["source"] = _absolute(source["source"])
     if plain.get("lora"):
@@ -116,11 +116,11 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
     return [*section["train"], *replayed, *section["eval"]["domain"], *section["eval"]["general"]]
 
 
-def _absolute(name: Any, *, whatever: bool = False) -> Any:
+def _absolute(name: Any, *, force: bool = False) -> Any:
     if name is None or unusable_name(name) is not None:
         return name
     path = Path(name).expanduser()
-    local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
+    local = force or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name
 
 
@@ -180,9 +180,9 @@ def _latest_good(run: RunFolder) -> Path:
     if good:
         return good[0][0]
     cause = f"{run.path} has no good checkpoint to start from"
-    kept = read_model_choices(run) if run.choices.is_file() else None
+    choices = read_model_choices(run) if run.choices.is_file() else None
     # If checkpoints are damaged or missing, resuming raises too.
-    if step_folders(run.checkpoints) or (kept and has_published(run, kept.save_steps)):
+    if step_folders(run.checkpoints) or (choices and has_published(run, choices.save_steps)):
         raise CheckpointError(
             cause,
             f"restore one from a copy, train its recipe again ({run.retrain_command()}), or name another model",

@@ -163,9 +163,9 @@ def _open_run(
     on_event: Callable[[str], None],
 ) -> OpenedModel:
     """Opens a run's model at a checkpoint; if the checkpoint has only adapters, on the base that it names."""
-    kept = read_model_choices(run)
-    settings = kept.lora
-    found = _find_checkpoint(run, checkpoint, kept.save_steps, on_event)
+    choices = read_model_choices(run)
+    settings = choices.lora
+    found = _find_checkpoint(run, checkpoint, choices.save_steps, on_event)
     base = read_manifest(found.path).base
     if settings is None:
         _check_stored(dict(shape.parameters()), shape.num_layers, found)
@@ -176,13 +176,13 @@ def _open_run(
         _check_stored(wanted, 0, found)
         place = None
         if not base.is_random:
-            place, _ = model_folder(initial_model(base.source, run.path), revision=kept.model_commit)
+            place, _ = model_folder(initial_model(base.source, run.path), revision=choices.model_commit)
             check_base(base, place)
-        decoder = new_decoder(settings, kept.quantization, place)
+        decoder = new_decoder(settings, choices.quantization, place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)
-    tokenizer = dataclasses.replace(tokenizer, template_variables=kept.template_variables)
-    own = kept.own_tokenizer
+    tokenizer = dataclasses.replace(tokenizer, template_variables=choices.template_variables)
+    own = choices.own_tokenizer
     tokens = {DEFAULT} if own and settings is not None else set()
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
 

@@ -115,41 +115,41 @@ def requests_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) ->
     return named or recipe.device != before.device
 
 
-def resume_device(kept: Resolved, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
+def resume_device(stored: Resolved, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
     """The device that a run resumes on: the requested one if the resume names one, otherwise the run's own."""
     if asked:
         return detect(recipe.device)
     try:
-        return detect(kept.device if recipe.device == "auto" else recipe.device)
+        return detect(stored.device if recipe.device == "auto" else recipe.device)
     except ResourceError as error:
         import torch
 
         if torch.cuda.is_available():  # there are GPUs, but not the named one
             raise
         raise ResourceError(
-            f"{run} was trained on {kept.device}, and torch sees no CUDA GPU here",
+            f"{run} was trained on {stored.device}, and torch sees no CUDA GPU here",
             "`trimtab doctor` explains why; to resume without a GPU: "
             f"`trimtab train --resume {shlex.quote(str(run))} device=cpu`",
         ) from error
 
 
-def resolve_for_device(kept: Resolved, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Resolved:
+def resolve_for_device(stored: Resolved, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Resolved:
     """The configuration of a run for another device: dtypes and adapters are unchanged, backends are chosen again."""
-    if kept.precision.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
+    if stored.precision.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
         raise ResourceError(
             f"the run computes in bf16, which {device.name} does not support",
             "resume with device=cpu, or on another GPU",
         )
     formats = {
-        "dtype": kept.precision.dtype,
-        "weights_dtype": kept.precision.weights_dtype,
-        "gradient_dtype": kept.precision.gradient_dtype,
+        "dtype": stored.precision.dtype,
+        "weights_dtype": stored.precision.weights_dtype,
+        "gradient_dtype": stored.precision.gradient_dtype,
     }
     lora = recipe.lora
     if lora is not None and lora.adapter is not None:  # it was resolved when the run began
         lora = type(lora)()
     chosen = resolve_backends(recipe.model_copy(update={**formats, "lora": lora}), shape, device, threads())
-    return dataclasses.replace(chosen, lora=kept.lora, deterministic=kept.deterministic)
+    return dataclasses.replace(chosen, lora=stored.lora, deterministic=stored.deterministic)
 
 
 def with_device(began: Recipe, recipe: Recipe) -> Recipe:
