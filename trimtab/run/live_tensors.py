@@ -131,7 +131,7 @@ def failure_origin(error: BaseException, model: torch.nn.Module | None = None) -
     """The module and the line of this package that requested the memory.
 
     Example:
-        >>> failed_at(MemoryError())
+        >>> failure_origin(MemoryError())
         Origin(module=None, line=None)
     """
     frames = list(frames_of(error))

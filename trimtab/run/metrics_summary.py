@@ -32,7 +32,7 @@ def summarize_log(metrics: Path) -> LogSummary:
     """The record of a run; an empty one if there is no file. Unreadable lines are skipped.
 
     Example:
-        >>> read_record(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
+        >>> summarize_log(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
         100
     """
     last, saved, finished = 0, None, False
@@ -53,7 +53,7 @@ def has_published(folder: RunFolder, save_steps: int | None) -> bool:
     """Whether a run has published a checkpoint; for runs of versions that did not log this, judged by their steps.
 
     Example:
-        >>> had_saved(RunFolder(Path("runs/demo")), 100)  # doctest: +SKIP
+        >>> has_published(RunFolder(Path("runs/demo")), 100)  # doctest: +SKIP
         True
     """
     record = summarize_log(folder.metrics)
@@ -69,7 +69,7 @@ def read_records(metrics: Path) -> Iterator[dict[str, Any]]:
     """Every record of a log in order; none if there is no file. Unreadable lines are skipped.
 
     Example:
-        >>> [row["step"] for row in rows(Path("runs/demo/metrics.jsonl")) if row["kind"] == "eval"]  # doctest: +SKIP
+        >>> [row["step"] for row in read_records(Path("metrics.jsonl")) if row["kind"] == "eval"]  # doctest: +SKIP
         [0, 100]
     """
     if not metrics.is_file():

@@ -89,7 +89,7 @@ def describe_damage(cut: Cut, step: int, metrics: Path) -> list[str]:
     """Describes what is missing or damaged in a log that was truncated to a step, a sentence each; empty if nothing.
 
     Example:
-        >>> flaws(Cut(steps=frozenset({1, 4})), 4, Path("metrics.jsonl"))
+        >>> describe_damage(Cut(steps=frozenset({1, 4})), 4, Path("metrics.jsonl"))
         ['metrics.jsonl lacks steps 2 to 3 of the 4 trained steps: the report will not show them']
     """
     sentences = []
