@@ -220,7 +220,7 @@ def test_a_start_whose_sequence_length_followed_from_the_model_is_begun_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("trimtab.run.lifecycle._train_prepared", killed)
+        patch.setattr("trimtab.run.lifecycle._execute", killed)
         assert cli("train", recipe, f"output_dir={half}").code == 130
     assert cli("train", "--resume", left).code == 0
     assert len(losses(left)) == 6

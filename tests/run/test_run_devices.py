@@ -157,7 +157,7 @@ def test_a_run_has_its_gpu_as_torch_s_current_one(monkeypatch: pytest.MonkeyPatc
         seen.append(gpus.current)
         return "went"
 
-    monkeypatch.setattr("trimtab.run.lifecycle._train_prepared", go)
+    monkeypatch.setattr("trimtab.run.lifecycle._execute", go)
     assert launch.train(load(write_recipe(tmp_path, device="cuda:2")), Silent()) == "went"
     assert (seen, gpus.current) == ([2], 0)
 

@@ -126,9 +126,7 @@ def train(
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
-        return _train_prepared(
-            prepared, folder, view, saved_choices=None, after_step=after_step, given=given or Given()
-        )
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or Given())
 
 
 def _train_loaded(
@@ -153,7 +151,7 @@ def _train_loaded(
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
-        return _train_prepared(prepared, folder, view, saved_choices=None, after_step=after_step, given=given)
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
 
 
 def _prepare_new(recipe: Recipe) -> Prepared:
@@ -192,8 +190,8 @@ def resume(
         device_requested = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         shape = read_shape(folder.model)
-        saved_choices = read_choices(folder, shape.num_layers)
-        resolved = saved_choices.resolved
+        saved = read_choices(folder, shape.num_layers)
+        resolved = saved.resolved
         device = resume_device(resolved, recipe, path, asked=device_requested)
         moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
@@ -207,19 +205,13 @@ def resume(
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if moved:
             resolved = resolve_for_device(resolved, recipe, shape, device)
-        stored = StoredConfig(
-            resolved, folder.model, saved_choices.model_commit, device, changed, moved=moved
-        )
+        stored = StoredConfig(resolved, folder.model, saved.model_commit, device, changed, moved=moved)
         prepared = prepare(recipe, stored)
         if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
         if device_requested:
-            saved_choices = dataclasses.replace(
-                saved_choices, recipe=with_device(saved_choices.recipe, recipe)
-            )
-        return _train_prepared(
-            prepared, folder, view, saved_choices=saved_choices, after_step=after_step, given=given or Given()
-        )
+            saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
+        return _execute(prepared, folder, view, saved=saved, after_step=after_step, given=given or Given())
 
 
 def _restart(
@@ -241,7 +233,7 @@ def _restart(
     view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
     with folder.restart(), current_gpu(recipe.device), torch_put_back():
-        return _train_prepared(prepared, folder, view, saved_choices=None, after_step=after_step, given=given)
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
 
 
 def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
@@ -256,19 +248,19 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
     return loads(dump(read_recipe(folder)), overrides)
 
 
-def _train_prepared(
+def _execute(
     prepared: Prepared,
     folder: RunFolder,
     view: View,
     *,
-    saved_choices: Choices | None,
+    saved: Choices | None,
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
     recorder = AllocationRecorder() if given.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
     with reporting_out_of_memory(explainer, folder, prepared.plan):
-        run, plan = _build(prepared, folder, view, explainer, saved_choices=saved_choices, given=given)
+        run, plan = _build(prepared, folder, view, explainer, saved=saved, given=given)
         folder.remove_oom_report()
         run.setup.after_step = after_step
         run.setup.on_measured = PlanReceipt(folder, plan, view)
@@ -285,14 +277,14 @@ def _build(
     view: View,
     explainer: MemoryExplainer,
     *,
-    saved_choices: Choices | None,
+    saved: Choices | None,
     given: Given,
 ) -> tuple[building.Run, Plan]:
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
-    found = _resume_checkpoint(folder, recipe, view) if saved_choices is not None else None
-    if saved_choices is None:
+    found = _resume_checkpoint(folder, recipe, view) if saved is not None else None
+    if saved is None:
         tokenizer_commit = _write_skeleton(prepared, folder)
         unwritten = note_untrained_head(prepared)
         if unwritten is not None:
@@ -300,25 +292,25 @@ def _build(
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
-            recipe, tokenizer, view, kept=saved_choices.data if saved_choices else None, passed=given.rows
+            recipe, tokenizer, view, kept=saved.data if saved else None, passed=given.rows
         )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
-    check_disk(plan.disk, free, str(folder.path), resumed=saved_choices is not None)
+    check_disk(plan.disk, free, str(folder.path), resumed=saved is not None)
     if found is not None:
         check_length(recipe, found.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(f"note: {note}")  # as `trimtab plan` prints it
     weights = _resolve_weights(prepared, folder)
-    base = _resolve_base(prepared, weights, saved_choices)
-    if saved_choices is not None and weights != prepared.model:
-        _initial_checkpoint(prepared, weights, saved_choices)
+    base = _resolve_base(prepared, weights, saved)
+    if saved is not None and weights != prepared.model:
+        _initial_checkpoint(prepared, weights, saved)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
         tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
-    planned = _planned_lengths(saved_choices, opened)
+    planned = _planned_lengths(saved, opened)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
@@ -331,16 +323,16 @@ def _build(
             folder=folder,
             observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
-            resume=saved_choices is not None,
+            resume=saved is not None,
             found=found,
             base=base,
             callbacks=given.callbacks,
             lengths=planned,
             during=explainer.during,
-            dropout_by_sequence=saved_choices is None or saved_choices.dropout_by_sequence,
+            dropout_by_sequence=saved is None or saved.dropout_by_sequence,
         )
     explainer.watch(run.setup.model, run.setup.optimizer, lambda: run.state.step)
-    if saved_choices is None:
+    if saved is None:
         choices = Choices(
             resolved,
             recipe,
@@ -353,7 +345,7 @@ def _build(
         )
         _write_new(folder, choices, plan)
     else:
-        _write_changes(prepared, folder, run, plan, saved_choices, planned, view)
+        _write_changes(prepared, folder, run, plan, saved, planned, view)
     if example is not None and run.state.step == 0 and found is None:
         run.setup.log.append(example)
     return run, plan
@@ -391,15 +383,15 @@ def _write_changes(
     folder: RunFolder,
     run: building.Run,
     plan: Plan,
-    saved_choices: Choices,
+    saved: Choices,
     planned: Sequence[Length],
     view: View,
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    messages, updated = [], dataclasses.replace(saved_choices, lengths=run.lengths)
-    if saved_choices.resolved.device != resolved.device:
-        messages.append(describe_device_change(saved_choices.resolved.device, resolved))
+    messages, updated = [], dataclasses.replace(saved, lengths=run.lengths)
+    if saved.resolved.device != resolved.device:
+        messages.append(describe_device_change(saved.resolved.device, resolved))
         updated = dataclasses.replace(updated, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
@@ -425,11 +417,11 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _planned_lengths(saved_choices: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+def _planned_lengths(saved: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
     """The planned lengths of a run that is resumed; empty for a new run."""
-    if saved_choices is None or saved_choices.lengths:
-        return saved_choices.lengths if saved_choices else ()
-    planned = total_steps(saved_choices.recipe, opened.facts, Mesh.world().size)
+    if saved is None or saved.lengths:
+        return saved.lengths if saved else ()
+    planned = total_steps(saved.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
     return (Length(0, planned),)
 
@@ -465,19 +457,19 @@ def _write_skeleton(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
-def _resolve_base(prepared: Prepared, weights: Path, saved_choices: Choices | None) -> BaseWeights | None:
+def _resolve_base(prepared: Prepared, weights: Path, saved: Choices | None) -> BaseWeights | None:
     """The base weights of a run with adapters, with checksums; a resumed run requires the same weights."""
     if prepared.resolved.lora is None:
         return None
-    if saved_choices is None:
+    if saved is None:
         return base_weights.identify_base(prepared.recipe, weights, prepared.commit)
-    assert saved_choices.base is not None, "choices.json of a run with adapters names its base"
-    base_weights.check_base(saved_choices.base, weights)
-    return saved_choices.base
+    assert saved.base is not None, "choices.json of a run with adapters names its base"
+    base_weights.check_base(saved.base, weights)
+    return saved.base
 
 
 def _initial_checkpoint(
-    prepared: Prepared, weights: Path, saved_choices: Choices | None = None
+    prepared: Prepared, weights: Path, saved: Choices | None = None
 ) -> BaseWeights | None:
     """The checkpoint of another run that the initial weights are read from, with checksums; None for other models.
 
@@ -486,10 +478,10 @@ def _initial_checkpoint(
     """
     if not is_checkpoint(weights):
         return None
-    if saved_choices is None:
+    if saved is None:
         check_checksums(weights)
-    elif saved_choices.started_from is not None:
-        base_weights.check_base(saved_choices.started_from, weights)
+    elif saved.started_from is not None:
+        base_weights.check_base(saved.started_from, weights)
     return None if prepared.resolved.lora else base_weights.identify_base(prepared.recipe, weights, None)
 
 
