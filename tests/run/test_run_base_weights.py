@@ -29,7 +29,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return plain(path)
 
     monkeypatch.setattr(base_weights, "digest", noted)
-    monkeypatch.setattr(base_weights, "WORTH", 4)
+    monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 4)
     monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
@@ -127,7 +127,7 @@ def test_a_checksum_of_a_changing_file_is_not_cached(tmp_path: Path, monkeypatch
 def test_small_files_are_always_read(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_weights, "WORTH", 6)
+    monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 6)
     paths = weights(tmp_path / "base", b"small", b"not small")
     for _ in range(2):
         cached_digests(paths)
