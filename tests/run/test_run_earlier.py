@@ -199,8 +199,10 @@ def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> Non
         return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
 
     with pytest.MonkeyPatch.context() as patch:
-        by_microbatch = build._masks
-        patch.setattr(build, "_dropout_masks", lambda *args, by_sequence: by_microbatch(*args, by_sequence=False))
+        by_microbatch = build._dropout_masks
+        patch.setattr(
+            build, "_dropout_masks", lambda *args, by_sequence: by_microbatch(*args, by_sequence=False)
+        )
         launch.train(recipe(whole), Silent())
         with pytest.raises(Stop):
             launch.train(recipe(stopped), Silent(), after_step=stop_at(3))  # type: ignore[arg-type]
