@@ -56,7 +56,7 @@ def test_light_packages_import_no_torch() -> None:
             "run.resolve",
             "run.locate",
             "run.choices",
-            "run.record",
+            "run.metrics_summary",
             "launch",
             "run.prepare",
             "api",

@@ -56,7 +56,7 @@ def test_a_changed_model_is_copied_and_resumed_from_the_copy(tmp_path: Path) -> 
     run = trimtab.resume(moved, view=quiet())
     assert run.losses == whole.losses
     shutil.copytree(tmp_path / "model", run.folder / "start", dirs_exist_ok=True)
-    with pytest.raises(trimtab.TrimtabError, match="for another base"):
+    with pytest.raises(trimtab.TrimtabError, match="another base"):
         trimtab.resume(run.folder, view=quiet())
 
 
@@ -119,7 +119,7 @@ def test_models_from_which_no_run_can_start(tmp_path: Path) -> None:
     plain = trimtab.load(tmp_path / "model")
     fresh = {**tiny_recipe(tmp_path), "output_dir": str(tmp_path / "other")}
     fresh["model"]["init"] = "random"
-    with pytest.raises(trimtab.TrimtabError, match=r"model\.init: random asks for fresh weights"):
+    with pytest.raises(trimtab.TrimtabError, match=r"model\.init: random requests new weights"):
         trimtab.train(fresh, model=plain, data=TEXTS, view=quiet())
     assert not (tmp_path / "other").exists()
 

@@ -26,14 +26,14 @@ def seen(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_unified_memory_and_other_processes_are_named(cli: Call, tmp_path: Path, seen) -> None:
-    shared = "3.10 GiB of this card are used by 2 other processes (secret-program 2.90 GiB, Xorg 200.0 MiB)"
+    shared = "3.10 GiB of this GPU are used by 2 other processes (secret-program 2.90 GiB, Xorg 200.0 MiB)"
     seen(device(unified=True, shared=shared))
     result = cli("doctor", "--report", tmp_path / "doctor.txt")
     words = " ".join(result.out.split())
     assert "CPU and GPU share one memory" in words
     assert shared in words
     report = (tmp_path / "doctor.txt").read_text()
-    assert "3.10 GiB of this card are used by 2 other processes\n" in report
+    assert "3.10 GiB of this GPU are used by 2 other processes\n" in report
     assert "secret-program" not in report
 
 

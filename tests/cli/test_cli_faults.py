@@ -49,7 +49,7 @@ def call_after_each_step(monkeypatch: pytest.MonkeyPatch, act: Callable[[int], N
 
 def test_a_used_run_folder_is_never_overwritten(world: World, cli: Call) -> None:
     before = {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
-    cli("train", world.recipe).refused(5, "already holds a run", "--resume")
+    cli("train", world.recipe).refused(5, "already contains a run", "--resume")
     assert before == {p: p.stat().st_mtime_ns for p in world.run.rglob("*") if p.name != ".lock"}
 
 
@@ -78,7 +78,7 @@ def test_two_processes_on_one_run_folder(world: World, job: Job, cli: Call, tmp_
 
 def test_resume_of_folders_that_are_not_runs(cli: Call, world: World, tmp_path: Path) -> None:
     cli("train", "--resume", tmp_path / "absent").refused(5, "absent")
-    cli("train", "--resume", tmp_path).refused(5, "no run was begun")
+    cli("train", "--resume", tmp_path).refused(5, "no run was started")
     (tmp_path / "notes.txt").touch()
     cli("train", "--resume", tmp_path).refused(5, "not a run folder")
     run = shutil.copytree(world.run, tmp_path / "run")

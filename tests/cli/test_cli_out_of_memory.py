@@ -161,7 +161,7 @@ def test_allocating_lines_are_named_when_recorded(job: Job, tmp_path: Path) -> N
         timeout=120,
     )
     result = CommandResult(done.returncode, done.stdout, done.stderr)
-    assert "recording where tensors are made" in result.out
+    assert "recording where tensors are allocated" in result.out
     assert "--explain-memory" not in "".join(explained(result))
     report = report_of(tmp_path / "run")
     assert report["recorded"]
@@ -179,8 +179,8 @@ def test_allocating_lines_are_named_when_recorded(job: Job, tmp_path: Path) -> N
         (["eval", "RUN", "--no-probe", "--answers", "2"], "generate/loop.py", "generation", "--answers"),
         (["generate", "RUN", "the cat"], "generate/loop.py", "generation", "--max-new-tokens"),
         (["generate", "RUN", "the cat"], "run/models.py", "load", "--dtype bf16"),
-        (["export", "hf", "RUN", "OUT"], "export/hf.py", "export", "exporting holds the model"),
-        (["export", "hf", "RUN", "OUT"], "run/models.py", "load", "exporting holds the model"),
+        (["export", "hf", "RUN", "OUT"], "export/hf.py", "export", "exporting needs the model"),
+        (["export", "hf", "RUN", "OUT"], "run/models.py", "load", "exporting needs the model"),
     ],
 )
 def test_verbs_that_train_nothing(
@@ -221,7 +221,7 @@ def test_verbs_on_a_run_with_an_adapter(
     with FullMemory(file, host=True) as memory:
         result = cli(*(places.get(word, word) for word in words))
     assert memory.failed
-    lines = explained(result, "4.00 KiB more could not be allocated on the host", "holds the model in fp32")
+    lines = explained(result, "4.00 KiB more could not be allocated on the host", "needs the model in fp32")
     report = report_of(tmp_path / "run")
     assert report["phase"] == phase
     planned = words[0] == "merge"  # an adapter's files are small: exporting them is not planned
@@ -245,6 +245,6 @@ def test_other_errors_keep_their_message(
 
 def test_python_records_lines_too(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trimtab.train(str(job()), explain_memory=True)
-    assert "recording where tensors are made" in capsys.readouterr().out
+    assert "recording where tensors are allocated" in capsys.readouterr().out
     again = trimtab.resume(run.folder, explain_memory=True)
     assert again.status == "finished"

@@ -91,4 +91,4 @@ def test_an_unwritable_receipt_is_reported_and_training_continues(
     monkeypatch.setattr(PlanReceipt, "__call__", call)
     result = cli("train", job(max_steps=4))
     assert result.code == 0
-    assert "the receipt is not written" in result.out
+    assert "the receipt could not be written" in result.out

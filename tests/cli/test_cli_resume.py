@@ -78,7 +78,7 @@ def test_an_older_run_without_checkpoints_is_judged_by_its_steps(run: Path, cli:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     lines = [line for line in lines if json.loads(line)["kind"] != "checkpoint"]
     (run / "metrics.jsonl").write_text("".join(lines))
-    cli("train", "--resume", run).refused(5, "nothing to continue from")
+    cli("train", "--resume", run).refused(5, "nothing to resume from")
     early = [line for line in lines if json.loads(line)["step"] <= 2]
     (run / "metrics.jsonl").write_text("".join(early))
     assert cli("train", "--resume", run).code == 0
@@ -104,7 +104,7 @@ def test_a_missing_newest_checkpoint_is_reported(run: Path, cli: Call) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000006")
     result = cli("train", "--resume", run)
     assert result.code == 0, result.err
-    assert "the checkpoint of step 6 is gone or damaged" in " ".join(result.out.split())
+    assert "the checkpoint of step 6 is missing or damaged" in " ".join(result.out.split())
     assert losses(run) == expected
 
 
@@ -114,7 +114,7 @@ def test_a_missing_newest_checkpoint_is_reported(run: Path, cli: Call) -> None:
         (lambda lines: [*lines, '{"kind": "train", "st'], "a damaged line was removed"),
         (lambda lines: [*lines[:3], "\x00garbage\n", *lines[3:]], "removed (the first is line 4)"),
         (lambda lines: [line for line in lines if '"step": 3,' not in line], "lacks step 3 of the 6"),
-        (lambda lines: lines[: len(lines) // 3], "of the 6 that were trained"),
+        (lambda lines: lines[: len(lines) // 3], "of the 6 trained steps"),
         (lambda lines: [], "missing or empty"),
     ],
 )
@@ -220,7 +220,7 @@ def test_a_killed_start_with_a_resolved_sequence_length_is_restarted(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("trimtab.run.lifecycle._go", killed)
+        patch.setattr("trimtab.run.lifecycle._execute", killed)
         assert cli("train", recipe, f"output_dir={half}").code == 130
     assert cli("train", "--resume", left).code == 0
     assert len(losses(left)) == 6
@@ -243,7 +243,7 @@ def test_a_folder_with_user_files_is_not_emptied(run: Path, cli: Call, tmp_path:
         (own / ".lock").touch()
     before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
     result = cli("train", "--resume", own)
-    result.refused(5, "holds a recipe and no run", "trimtab train")
+    result.refused(5, "contains a recipe and no run", "trimtab train")
     assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
 
 
@@ -267,7 +267,7 @@ def test_missing_files_are_named(run: Path, world: World, cli: Call, tmp_path: P
     empty.mkdir()
     (empty / ".lock").touch()
     result = cli("train", "--resume", empty)
-    result.refused(5, "no run was begun", "no recipe.yaml")
+    result.refused(5, "no run was started", "no recipe.yaml")
     words = [str(world.recipe) if word == "RECIPE" else word for word in commands(result.err)[0]]
     assert cli(*words).code == 0
     (run / "choices.json").unlink()
@@ -299,7 +299,7 @@ def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
     assert "max_steps=4`" in result.out
     result = cli("train", "--resume", tmp_path / "run", "max_steps=5")
     assert result.code == 0, result.err
-    assert "to step 5 instead of 2; the learning rate is not changed" in " ".join(result.out.split())
+    assert "now ends at step 5 instead of 2; the learning rate does not change" in " ".join(result.out.split())
     assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "long")
 
@@ -313,7 +313,7 @@ def test_a_decaying_schedule_is_stretched_to_the_new_length(
     assert cli("train", recipe).code == 0
     result = cli("train", "--resume", run, "max_steps=6")
     assert result.code == 0, result.err
-    assert f"lr_scheduler_type: {schedule} is followed over 6 steps" in " ".join(result.out.split())
+    assert f"lr_scheduler_type: {schedule} is computed for 6 steps" in " ".join(result.out.split())
     assert cli("train", recipe, "max_steps=6", f"output_dir={tmp_path / 'long'}").code == 0
     rates = {row["step"]: row["lr"] for row in rows(run, "train")}
     longer = {row["step"]: row["lr"] for row in rows(tmp_path / "long", "train")}
@@ -414,7 +414,7 @@ def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
     file.write_bytes(data)
     cli("train", "--resume", new).refused(5, "another base")
     cli("train", job(), f"model.name={file.parent}", f"output_dir={tmp_path / 'x'}").refused(5, "is damaged")
-    cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already holds a run")
+    cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already contains a run")
 
 
 def test_the_remedy_for_keys_that_may_not_change_works(run: Path, cli: Call) -> None:

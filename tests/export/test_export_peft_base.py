@@ -76,7 +76,7 @@ def test_base_names_that_cannot_be(world: Path, tmp_path: Path) -> None:
     model = trimtab.load(world / "run", dtype="fp32", device="cpu")
     with pytest.raises(RecipeError, match="does not exist"):
         model.save_adapter(tmp_path / "a", base_name=str(tmp_path / "absent"))
-    with pytest.raises(RecipeError, match="no Hugging Face folder"):
+    with pytest.raises(RecipeError, match="not a Hugging Face folder"):
         model.save_adapter(tmp_path / "a", base_name=str(world / "base.gguf"))
     write_tiny_model(tmp_path / "other", num_layers=3)
     write_tiny_model(tmp_path / "wide", hidden_size=64)

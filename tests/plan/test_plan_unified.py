@@ -73,6 +73,6 @@ def test_the_plan_says_what_is_assumed_and_who_shares_the_device() -> None:
     assert any("share one memory" in note for note in notes)
     assert any("less 4 GiB for the operating system" in note for note in notes)
     assert any("does not train on AMD GPUs" in note for note in planned(find_gpu("mi300x"), 100).notes)
-    shared = dataclasses.replace(CARD, shared="3.1 GiB of this card are used by 2 other processes")
+    shared = dataclasses.replace(CARD, shared="3.1 GiB of this GPU are used by 2 other processes")
     assert shared.shared in planned(shared, 100).notes
     assert not any("memory" in note for note in planned(CARD, 100).notes)

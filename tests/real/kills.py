@@ -61,7 +61,7 @@ class Supervisor:
     def ended(self, code: int) -> str | None:
         """What was wrong with a process that ended by itself; None if it did what it should."""
         said = self.errors.read_text()
-        if code == 5 and not self.resume_first and "already holds a run" in said:
+        if code == 5 and not self.resume_first and "already contains a run" in said:
             self.has_run = True
             return None
         return None if code == 0 else f"exit code {code}: {said.strip()[-500:]}"

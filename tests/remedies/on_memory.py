@@ -26,7 +26,7 @@ def by_its_command(w: World, remedy: str) -> None:
     w.cli(*shlex.split(command[1]))
 
 
-case("run/memory_record.py:concluded: {}", trained_without_memory, by_its_command)
+case("run/memory_record.py:with_remedy: {}", trained_without_memory, by_its_command)
 
 
 def measured_without_memory(w: World) -> None:

@@ -60,8 +60,8 @@ case(
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )
 case(
-    "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; a recipe that "
-    "names it fetches that file from the hub",
+    "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; for a recipe "
+    "that names it, that file is downloaded from the hub",
     lambda w: plan(w, "unknown/nothing", *GPU),
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )

@@ -72,7 +72,7 @@ case(
     lambda w, remedy: follow_changed(w, remedy, lora_run(w)),
 )
 case(
-    "run/lengths.py:check_length: leave it out, or give max_steps={} or more",
+    "run/lengths.py:check_length: leave it out, or set max_steps={} or more",
     lambda w: resume(w, "max_steps=1"),
     lambda w, remedy: (resume(w), resume(w, re.findall(r"max_steps=\d+", remedy)[0])),
 )
@@ -92,7 +92,7 @@ def on_gpu(w: World) -> object:
 
 
 case(
-    "run/resume.py:resume_device: `trimtab doctor` says why; to go on without one: `trimtab train --resume {} "
+    "run/resume.py:resume_device: `trimtab doctor` explains why; to resume without a GPU: `trimtab train --resume {} "
     "device=cpu`",
     on_gpu,
     lambda w, remedy: commands(w, remedy),
@@ -109,7 +109,7 @@ def on_device(w: World, device: DeviceFacts) -> object:
 
 
 case(
-    "run/resume.py:resolve_for_device: go on with device=cpu, or another GPU",
+    "run/resume.py:resolve_for_device: resume with device=cpu, or on another GPU",
     lambda w: on_device(w, OLD_GPU),
     lambda w, remedy: (on_device(w, CPU), on_device(w, NEW_GPU)),
 )
@@ -207,7 +207,7 @@ def pass_the_model(w: World, remedy: str) -> None:
 
 
 case(
-    "run/lifecycle.py:_begin_again: pass the model again: trimtab.train(…, model=model, output_dir={})",
+    "run/lifecycle.py:_restart: pass the model again: trimtab.train(…, model=model, output_dir={})",
     without_start,
     pass_the_model,
 )
@@ -272,12 +272,12 @@ def gone(w: World) -> str:
 def follow_gone(w: World, remedy: str) -> None:
     follow_checkpoints(w, remedy)
     shutil.rmtree(run(w) / "checkpoints")
-    Path(re.findall(r"or remove (\S+) to begin", remedy)[0]).unlink()
+    Path(re.findall(r"or remove (\S+) to start", remedy)[0]).unlink()
     resume(w)
 
 
 case(
-    "run/resume.py:find_checkpoint: {}; or remove {} to begin at step 0 in this folder",
+    "run/resume.py:find_checkpoint: {}; or remove {} to start at step 0 in this folder",
     gone,
     follow_gone,
 )
@@ -307,8 +307,9 @@ def follow_adapters(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_adapters: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or go on with the "
-    "adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
+    "run/locate.py:_adapters_error: merge them with `trimtab merge {} MODEL` and set model.name=MODEL; or continue "
+    "training the adapter: `trimtab export peft {} ADAPTER`, then set lora.adapter=ADAPTER and the model that it "
+    "was trained on",
     lambda w: begun_from(w, lora_run_of(w)),
     follow_adapters,
 )
@@ -324,7 +325,7 @@ def damage_latest(w: World) -> Path:
 
 
 case(
-    "run/locate.py:_checked: name another checkpoint of that run, or another model",
+    "run/locate.py:_verify: name another checkpoint of that run, or another model",
     lambda w: begun_from(w, damage_latest(w)),
     lambda w, remedy: (begun_from(w, min((run(w) / "checkpoints").glob("step-*"))), begun_from(w, w.model)),
 )
@@ -338,7 +339,7 @@ def pointer(w: World) -> Path:
 
 
 case(
-    "run/locate.py:_pointed: name the checkpoint's folder, or the run folder",
+    "run/locate.py:_resolve_pointer: name the checkpoint's folder, or the run folder",
     lambda w: begun_from(w, pointer(w)),
     lambda w, remedy: (begun_from(w, latest(w)), begun_from(w, run(w))),
 )
@@ -358,7 +359,7 @@ def follow_unsaved(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_latest: train it until it has saved one ({}), or name another model",
+    "run/locate.py:_latest_good: train it until it has saved one ({}), or name another model",
     unsaved,
     follow_unsaved,
 )
@@ -379,7 +380,7 @@ def follow_lost(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_latest: restore one from a copy, train its recipe again ({}), or name another model",
+    "run/locate.py:_latest_good: restore one from a copy, train its recipe again ({}), or name another model",
     lost,
     follow_lost,
 )
@@ -392,7 +393,7 @@ def blocked(w: World, name: str) -> str:
 
 
 case(
-    "run/folder.py:RunFolder._appear: choose an output_dir that can be written",
+    "run/folder.py:RunFolder._publish: choose a writable output_dir",
     lambda w: blocked(w, "file/run"),
     lambda w, remedy: blocked(w, "run-here"),
 )

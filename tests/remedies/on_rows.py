@@ -264,8 +264,8 @@ def follow_merge_or_adapter(w: World, remedy: str) -> None:
 
 
 case(
-    "run/starting.py:check_start: merge them: model.merge(folder), then model=folder; or go on training the adapter: "
-    "model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
+    "run/starting.py:check_start: merge them: model.merge(folder), then model=folder; or continue training the "
+    "adapter: model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
     lambda w: passed(w, loaded(w, adapter=str(w.shared("adapter")))),
     follow_merge_or_adapter,
 )
@@ -404,8 +404,8 @@ def forgotten(w: World) -> object:
 
 
 case(
-    "run/corpora.py:_Opening._spooled: pass them again: trimtab.resume(folder, data=rows) for a run that began, "
-    "trimtab.train(recipe, data=rows) for a new one",
+    "run/corpora.py:_SourceOpener._spooled_file: pass them again: trimtab.resume(folder, data=rows) for a run that "
+    "began, trimtab.train(recipe, data=rows) for a new one",
     forgotten,
     lambda w, remedy: (go_on(w, ROWS), train(w, ROWS)),
 )
@@ -424,7 +424,7 @@ def mixed(w: World, *, rows: bool = True, files: bool = True, streaming: bool = 
 
 
 case(
-    "run/corpora.py:_Opening.check_streams: set data.streaming: false, or stream only rows or only files",
+    "run/corpora.py:_SourceOpener.check_streams: set data.streaming: false, or stream only rows or only files",
     mixed,
     lambda w, remedy: (mixed(w, streaming=False), mixed(w, files=False), mixed(w, rows=False)),
 )

@@ -45,7 +45,7 @@ def follow_gradients(w: World, remedy: str) -> None:
 
 case(
     "run/resolve.py:resolve_backends: set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 "
-    "all the same",
+    "regardless",
     lambda w: chosen(w, "gradient_dtype=bf16", device=A_CPU),
     follow_gradients,
 )
@@ -76,7 +76,7 @@ case(f"run/device.py:check_device: {NAMES}", lambda w: detect("tpu"), follow_nam
 
 
 case(
-    "run/device.py:check_device: `trimtab doctor` says why; device: auto takes what is there",
+    "run/device.py:check_device: `trimtab doctor` explains why; device: auto uses the available device",
     lambda w: w.plan("device=cuda"),
     lambda w, remedy: (w.cli(*re.findall("`trimtab (.*?)`", remedy)), w.plan(*settings(remedy)[0])),
 )
@@ -144,7 +144,7 @@ def restore(w: World) -> None:
 
 
 case(
-    "run/models.py:_find_checkpoint: all are damaged: restore one from a copy, or train anew",
+    "run/models.py:_find_checkpoint: all are damaged: restore one from a copy, or train the run again",
     lambda w: (damage_all(w), generate(w)),
     lambda w, remedy: (restore(w), generate(w), w.train(max_steps=1)),
 )
@@ -197,14 +197,14 @@ def other_config(w: World, **changes: Any) -> object:
 
 
 def config_back(w: World, remedy: str) -> None:
-    assert "put the right one back" in remedy
+    assert "restore the right one" in remedy
     shutil.copy(w.shared("run") / "run" / "model" / "config.json", run(w) / "model" / "config.json")
     generate(w)
 
 
 STORED = (
-    "run/models.py:_check_stored: the checkpoint or the run folder's model/config.json is of another model; put the "
-    "right one back"
+    "run/models.py:_check_stored: the checkpoint or the run folder's model/config.json is from another model; "
+    "restore the right one"
 )
 case(STORED, lambda w: other_config(w, num_hidden_layers=999), config_back)
 case(STORED, lambda w: other_config(w, num_hidden_layers=3), config_back)
@@ -253,7 +253,7 @@ def other_lora_run(w: World) -> Path:
 
 
 case(
-    "run/models.py:put_adapter: it was trained on {}; put it on that one",
+    "run/models.py:put_adapter: it was trained on {}; load it into that model",
     lambda w: trimtab.load(str(other_lora_run(w))).add_adapter(exported(w), "second"),
     lambda w, remedy: trimtab.load(named_in(remedy)).add_adapter(exported(w), "second"),
 )
@@ -273,7 +273,7 @@ def follow_base_back(w: World, remedy: str) -> None:
 
 
 case(
-    "run/base_weights.py:check_base: it was trained on {}; put those weights back to that place",
+    "run/base_weights.py:check_base: it was trained on {}; put those weights back to that path",
     moved_base,
     follow_base_back,
 )
@@ -365,7 +365,8 @@ case(
     ),
 )
 case(
-    "run/prepare.py:check_rates: name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+    "run/prepare.py:check_embedding_learning_rate: name embed_tokens or lm_head in lora.modules_to_save, or leave it "
+    "out",
     lambda w: w.plan("embedding_learning_rate=1e-5", lora={"r": 2}),
     lambda w, remedy: (
         w.plan("embedding_learning_rate=1e-5", lora={"r": 2, "modules_to_save": ["embed_tokens"]}),
@@ -381,7 +382,7 @@ case(
 
 # Folders.
 case(
-    "run/folder.py:RunFolder.check_new: continue it with {}, or give another {}",
+    "run/folder.py:RunFolder.check_new: resume it with {}, or give another {}",
     lambda w: w.cli("train", w.recipe(output_dir=str(run(w)))),
     lambda w, remedy: (
         w.cli(*re.findall("`trimtab (.*?)`", remedy)[0].split(), "max_steps=5"),
@@ -455,7 +456,11 @@ def follow_model_back(w: World, remedy: str) -> None:
     w.cli("train", "--resume", w.tmp / "mine")
 
 
-case("run/lifecycle.py:_weights: put it back, or start a new run", other_model, follow_model_back)
+case(
+    "run/lifecycle.py:_resolve_weights: put that model back, or start a new run",
+    other_model,
+    follow_model_back,
+)
 
 
 def replayed(w: World, *overrides: str) -> str:
@@ -465,7 +470,7 @@ def replayed(w: World, *overrides: str) -> str:
 
 
 case(
-    "run/prepare.py:replay_refused: set data.replay=null to train without replay, or name general text of your own: "
+    "run/prepare.py:replay_error: set data.replay=null to train without replay, or name general text of your own: "
     "data.replay.sources=[./general-text]",
     replayed,
     lambda w, remedy: [replayed(w, words) for words in re.findall(r"data\.replay\S*=\S+", remedy)],

@@ -34,7 +34,7 @@ def from_starter(w: World, *names: str) -> str:
 
 
 case(
-    "run/corpora.py:_Opening._starter_file: use one of {}",
+    "run/corpora.py:_SourceOpener._starter_file: use one of {}",
     lambda w: from_starter(w, "starter:poetry"),
     lambda w, remedy: from_starter(w, *remedy.partition("one of ")[2].split(", ")),
 )

@@ -45,7 +45,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "plan/disk.py:check_disk: free some space, {}, or {}",
         "recipe/loading.py:load: check its rights",
         "report/rundata.py:_unreadable: check its permissions",
-        "run/folder.py:_writing: free some space or check rights",
+        "run/folder.py:_writing: free some disk space or check the permissions",
         "trainer/metrics_log.py:_explain: free some space and resume; records already written are kept",
         "trainer/metrics_log.py:_explain: check the run folder",
     ),

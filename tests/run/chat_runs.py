@@ -1,4 +1,4 @@
-"""Conversations, a recipe over them and a view that remembers, for whole runs."""
+"""Conversations, a recipe for them and a recording view, for complete runs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def recipe(folder: Path, train: Any = None, *, template: str | None = TEMPLATE, 
     model = {"name": str(folder / "model")} | ({"chat_template": template} if template else {})
     data = {
         "train": train or [{"source": str(chats)}],
-        "eval": {"domain": [str(write_chats(folder / "held.jsonl", 8, 100))]},
+        "eval": {"domain": [str(write_chats(folder / "heldout.jsonl", 8, 100))]},
         "cache_dir": str(folder / "cache"),
         "num_proc": 1,
         **changes.pop("data", {}),

@@ -37,7 +37,7 @@ class Silent:
 
 
 def supervised(recipe: Path, folder: Path, *, resume_first: bool) -> int:
-    """Starts or continues a run as supervisors do; neither may ever be refused.
+    """Starts or resumes a run as supervisors do; neither may ever raise.
 
     With `resume_first` whatever folder exists is resumed, otherwise the recipe is started unless that is refused
     because the folder holds a run.
@@ -48,7 +48,7 @@ def supervised(recipe: Path, folder: Path, *, resume_first: bool) -> int:
         try:
             finished = launch.train(load(recipe), Silent())
         except CheckpointError as error:
-            if "already holds a run" not in str(error):
+            if "already contains a run" not in str(error):
                 raise
             finished = launch.resume(folder, [], Silent())
     return 0 if finished.status == "finished" else 3

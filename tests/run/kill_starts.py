@@ -1,4 +1,4 @@
-"""Kills starts of a run before each of their file operations and takes them up again; the parent has torch loaded.
+"""Kills starts of a run before each of their file operations and restarts them; the parent has torch loaded.
 
 usage: kill_starts.py RECIPE STRIDE
 Every STRIDE-th operation is tried, up to the first whole start. Prints one JSON object: kills, and what went wrong.

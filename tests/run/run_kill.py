@@ -1,4 +1,4 @@
-"""Drives a run through kills, and reads what its log says afterwards."""
+"""Drives a run through kills, and reads its log afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DRIVER = Path(__file__).with_name("kill_driver.py")
 
 
 def losses(folder: Path) -> dict[int, str]:
-    """Step to loss, as the log has it; each step must be there once."""
+    """Step → loss from the log; each step must be logged once."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [r for r in rows if r["kind"] == "train"]
     assert [r["step"] for r in train] == list(range(1, len(train) + 1))

@@ -1,4 +1,4 @@
-"""Adapters with a tokenizer of their own: it is saved along with them, and is compared with the recipe's."""
+"""Adapters with added tokens: their tokenizer is saved with them, and compared with the recipe's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def done(*words: object) -> str:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with rows to spare, a run that gives two of them to tokens, and its adapter."""
+    """A model with unused embedding rows, a run that uses two of them for added tokens, and its adapter."""
     home = tmp_path_factory.mktemp("tokens")
     write_tiny_model(home / "model", vocab_size=320)
     model = {"name": str(home / "model"), "added_tokens": TOKENS}
@@ -47,13 +47,13 @@ def ids_of(folder: Path, **more: Any) -> list[int]:
     return trimtab.load(folder, device="cpu", dtype="fp32", **more).opened.tokenizer.encode("the cat<|tool|>")
 
 
-def test_tokens_come_along_where_the_embedding_has_rows_to_spare(home: Path, tmp_path: Path) -> None:
+def test_tokens_are_exported_if_the_embedding_has_unused_rows(home: Path, tmp_path: Path) -> None:
     assert ids_of(home / "model") != (own := ids_of(home / "run"))
     assert len(own) == 2
     assert ids_of(home / "model", adapter=home / "adapter") == own
     done("merge", home / "model", tmp_path / "merged", "--adapter", home / "adapter")
     assert ids_of(tmp_path / "merged") == own
-    with pytest.raises(RecipeError, match=r"tokens of its own.*<\|tool\|>.*load it together with the model"):
+    with pytest.raises(RecipeError, match=r"has added tokens.*<\|tool\|>.*load it together with the model"):
         trimtab.load(home / "model", device="cpu").add_adapter(home / "adapter", "late")
     again = trimtab.load(home / "model", adapter=home / "adapter", device="cpu")
     again.save_adapter(tmp_path / "again")
@@ -62,7 +62,7 @@ def test_tokens_come_along_where_the_embedding_has_rows_to_spare(home: Path, tmp
 
 @pytest.mark.parametrize("tokens", [[], TOKENS[::-1], ["<|other|>", "the dog"], TOKENS[:1]])
 @pytest.mark.parametrize("spare", [True, False])
-def test_training_goes_on_with_the_same_tokens_only(
+def test_training_continues_with_the_same_tokens_only(
     home: Path, tokens: list[str], spare: bool, tmp_path: Path
 ) -> None:
     place = home
@@ -77,14 +77,14 @@ def test_training_goes_on_with_the_same_tokens_only(
         "train", write_recipe(tmp_path, **QUICK, model=model, lora={"adapter": str(place / "adapter")})
     )
     assert code == 2, said
-    assert "was trained with tokens that this recipe has not" in said
+    assert "was trained with tokens that this recipe lacks" in said
     assert "model.added_tokens: ['<|tool|>', 'the cat']" in " ".join(said.split())
     assert not (tmp_path / "run").exists()
     model["added_tokens"] = TOKENS
     done("train", write_recipe(tmp_path, **QUICK, model=model, lora={"adapter": str(place / "adapter")}))
 
 
-def test_a_chat_template_comes_along(tmp_path: Path) -> None:
+def test_a_chat_template_is_exported(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     model = {"name": str(tmp_path / "model"), "chat_template": TEMPLATE}
     done("train", write_recipe(tmp_path, **QUICK, model=model, lora={"r": 2}))
@@ -96,12 +96,12 @@ def test_a_chat_template_comes_along(tmp_path: Path) -> None:
     assert opened.tokenizer.chat_template == TEMPLATE
 
 
-def test_tokens_that_can_be_read_and_not_written_are_said(tmp_path: Path) -> None:
+def test_tokens_that_cannot_be_generated_are_reported(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", tie_embeddings=False)
     model = {"name": str(tmp_path / "model"), "added_tokens": TOKENS}
     lora: dict[str, Any] = {"r": 2, "modules_to_save": ["embed_tokens"]}
     said = done("train", write_recipe(tmp_path, **QUICK, model=model, lora=lora))
-    assert "not to write them" in " ".join(said.split())
+    assert "not to generate them" in " ".join(said.split())
     lora["modules_to_save"].append("lm_head")
     both = write_recipe(tmp_path, **QUICK, model=model, lora=lora, output_dir=str(tmp_path / "both"))
-    assert "not to write them" not in " ".join(done("train", both).split())
+    assert "not to generate them" not in " ".join(done("train", both).split())

@@ -1,4 +1,4 @@
-"""Several adapters on a run's model, some with modules replaced whole: each is what it is alone, and so is the base."""
+"""Several adapters on a run's model, some with `modules_to_save`: each, and the base, computes what it does alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors are made, module and line, in the forward and in the backward pass."""
+"""Recorded origins of tensors, module and line, in the forward and the backward pass."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_backward_is_given_the_place_of_its_forward() -> None:
     assert made.module == "backward of 0.up"
 
 
-def test_what_is_freed_is_forgotten_and_modules_are_as_before() -> None:
+def test_freed_storages_are_forgotten_and_modules_are_restored() -> None:
     model = torch.nn.Sequential(Gate())
     recorder = AllocationRecorder()
     recorder.watch(model)
@@ -80,7 +80,7 @@ def test_a_module_that_fails_leaves_no_name_behind() -> None:
     assert made.module is None
 
 
-def test_numbers_are_those_of_a_run_without_it() -> None:
+def test_losses_are_identical_without_recording() -> None:
     model = torch.nn.Sequential(Gate(), torch.nn.Linear(32, 1))
     x = torch.randn(4, 16)
     model(x).sum().backward()
@@ -93,8 +93,8 @@ def test_numbers_are_those_of_a_run_without_it() -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(plain, model.parameters(), strict=True))
 
 
-def test_a_function_with_its_own_backward_is_known_there() -> None:
-    """Inside of it gradients are off; its node is known all the same."""
+def test_an_autograd_function_has_an_origin_in_backward() -> None:
+    """Inside an autograd.Function gradients are disabled; its node has an origin nevertheless."""
 
     class Double(torch.autograd.Function):
         @staticmethod
@@ -138,8 +138,8 @@ def test_a_recomputed_module_is_named_as_such() -> None:
     assert "recomputation of 0.up" in seen
 
 
-def test_modules_have_no_hooks_while_they_are_followed() -> None:
-    """With hooks adapters would run one by one, and a recomputation would keep what it can drop."""
+def test_modules_have_no_hooks_while_they_are_tracked() -> None:
+    """With hooks adapters would run one by one, and recomputation would save tensors that it can free."""
     model = torch.nn.Sequential(Gate())
     recorder = AllocationRecorder()
     recorder.watch(model)

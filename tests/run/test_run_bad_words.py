@@ -1,4 +1,4 @@
-"""Whole runs that cannot be: each ends with a sentence that fits it and its exit code, and no traceback."""
+"""Runs with invalid recipes, data or settings: each ends with a specific error and exit code, without traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def small(folder: Path, model: Path, rows: list[Any] | None = None, **changes: A
 
 
 def refused(words: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is said on standard error by a command that ends with this code."""
+    """Standard error of a command that ends with this exit code."""
     capsys.readouterr()
     assert main(words) == code
     said = capsys.readouterr().err
@@ -92,7 +92,7 @@ def test_a_stream_may_begin_with_nothing_to_train_on(tmp_path: Path, model: Path
         ("data.chat_template_kwargs={messages: x}", "names messages, which every chat template gets"),
     ],
 )
-def test_words_that_no_recipe_may_have(
+def test_text_that_no_recipe_may_contain(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
 ) -> None:
     path = small(tmp_path, model)

@@ -1,4 +1,4 @@
-"""Checksums of a base's files: read once, read again after any write, and never believed where a write could hide."""
+"""Checksums of a base's files: cached, refreshed after any write, and not trusted if a write could be hidden."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.run.base_weights import cached_digests, check_base
 
 @pytest.fixture(autouse=True)
 def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that were read, live. Digests of small files are cached too, and new files at once."""
+    """Names of the files that were read, as a live list. Checksums of small and of new files are cached too."""
     found: list[str] = []
     plain = files.digest
 
@@ -29,7 +29,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return plain(path)
 
     monkeypatch.setattr(base_weights, "digest", noted)
-    monkeypatch.setattr(base_weights, "WORTH", 4)
+    monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 4)
     monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
@@ -90,7 +90,7 @@ def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> 
     assert cached_digests([one])[one.name].sha256 == sha256(b"the other 1")
 
 
-def test_what_was_written_just_now_is_not_remembered(
+def test_a_checksum_of_a_new_file_is_not_cached(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
@@ -109,9 +109,7 @@ def test_what_was_written_just_now_is_not_remembered(
     assert reads == []
 
 
-def test_what_is_written_while_it_is_read_is_not_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checksum_of_a_changing_file_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path,) = weights(tmp_path / "base", b"before")
     plain = files.digest
 
@@ -129,7 +127,7 @@ def test_what_is_written_while_it_is_read_is_not_remembered(
 def test_small_files_are_always_read(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_weights, "WORTH", 6)
+    monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 6)
     paths = weights(tmp_path / "base", b"small", b"not small")
     for _ in range(2):
         cached_digests(paths)
@@ -141,9 +139,7 @@ def test_small_files_are_always_read(
     [b"", b"{", b"[]", b"null", b"\xff", b'{"stat": []}', b"[" * 100_000, "sha", "bytes"],
     ids=["empty", "torn", "list", "null", "no text", "no key", "deep", "no checksum", "of another file"],
 )
-def test_a_note_that_is_not_whole_is_passed_over(
-    content: bytes | str, tmp_path: Path, reads: list[str]
-) -> None:
+def test_a_damaged_cache_entry_is_ignored(content: bytes | str, tmp_path: Path, reads: list[str]) -> None:
     (path,) = weights(tmp_path / "base", b"weights")
     cached_digests([path])
     (note,) = notes(tmp_path)
@@ -161,7 +157,7 @@ def test_a_note_that_is_not_whole_is_passed_over(
     assert note.read_text() == whole
 
 
-def test_a_folder_that_cannot_be_used_costs_time_only(
+def test_an_unusable_cache_folder_is_ignored(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (path,) = weights(tmp_path / "base", b"weights")

@@ -1,4 +1,4 @@
-"""What a run on conversations keeps for chatting with it: where answers end, the template's inputs."""
+"""What a run on conversations stores for chat: stop tokens at the ends of answers, template variables."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHORT: dict[str, Any] = {"num_train_epochs": None, "max_steps": 2, "eval_steps":
 
 
 def with_marks(folder: Path, *, special: bool) -> Path:
-    """A base model that knows ChatML's tokens and ends texts with another one."""
+    """A base model with ChatML's tokens and another end-of-text token."""
     write_tiny_model(folder, vocab_size=304)
     backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.add_tokens([AddedToken(mark, normalized=False, special=special) for mark in MARKS])
@@ -36,7 +36,7 @@ def with_marks(folder: Path, *, special: bool) -> Path:
 
 @pytest.mark.parametrize("special", [True, False])
 @pytest.mark.parametrize("lora", [None, {"r": 2}], ids=["all", "lora"])
-def test_writing_stops_where_trained_answers_end(tmp_path: Path, special: bool, lora: Any) -> None:
+def test_generation_stops_where_trained_answers_end(tmp_path: Path, special: bool, lora: Any) -> None:
     with_marks(tmp_path / "model", special=special)
     view = Watching()
     launch.train(load(recipe(tmp_path, template=CHATML, lora=lora, **SHORT)), view)
@@ -45,7 +45,9 @@ def test_writing_stops_where_trained_answers_end(tmp_path: Path, special: bool, 
     end = kept.backend.token_to_id("<|im_end|>")
     assert kept.stop_ids == {0, end}
     assert kept.eos_id == 0
-    assert any("answers end with <|im_end|>: the model's writing stops there too" in m for m in view.messages)
+    assert any(
+        "answers end with <|im_end|>: added to the stop tokens of generation" in m for m in view.messages
+    )
     trained = [words for words, flag in view.of("example")[0]["runs"] if flag]
     assert all(words.endswith("<|im_end|>") for words in trained), "without the line break after it"
     assert trimtab.load(run).opened.tokenizer.stop_ids == {0, end}
@@ -71,17 +73,17 @@ def test_tokens_that_a_recipe_adds_end_answers_too(tmp_path: Path) -> None:
     assert kept.stop_ids == {0, kept.backend.token_to_id("<|im_end|>")}
 
 
-def test_a_run_is_resumed_with_what_it_stops_at(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_stop_tokens(tmp_path: Path) -> None:
     with_marks(tmp_path / "model", special=True)
     path = recipe(tmp_path, template=CHATML, lr_scheduler_type="constant", **SHORT)
     launch.train(load(path), Watching())
     view = Watching()
     launch.resume(tmp_path / "run", ["max_steps=3"], view)
-    assert not any("stops there too" in message for message in view.messages), "it is known"
+    assert not any("added to the stop tokens" in message for message in view.messages), "it is known"
     assert len(text.load(tmp_path / "run" / "model").stop_ids) == 2
 
 
-def test_the_template_is_told_what_it_was_told_in_training(
+def test_the_template_gets_the_variables_of_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     template = TEMPLATE.replace("{{ 'assistant:' }}", "{{ 'assistant:' }}{{ mode }}").replace(
@@ -93,7 +95,7 @@ def test_the_template_is_told_what_it_was_told_in_training(
     launch.train(load(path), view)
     opened = trimtab.load(tmp_path / "run").opened
     assert opened.tokenizer.render_chat([{"role": "user", "content": "it"}], True).endswith("assistant:the")
-    words = ["eval", str(tmp_path / "run"), str(tmp_path / "held.jsonl"), "--no-probe", "--json"]
+    words = ["eval", str(tmp_path / "run"), str(tmp_path / "heldout.jsonl"), "--no-probe", "--json"]
     assert (
         main([*words, "--cache-dir", str(tmp_path / "cache"), "--max-seq-length", "64", "--dtype", "fp32"])
         == 0
@@ -104,8 +106,8 @@ def test_the_template_is_told_what_it_was_told_in_training(
     assert record["loss"] == pytest.approx(last["loss"], rel=1e-5)
 
 
-def test_an_example_that_is_cut_before_an_answer_ends_is_told(tmp_path: Path) -> None:
+def test_an_example_that_is_truncated_before_an_answer_ends_is_reported(tmp_path: Path) -> None:
     view = Watching()
     launch.train(load(recipe(tmp_path, max_seq_length=28, **SHORT)), view)
     assert view.of("example")[0]["cut"]
-    assert any("where answers end is not in this example" in message for message in view.messages)
+    assert any("this example is truncated before its answer ends" in message for message in view.messages)

@@ -1,4 +1,4 @@
-"""Whole runs on conversations: loss on answers only, a resume repeats the run, errors before training."""
+"""Runs on conversations: loss on answers only, a resume repeats the run, errors before training."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_loss_is_that_of_transformers_on_the_same_labels(finished: tuple[Pat
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     tokenizer = text.load(folder / "run" / "model")
     total, count = 0.0, 0
-    for line in (folder / "held.jsonl").read_text().splitlines():
+    for line in (folder / "heldout.jsonl").read_text().splitlines():
         ids: list[int] = []
         labels: list[int] = []
         for message in json.loads(line)["messages"]:
@@ -88,9 +88,9 @@ def test_the_loss_is_that_of_transformers_on_the_same_labels(finished: tuple[Pat
     assert first["loss"] == pytest.approx(total / count, rel=1e-6)
 
 
-def test_a_resumed_run_repeats_the_unstopped_one(finished: tuple[Path, Watching], tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_uninterrupted_one(finished: tuple[Path, Watching], tmp_path: Path) -> None:
     class Enough(Exception):
-        """Stands for whatever stops a run."""
+        """Simulates an interruption."""
 
     def stop(step: int) -> None:
         if step == 5:
@@ -114,7 +114,7 @@ def test_streaming_trains_on_answers_too(tmp_path: Path) -> None:
     assert view.of("train")[-1]["tokens"] > 0
 
 
-def test_answers_that_never_stop_are_told(tmp_path: Path, finished: tuple[Path, Watching]) -> None:
+def test_answers_without_an_end_token_are_reported(tmp_path: Path, finished: tuple[Path, Watching]) -> None:
     view = Watching()
     template = TEMPLATE.replace("{{ eos_token }}", "")
     launch.train(load(recipe(tmp_path, template=template, num_train_epochs=None, max_steps=1)), view)
@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[TrimtabError], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_said_before_training(
+def test_mistakes_raise_before_training(
     tmp_path: Path, mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -168,7 +168,7 @@ def test_mistakes_are_said_before_training(
 def test_templates_of_any_length_and_files_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file system is asked about a template: it may be longer than any name."""
+    """A template is not looked up as a path: it may be longer than a file name can be."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     for named, expected in (
@@ -194,8 +194,8 @@ def test_the_command_line_shows_evaluates_and_answers(
     assert "trained tokens of chats.jsonl:1 (" in shown
     assert "assistant:⟦ it was 0 and a tree<|end|>" in shown
     assert "\x1b" not in shown
-    held = str(folder / "held.jsonl")
-    words = ["eval", str(folder / "run"), held, "--no-probe", "--json", "--max-seq-length", "64"]
+    heldout = str(folder / "heldout.jsonl")
+    words = ["eval", str(folder / "run"), heldout, "--no-probe", "--json", "--max-seq-length", "64"]
     assert main([*words, "--cache-dir", str(tmp_path / "cache"), "--dtype", "fp32"]) == 0
     (record,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     last = view.of("eval")[-1]
@@ -207,7 +207,7 @@ def test_the_command_line_shows_evaluates_and_answers(
 
 
 def test_a_batch_without_a_target_adds_nothing(tmp_path: Path) -> None:
-    """Its loss is 0 and its gradients are finite zeros: nothing is divided by its own count."""
+    """Its loss is 0 and its gradients are finite zeros: losses are not divided by the batch's own count."""
     folder = write_tiny_model(tmp_path / "model")
     decoder = build(read_shape(folder), dtype="fp32", device="cpu", attention="reference")
     load_weights(decoder, folder)

@@ -1,4 +1,4 @@
-"""choices.json and its types: nothing is lost on the way to the file and back, and damage is named."""
+"""choices.json and its types: they round-trip without loss, and damage is named."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
 
 
 def test_every_field_is_in_the_file(folder: RunFolder) -> None:
-    """A field that `to_dict` forgets would come back as its default."""
+    """A field missing in `to_dict` would be read as its default."""
     for field in dataclasses.fields(Choices):
         other = {
             "resolved": dataclasses.replace(RESOLVED, threads=3),
@@ -131,7 +131,7 @@ def test_adapters_without_their_base_are_damage(folder: RunFolder) -> None:
     write_choices(folder, adapted)
     assert read_choices(folder, 2).base == BASE
     write_choices(folder, dataclasses.replace(adapted, base=None))
-    with pytest.raises(CheckpointError, match="is damaged: it names no base of its adapters"):
+    with pytest.raises(CheckpointError, match="is damaged: it names no base model for its adapters"):
         read_choices(folder, 2)
 
 

@@ -1,4 +1,4 @@
-"""`torch_compile` in whole runs: decided once, kept, resumed bit-identically, counted in the log."""
+"""`torch_compile` in complete runs: decided once, stored, resumed bit-identically, counted in the log."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def resolved(line: str, device: DeviceFacts, shape: ModelShape = LARGE) -> Resol
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
-    """Which of Triton and the compilers are there."""
+    """Which of Triton and the compilers are installed."""
     there = {"gcc": True, "g++": True, "triton": True}
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.delenv("CXX", raising=False)
@@ -45,13 +45,13 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
 
 def test_auto_compiles_nothing_and_says_what_is_missing(tools: dict[str, bool]) -> None:
     assert resolved("", CPU).compile.enabled is False
-    assert "nothing to gain" in resolved("", GPU).compile.reason
+    assert "leave little to gain" in resolved("", GPU).compile.reason
     tools["gcc"] = False
     missing = resolved("", GPU).compile
     assert (missing.enabled, missing.reason) == (False, "there is no C compiler (install gcc)")
 
 
-def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
+def test_an_explicit_setting_is_used_or_raises(tools: dict[str, bool]) -> None:
     assert resolved("torch_compile: true", CPU).compile.enabled is True
     assert resolved("torch_compile: false", GPU).compile.enabled is False
     tools["g++"] = False
@@ -62,7 +62,7 @@ def test_what_is_asked_for_is_done_or_refused(tools: dict[str, bool]) -> None:
         resolved("torch_compile: true", GPU)
 
 
-def test_windows_have_one_length_and_offsets_of_documents_do_not() -> None:
+def test_sequences_have_one_length_and_offsets_of_documents_do_not() -> None:
     assert resolved("torch_compile: false", CPU).compile.dynamic is False
     varlen = "torch_compile: false\nmodel: {name: x, attn_implementation: varlen}\npacking: "
     recipes = [loads(f"data: {{train: y}}\n{varlen}{packing}") for packing in ("true", "false")]
@@ -70,7 +70,7 @@ def test_windows_have_one_length_and_offsets_of_documents_do_not() -> None:
     assert found == [True, False]
 
 
-def test_whole_rows_have_the_attention_that_is_fastest_for_them() -> None:
+def test_unpacked_sequences_have_their_fastest_attention() -> None:
     packed, whole = (resolved(f"packing: {word}", GPU).attention.layers[0] for word in ("true", "false"))
     assert packed.unpacked == packed.packed
     assert whole == LayerAttention(packed=packed.packed, unpacked="sdpa_cudnn")
@@ -78,7 +78,7 @@ def test_whole_rows_have_the_attention_that_is_fastest_for_them() -> None:
     assert same.unpacked == same.packed
 
 
-def test_layers_with_other_heads_have_their_own_attention() -> None:
+def test_layers_with_another_head_dim_have_their_own_attention() -> None:
     narrow = LARGE.blocks[0]
     wide = dataclasses.replace(narrow, mixer=dataclasses.replace(narrow.attention, head_dim=512))
     mixed = dataclasses.replace(LARGE, blocks=(narrow, wide, narrow))
@@ -96,7 +96,7 @@ def test_layers_with_other_heads_have_their_own_attention() -> None:
     assert inference[0] == inference[2] != inference[1]
 
 
-def test_an_old_folder_says_nothing_of_compiling() -> None:
+def test_an_old_folder_has_no_compile_setting() -> None:
     kept = resolved_to_dict(resolved("", CPU))
     del kept["compile"]
     assert resolved_from_dict(kept, LARGE.num_layers).compile == CompileConfig(enabled=False)

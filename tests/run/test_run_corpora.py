@@ -1,4 +1,4 @@
-"""What a recipe's data become: measured text is never trained on, and a resume knows all of it again."""
+"""Opened data of a recipe: evaluation text is never trained on, and a resume checks every file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def opened(folder: Path, tokenizer: text.Tokenizer, kept: Any = None, **data: An
 
 
 def trained_texts(corpora: Corpora, tokenizer: text.Tokenizer, **data: Any) -> set[str]:
-    """Every document of one pass over what is trained on, as text."""
+    """Every document of one epoch of the training data, as text."""
     from trimtab.parallel import Mesh
 
     section = {"train": ["x"], "replay": {"share": 0.5, "sources": ["x"]} if corpora.replay else None, **data}
@@ -63,7 +63,7 @@ def trained_texts(corpora: Corpora, tokenizer: text.Tokenizer, **data: Any) -> s
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_what_is_measured_is_not_trained_on(
+def test_evaluation_text_is_not_trained_on(
     tmp_path: Path, tokenizer: text.Tokenizer, streaming: bool
 ) -> None:
     write_texts(tmp_path / "train.jsonl", 1, 30)
@@ -106,7 +106,7 @@ def test_all_of_the_training_text_held_out_is_an_error(tmp_path: Path, tokenizer
         opened(tmp_path, tokenizer, eval={"domain": [str(tmp_path / "train.jsonl")]})
 
 
-def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+def test_replaced_characters_are_reported(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
     class Listening(Quiet):
         said: ClassVar[list[str]] = []
 
@@ -119,12 +119,12 @@ def test_characters_that_were_replaced_are_said(tmp_path: Path, tokenizer: text.
     recipe = build({"model": "x", "data": data, "max_seq_length": 64, "max_steps": 3})
     open_corpora(recipe, tokenizer, Listening())
     assert [note for note in Listening.said if "U+FFFD" in note] == [
-        f"{tmp_path / 'some.jsonl'}: in 1 document halves of Unicode pairs, which no text can hold, became U+FFFD"
+        f"{tmp_path / 'some.jsonl'}: in 1 document unpaired Unicode surrogates were replaced by U+FFFD"
     ]
 
 
-def test_what_one_source_holds_out_no_other_trains_on(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
-    """Each source holds at least one document out, and which one depends on what else is in it."""
+def test_held_out_text_of_a_source_is_in_no_other_source(tmp_path: Path, tokenizer: text.Tokenizer) -> None:
+    """Each source has at least one held-out document, and which one depends on its other documents."""
     words = [" ".join(sentences(seed, 3)) for seed in range(24)]
     shared_by_chance = 0
     for case in range(8):
@@ -133,10 +133,10 @@ def test_what_one_source_holds_out_no_other_trains_on(tmp_path: Path, tokenizer:
             (tmp_path / f"{name}{case}.jsonl").write_text(rows)
         sources = [str(tmp_path / f"{name}{case}.jsonl") for name in "ab"]
         corpora = opened(tmp_path, tokenizer, train=sources, eval_share=0.01)
-        held = {int(h) for part in corpora.evaluation["domain"] for h in part.records_N["hash"]}
+        heldout = {int(h) for part in corpora.evaluation["domain"] for h in part.records_N["hash"]}
         kept = {int(h) for part, _ in corpora.train for h in part.records_N["hash"]}
-        assert held
-        assert not held & kept
+        assert heldout
+        assert not heldout & kept
         first, second = corpora.evaluation["domain"]
         shared_by_chance += set(first.records_N["hash"]) != set(second.records_N["hash"])
     assert shared_by_chance, "where both hold out the same, nothing was tested"

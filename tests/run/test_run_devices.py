@@ -1,4 +1,4 @@
-"""GPUs by number: validated against what torch sees, made current for a run, a resume on another one."""
+"""GPUs by index: validated against the GPUs that torch sees, current during a run, resuming on another one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.recipe import load
 from trimtab.run.device import current_gpu, detect
 from trimtab.run.gpu_processes import GpuProcess
-from trimtab.run.prepare import Frozen, prepare
+from trimtab.run.prepare import StoredConfig, prepare
 from trimtab.run.resume import resume_device
 from trimtab.run.torch_setup import on_device_of
 
 
 class Gpus:
-    """So many GPUs as far as torch's questions go: which is current, and what each has free."""
+    """Simulates GPUs: the current device, and the free memory of each."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, count: int, *, called: str | None = None, integrated: int = 0
@@ -33,7 +33,7 @@ class Gpus:
         gpus = self
 
         class Device:
-            """torch.cuda.device: current within."""
+            """Replaces torch.cuda.device: the current device within the context."""
 
             def __init__(self, device: Any) -> None:
                 self.index = device if isinstance(device, int) else torch.device(device).index
@@ -89,7 +89,7 @@ def test_a_gpu_with_unified_memory_has_what_the_host_has(
     assert (found.host_free_bytes, found.pinnable_bytes) == (None, 0), "the same bytes are not counted twice"
 
 
-def test_a_card_of_its_own_is_not_unified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discrete_gpu_has_no_unified_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1, called="NVIDIA H200")
     found = detect("cuda")
     assert not found.unified
@@ -97,7 +97,7 @@ def test_a_card_of_its_own_is_not_unified(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.host_free_bytes == pytest.approx(host_memory()[1], rel=0.2)
 
 
-def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 1)
     assert detect("cuda").shared is None
     asked = []
@@ -110,7 +110,7 @@ def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=512M")
     found = detect("cuda")
     assert asked == [(0, "GPU-a-b")]
-    assert "3.00 GiB of this card are used by 1 other process (python 3.00 GiB)" in str(found.shared)
+    assert "3.00 GiB of this GPU are used by 1 other process (python 3.00 GiB)" in str(found.shared)
     assert "MPS allows this process 512.0 MiB" in str(found.shared)
     assert found.free_bytes == 512 * 2**20
 
@@ -118,7 +118,7 @@ def test_who_else_uses_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpus(monkeypatch, 2)
     with pytest.raises(
-        ResourceError, match=r"cuda:2 was asked for and torch sees 2 CUDA GPUs \(cuda:0 to cuda:1\)"
+        ResourceError, match=r"cuda:2 was requested, and torch sees 2 CUDA GPUs \(cuda:0 to cuda:1\)"
     ) as told:
         detect("cuda:2")
     assert "CUDA_VISIBLE_DEVICES" in str(told.value)
@@ -126,7 +126,7 @@ def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ResourceError, match=r"torch sees one CUDA GPU \(cuda:0\); use one of these"):
         detect("cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ResourceError, match="device: cuda:0 was asked for and torch sees no CUDA GPU"):
+    with pytest.raises(ResourceError, match="device: cuda:0 was requested, and torch sees no CUDA GPU"):
         detect("cuda:0")
 
 
@@ -142,11 +142,11 @@ def test_python_and_the_command_line_refuse_what_is_not_there(tmp_path: Path, ca
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     model = write_tiny_model(tmp_path / "model")
-    with pytest.raises(ResourceError, match="cuda:1 was asked for"):
+    with pytest.raises(ResourceError, match="cuda:1 was requested"):
         trimtab.load(model, device="cuda:1")
     for words in (["generate", str(model), "a"], ["eval", str(model)]):
         assert main([*words, "--device", "cuda:1"]) == 6
-        assert "device: cuda:1 was asked for" in capsys.readouterr().err
+        assert "device: cuda:1 was requested" in capsys.readouterr().err
     assert main(["plan", str(write_recipe(tmp_path)), "device=cuda:1"]) == 6
 
 
@@ -157,7 +157,7 @@ def test_a_run_has_its_gpu_as_torch_s_current_one(monkeypatch: pytest.MonkeyPatc
         seen.append(gpus.current)
         return "went"
 
-    monkeypatch.setattr("trimtab.run.lifecycle._go", go)
+    monkeypatch.setattr("trimtab.run.lifecycle._execute", go)
     assert launch.train(load(write_recipe(tmp_path, device="cuda:2")), Silent()) == "went"
     assert (seen, gpus.current) == ([2], 0)
 
@@ -178,7 +178,7 @@ def test_a_resumed_run_takes_the_gpu_that_is_named_now(
     assert began.resolved.device == "cuda"
     named = load(write_recipe(tmp_path, device="cuda:1"))
     device = resume_device(began.resolved, named, tmp_path, asked=True)
-    elsewhere = prepare(named, Frozen(began.resolved, began.model, None, device))
+    elsewhere = prepare(named, StoredConfig(began.resolved, began.model, None, device))
     assert (elsewhere.device.name, elsewhere.resolved) == ("GPU 1", began.resolved)
     assert resume_device(began.resolved, named, tmp_path, asked=False).name == "GPU 1"
     unnamed = load(write_recipe(tmp_path, device="auto"))

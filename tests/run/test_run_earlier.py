@@ -1,4 +1,4 @@
-"""Runs that began with an earlier version of trimtab continue with what they began with."""
+"""Runs that were started with an earlier version of trimtab resume with that version's data and settings."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def stop_at(wanted: int) -> object:
 
 
 def without_checkpoints(folder: Path) -> None:
-    """Leaves a run as if it had been killed in its first step."""
+    """Changes a run folder as if the run had been killed in its first step."""
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     (folder / "metrics.jsonl").unlink()
 
 
 def earlier(patch: pytest.MonkeyPatch) -> None:
-    """Reads CSV as versions did that knew only commas and tabs, and took any first row for a header."""
+    """Reads CSV as in versions that supported only commas and tabs, and used any first row as header."""
     for module in (preview, readers_csv, fingerprints):
         patch.setattr(module, "delimiter_of", readers_csv.usual_delimiter)
     patch.setattr(readers_csv, "_is_data", lambda fields: False)
 
 
 def rows(kind: str) -> str:
-    """CSV that is read in another way today, or refused in a new run."""
+    """CSV that is read differently today, or raises in a new run."""
     texts = sentences(1, 60)
     if kind == "question":
         return "\n".join(["What do you think about it?", *texts]) + "\n"
@@ -88,7 +88,7 @@ def test_a_csv_file_is_read_as_when_the_run_began(tmp_path: Path, kind: str, str
 
 
 def test_what_a_new_run_reads_with_semicolons_a_resume_does_too(tmp_path: Path) -> None:
-    """Also where commas would be refused: under them the columns that are named are not there."""
+    """Also if commas would raise, because the named columns do not exist with them."""
     texts = [f"{i};a question;{text}" for i, text in enumerate(sentences(1, 60))]
     (tmp_path / "rows.csv").write_text("\n".join(["id;asked;said", *texts]) + "\n")
     source = {"source": str(tmp_path / "rows.csv"), "columns": {"prompt": "asked", "completion": "said"}}
@@ -116,7 +116,7 @@ def test_what_a_new_run_reads_with_semicolons_a_resume_does_too(tmp_path: Path) 
     ],
 )
 def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, content: str) -> None:
-    """New runs are refused for what is probably a mistake; here the user can change nothing any more."""
+    """New runs raise for a probable mistake; here the user cannot correct it any more."""
     import dataclasses
 
     from trimtab.data.readers import SegmentReader
@@ -136,7 +136,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
 
 def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
-    """Earlier versions let replay alone fill the first step; such a run trains on the same sequences."""
+    """In earlier versions the first step could have replay alone; such a run trains on the same sequences."""
     from trimtab.data import cached_loader
 
     texts = [
@@ -168,7 +168,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
     without_checkpoints(stopped)
     launch.resume(stopped, [], Silent())
     assert losses(stopped) == losses(whole)
-    # A run of this version has its own text in the first step, begun again or not.
+    # A run of this version has train text in the first step, restarted or not.
     with pytest.raises(Stop):
         launch.train(recipe(new), Silent(), after_step=stop_at(2))  # type: ignore[arg-type]
     first = losses(new)[0]
@@ -178,7 +178,7 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
 
 
 def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> None:
-    """Earlier versions drew them for a microbatch; a run begun so resumes with its own, bit-identical."""
+    """Earlier versions drew them per microbatch; such a run resumes with the same masks, bit-identically."""
     from trimtab.run import build
 
     settings = {
@@ -199,8 +199,10 @@ def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> Non
         return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
 
     with pytest.MonkeyPatch.context() as patch:
-        by_microbatch = build._masks
-        patch.setattr(build, "_masks", lambda *args, by_sequence: by_microbatch(*args, by_sequence=False))
+        by_microbatch = build._dropout_masks
+        patch.setattr(
+            build, "_dropout_masks", lambda *args, by_sequence: by_microbatch(*args, by_sequence=False)
+        )
         launch.train(recipe(whole), Silent())
         with pytest.raises(Stop):
             launch.train(recipe(stopped), Silent(), after_step=stop_at(3))  # type: ignore[arg-type]

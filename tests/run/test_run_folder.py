@@ -41,7 +41,7 @@ def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_none(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
+def test_an_existing_folder_is_kept_and_emptied(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.create("model: x"):
         write_json(folder.choices, {})
@@ -51,7 +51,7 @@ def test_a_folder_that_was_there_stays_and_is_emptied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["metrics", "checkpoint"])
-def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
+def test_trained_steps_are_kept(tmp_path: Path, what: str) -> None:
     folder = RunFolder(tmp_path / "run")
     with contextlib.suppress(KeyboardInterrupt), folder.create("model: x"):
         if what == "metrics":
@@ -62,7 +62,7 @@ def test_what_was_learnt_stays(tmp_path: Path, what: str) -> None:
             (folder.checkpoints / "step-00000001" / "manifest.json").write_text("{}")
         raise KeyboardInterrupt
     assert folder.began()
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(CheckpointError, match="already contains a run"):
         folder.check_new()
 
 
@@ -87,7 +87,7 @@ def test_files_that_appear_during_a_failed_start_are_left_alone(tmp_path: Path) 
     assert (folder.path / "notes.txt").read_text() == "mine"
 
 
-def test_small_files_are_whole_or_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_are_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     write_json(path, {"a": 1})
 
@@ -130,7 +130,7 @@ print(begun)
 
 
 def test_two_processes_that_start_the_same_run_do_not_remove_each_others_drafts(tmp_path: Path) -> None:
-    """Each start has the folder alone or is refused since the other one has it; nothing is left."""
+    """Each start owns the folder or raises because the other one does; no draft remains."""
     code = STARTS.replace(
         "import sys\n", "import sys\nimport trimtab.checkpoint.lock as l; l.LOOK_SECONDS = 0\n", 1
     )
@@ -154,11 +154,11 @@ def test_the_draft_of_a_killed_start_is_removed_and_that_of_a_live_one_is_not(tm
     ended.wait()
     killed = tmp_path / f".run.starting-{ended.pid}-1"
     live = tmp_path / ".run.starting-1-1"
-    held = tmp_path / f".run.starting-{ended.pid}-2"
-    for path in (killed, live, held):
+    locked = tmp_path / f".run.starting-{ended.pid}-2"
+    for path in (killed, live, locked):
         path.mkdir()
-    with RunLock(held), RunFolder(tmp_path / "run").create("model: x"):
-        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, held.name, "run"])
+    with RunLock(locked), RunFolder(tmp_path / "run").create("model: x"):
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([live.name, locked.name, "run"])
 
 
 def test_a_folder_with_spaces_is_quoted_in_the_command_that_continues_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs on a GPU: killed and resumed bit-identically, unpacked sequences, fp16."""
+"""Complete runs on a GPU: killed and resumed bit-identically, unpacked sequences, fp16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXACT = {
 
 
 def texts(folder: Path) -> list[str]:
-    """Completions and answers as the log has them."""
+    """Completions and answers from the log."""
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [
         json.dumps(row, sort_keys=True)
@@ -71,7 +71,7 @@ def test_terminated(whole: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], list[float]]:
-    """The curve in fp32 on the CPU, packed or not."""
+    """The loss curve in fp32 on the CPU, packed or not."""
     folder = tmp_path_factory.mktemp("cpu")
     found: dict[bool, list[float]] = {}
 
@@ -107,7 +107,7 @@ def test_follows_the_cpu(
 
 
 def test_runs_of_one_process_do_not_meet(tmp_path: Path) -> None:
-    """Attention that a deterministic run may not use, after one; and memory, after one with a limit."""
+    """Nondeterministic attention works after a deterministic run, and all memory is usable after a run with a limit."""
     run(tmp_path, "first", **{**EXACT, "eval_steps": None, "save_steps": None, "memory_limit": "4GiB"})
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
     run(tmp_path, "second", device="cuda", dtype="bf16", packing=False)

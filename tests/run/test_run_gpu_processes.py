@@ -1,4 +1,4 @@
-"""Other processes on a GPU, from a program called nvidia-smi on the PATH that stands in for the driver's."""
+"""Other processes on a GPU, with a fake nvidia-smi on the PATH."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def log(*entries: str) -> str:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a program with an answer, an exit code and a record of its arguments first on the PATH."""
+    """Puts a fake nvidia-smi first on the PATH, with an output, an exit code and a record of its arguments."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def install(answer: str, code: int = 0) -> Path:
@@ -115,10 +115,10 @@ def test_sharing_in_words() -> None:
     python, xorg = GpuProcess(1, "python", 2900 * 2**20), GpuProcess(2, "Xorg", 200 * 2**20, graphics=True)
     assert describe_sharing("NVIDIA A10", ()) is None
     assert describe_sharing("NVIDIA A10", (python, xorg)) == (
-        "3.03 GiB of this card are used by 2 other processes (python 2.83 GiB, Xorg 200.0 MiB)"
+        "3.03 GiB of this GPU are used by 2 other processes (python 2.83 GiB, Xorg 200.0 MiB)"
     )
     assert describe_sharing("NVIDIA A10", (GpuProcess(1, "x", None),)) == (
-        "this card is also used by 1 other process (x)"
+        "this GPU is also used by 1 other process (x)"
     )
     many = [GpuProcess(pid, f"p{pid}", 2**30) for pid in range(6)]
     assert "by 6 other processes (p0 1.00 GiB, p1 1.00 GiB, p2 1.00 GiB, p3 1.00 GiB and 2 more)" in str(
@@ -130,7 +130,7 @@ def test_mig_and_mps() -> None:
     assert "MIG slice 3g.20gb" in str(describe_sharing("NVIDIA A100-SXM4-40GB MIG 3g.20gb", ()))
     assert mig_slice("NVIDIA GeForce RTX 4090") is None
     server = GpuProcess(1, "nvidia-cuda-mps-server", 30 * 2**20)
-    assert describe_sharing("NVIDIA A10", (server,)) == "processes share this card through MPS"
+    assert describe_sharing("NVIDIA A10", (server,)) == "processes share this GPU through MPS"
     assert "MPS allows this process 8.00 GiB" in str(describe_sharing("NVIDIA A10", (server,), 8 * 2**30))
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: when they are used, and that a recorded microbatch gives a plain one's bits."""
+"""CUDA graphs: when they are used, and that a captured microbatch is bitwise identical to an eager one."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def resolved_graphs(recipe: Recipe, device: DeviceFacts) -> CudaGraphsConfig:
 
 
 def test_on_where_launches_cost_more_than_arithmetic() -> None:
-    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch in one launch")
+    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch need one launch")
     long = graphs_of("per_device_train_batch_size: 2000000")
     assert long.enabled is False
-    assert "launching kernels costs nothing" in long.reason
+    assert "the overhead of kernel launches is hidden" in long.reason
     assert graphs_of("cuda_graphs: true\nper_device_train_batch_size: 2000000").enabled is True
     assert graphs_of("cuda_graphs: false") == CudaGraphsConfig(False, "named in the recipe")
 
@@ -51,24 +51,24 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
 @pytest.mark.parametrize(
     ("lines", "device", "why"),
     [
-        ("", CPU, "they are CUDA's"),
+        ("", CPU, "CUDA graphs need a CUDA GPU"),
         ("", A100, "varlen attention reads tensors whose size depends on the documents"),
         (
             "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1",
             H200,
-            "an optimizer in backward takes numbers",
+            "optim_in_backward reads the learning rate",
         ),
     ],
 )
-def test_off_where_a_step_cannot_be_recorded(lines: str, device: DeviceFacts, why: str) -> None:
+def test_off_where_a_step_cannot_be_captured(lines: str, device: DeviceFacts, why: str) -> None:
     chosen = graphs_of(lines, device)
     assert chosen.enabled is False
     assert chosen.reason.startswith(why)
-    with pytest.raises(RecipeError, match=f"cuda_graphs: true cannot work here: {why[:20]}"):
+    with pytest.raises(RecipeError, match=f"cuda_graphs: true is not possible here: {why[:20]}"):
         graphs_of(f"{lines}\ncuda_graphs: true", device)
 
 
-def test_masks_are_made_inside_a_graph() -> None:
+def test_masks_are_computed_inside_a_graph() -> None:
     recipe = loads(
         "data: {train: y}\nmax_seq_length: 512\ndtype: fp32\n"
         "model: {name: x, attn_implementation: sdpa_efficient}"
@@ -76,7 +76,7 @@ def test_masks_are_made_inside_a_graph() -> None:
     assert resolved_graphs(recipe, H200).enabled is True
 
 
-def test_documents_alone_in_their_windows_need_no_kernel_of_ours() -> None:
+def test_single_documents_need_no_triton_attention() -> None:
     assert graphs_of("packing: false", A100).enabled is True
 
 
@@ -93,7 +93,7 @@ def batch_of(seed: int, length: int = 384, rows: int = 2) -> Batch:
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa_math"])
 @pytest.mark.parametrize("packing", [True, False])
-def test_both_halves_give_the_whole(attention: str, packing: bool) -> None:
+def test_host_and_device_parts_equal_the_direct_loss(attention: str, packing: bool) -> None:
     decoder = build(SHAPE, dtype="fp32", device="cpu", attention=attention)
     loss = MicrobatchLoss(init_weights(decoder, seed=0), torch.device("cpu"), nullcontext, packing=packing)
     batches = [batch_of(seed) for seed in (3, 4)]
@@ -103,7 +103,7 @@ def test_both_halves_give_the_whole(attention: str, packing: bool) -> None:
 
 
 def test_documents_as_tensors_of_one_size() -> None:
-    """On a CPU the form of attention "triton" is not used."""
+    """On a CPU the layout of attention "triton" is not used."""
     decoder = build(SHAPE, dtype="fp32", device="meta", attention="triton")
     batch = batch_of(3)
     packed = MicrobatchLoss(decoder, torch.device("cpu"), nullcontext, packing=True).inputs(batch)
@@ -143,8 +143,7 @@ def parameters_of(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
 def run_steps(
     graphs: Graphs, steps: range, microbatches: int = 3, short: tuple[int, int] | None = None
 ) -> list[torch.Tensor]:
-    """Losses of microbatches and gradients of steps, plain gradient descent between them; `short` names the microbatch
-    of one row."""
+    """Losses of microbatches and gradients of steps, with gradient descent; `short` is the microbatch of one row."""
     found: list[torch.Tensor] = []
     for step in steps:
         for micro in range(microbatches):
@@ -159,7 +158,7 @@ def run_steps(
     return found
 
 
-def plainly(decoder: Decoder, loss: Any) -> Graphs:
+def eager_graphs(decoder: Decoder, loss: Any) -> Graphs:
     graphs = Graphs(loss, parameters_of(decoder), torch.device("cuda"))
     graphs.failed = True
     return graphs
@@ -182,35 +181,35 @@ def plainly(decoder: Decoder, loss: Any) -> Graphs:
     ],
 )
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_recorded_microbatch_gives_a_plain_one_s_bits(kind: str, packing: bool) -> None:
+def test_a_captured_microbatch_is_bitwise_identical_to_an_eager_one(kind: str, packing: bool) -> None:
     device = torch.device("cuda")
     ours, theirs = made(kind), made(kind)
     losses = [MicrobatchLoss(d, device, nullcontext, packing=packing) for d in (ours, theirs)]
-    graphs = Graphs(losses[0], parameters_of(ours), device, held=StepResources(ours))
-    plain = plainly(theirs, losses[1])
-    assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(plain, range(5))))
+    graphs = Graphs(losses[0], parameters_of(ours), device, held=StepResources(ours))  # wording: allow
+    eager = eager_graphs(theirs, losses[1])
+    assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(eager, range(5))))
     assert len(graphs._recorded) == 2
     graphs.release()
     assert not graphs._recorded
-    assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(plain, range(5, 7))))
+    assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(eager, range(5, 7))))
     assert len(graphs._recorded) == 2
 
 
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("short", [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
-def test_fewer_rows_run_plainly(short: tuple[int, int]) -> None:
+def test_fewer_rows_run_eagerly(short: tuple[int, int]) -> None:
     device = torch.device("cuda")
     ours, theirs = made("none"), made("none")
     losses = [MicrobatchLoss(d, device, nullcontext, packing=True) for d in (ours, theirs)]
     graphs = Graphs(losses[0], parameters_of(ours), device)
     found = run_steps(graphs, range(6), short=short)
-    assert all(map(torch.equal, found, run_steps(plainly(theirs, losses[1]), range(6), short=short)))
-    assert len(graphs._recorded) == 2, "whole microbatches are recorded all the same"
+    assert all(map(torch.equal, found, run_steps(eager_graphs(theirs, losses[1]), range(6), short=short)))
+    assert len(graphs._recorded) == 2, "complete microbatches are still captured"
 
 
 class Waiting(MicrobatchLoss):
-    """Waits for the device, which no graph can hold: always, or only where gradients are added to others."""
+    """Synchronizes with the device, which cannot be captured: always, or only if gradients are accumulated."""
 
     later = False
 
@@ -224,22 +223,22 @@ class Waiting(MicrobatchLoss):
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("later", [False, True], ids=["the first graph", "the second"])
-def test_a_step_that_waits_for_the_device_runs_plainly_and_says_so(later: bool) -> None:
+def test_a_step_that_synchronizes_falls_back_to_eager_with_a_message(later: bool) -> None:
     device = torch.device("cuda")
     ours, theirs = made("none"), made("none")
     said: list[str] = []
     loss = Waiting(ours, device, nullcontext, packing=True)
     loss.later = later
     graphs = Graphs(loss, parameters_of(ours), device, on_event=said.append)
-    plain = plainly(theirs, MicrobatchLoss(theirs, device, nullcontext, packing=True))
+    eager = eager_graphs(theirs, MicrobatchLoss(theirs, device, nullcontext, packing=True))
     steps = range(WARM_UP + 2)
-    assert all(map(torch.equal, run_steps(graphs, steps), run_steps(plain, steps)))
+    assert all(map(torch.equal, run_steps(graphs, steps), run_steps(eager, steps)))
     assert graphs.failed
-    assert not graphs._recorded, "one that could be recorded is given up"
+    assert not graphs._recorded, "the graph that was captured is released"
     assert len(said) == 1
     assert said[0].startswith("CUDA graph capture failed, and steps run eagerly: ")
-    # Nothing of the attempt is left: the next one that can be recorded is.
-    del graphs, plain, loss
+    # The failed capture leaves no state: the next possible capture succeeds.
+    del graphs, eager, loss
     gc.collect()  # other tests' too
     torch.cuda.empty_cache()
     pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
@@ -251,13 +250,13 @@ def test_a_step_that_waits_for_the_device_runs_plainly_and_says_so(later: bool) 
 
 @pytest.mark.gpu
 @needs_cuda
-def test_no_more_memory_than_a_plain_step() -> None:
+def test_no_more_memory_than_an_eager_step() -> None:
     device = torch.device("cuda")
     peaks = []
     for recorded in (False, True):
         decoder = made("none")
         loss = MicrobatchLoss(decoder, device, nullcontext, packing=True)
-        graphs = Graphs(loss, parameters_of(decoder), device) if recorded else plainly(decoder, loss)
+        graphs = Graphs(loss, parameters_of(decoder), device) if recorded else eager_graphs(decoder, loss)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for step in range(WARM_UP + 2):
@@ -268,5 +267,5 @@ def test_no_more_memory_than_a_plain_step() -> None:
         graphs.release()
         del decoder, loss, graphs
         torch.cuda.empty_cache()
-    # Two pools instead of one, each in pieces of 20 MiB.
+    # Two memory pools instead of one, each with segments of 20 MiB.
     assert peaks[1] < 1.05 * peaks[0] + 40 * 2**20, peaks

@@ -1,4 +1,4 @@
-"""group_by_length in whole runs: the loss of padded sequences, exact resumes, what many lengths rule out."""
+"""group_by_length in complete runs: the loss of padded sequences, exact resumes, features that need one length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.run.resolve import resolve_recipe
 GROUPED = {"packing": False, "group_by_length": True, "logging_steps": 1}
 
 
-def test_a_step_over_the_whole_epoch_has_the_padded_windows_loss(tmp_path: Path) -> None:
+def test_a_step_over_an_epoch_has_the_loss_of_padded_sequences(tmp_path: Path) -> None:
     whole = {"gradient_accumulation_steps": 64, "num_train_epochs": 2, "logging_steps": 1, "packing": False}
     padded = run(tmp_path, "padded", **whole)
     grouped = run(tmp_path, "grouped", **whole, group_by_length=True)
@@ -60,10 +60,10 @@ def test_many_lengths_need_one_program_and_no_graphs(tmp_path: Path) -> None:
     assert (graphs.enabled, compiling.dynamic) == (True, False)
     graphs, compiling = decided(**GROUPED)
     assert graphs == CudaGraphsConfig(
-        False, "group_by_length makes microbatches of many lengths, and a graph has one"
+        False, "group_by_length makes microbatches of many lengths, and a graph has a fixed one"
     )
     assert compiling.dynamic is True
-    with pytest.raises(RecipeError, match="cuda_graphs: true cannot work here: group_by_length"):
+    with pytest.raises(RecipeError, match="cuda_graphs: true is not possible here: group_by_length"):
         decided(**GROUPED, cuda_graphs=True)
 
 

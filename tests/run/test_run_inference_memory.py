@@ -1,4 +1,4 @@
-"""What evaluating and generating hold, as predicted for the report of a full memory, against what is allocated."""
+"""Predicted memory of evaluation and generation, for out-of-memory reports, against allocated memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check(predicted: PredictedMemory, model: trimtab.Model, peak: int) -> None:
     weights = sum(p.nbytes for p in model.opened.decoder.parameters())
     assert predicted.buckets["weights"] >= weights
     assert sum(predicted.buckets.values()) == predicted.allocated < predicted.process
-    # The least that the pass holds at once, and no more than half above it.
+    # At least the measured peak, and at most half above it.
     assert 0.8 * peak <= predicted.buckets["activations"] <= 1.5 * peak
 
 

@@ -1,4 +1,4 @@
-"""Live tensors get the best name there is, without a thing being unpacked or recomputed."""
+"""Live tensors get the best available name, without unpacking or recomputing anything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.run.live_tensors import LiveTensor, failed_at, live_tensors
+from trimtab.run.live_tensors import LiveTensor, failure_origin, live_tensors
 from trimtab.run.memory_text import group_tensors
 
 
@@ -62,7 +62,7 @@ def test_saved_activations_are_found_in_the_graph_and_named_by_their_module() ->
     loss = model(torch.randn(999, 64)).sum()
     found = live_tensors(MemoryError(), model=model)
     saved = [t for t in found if t.kind is TensorKind.ACTIVATIONS and t.shape == (999, 128)]
-    # Of each layer the SiLU's input and its output, which is the product's input.
+    # Per layer the SiLU's input and its output, which is the matrix product's input.
     assert len(saved) == 6
     assert {t.bytes for t in saved} == {999 * 128 * 4}
     assert {t.origin.module for t in saved} == {
@@ -114,7 +114,7 @@ def test_local_variables_of_the_frames_are_named_with_their_line() -> None:
     assert "test_run_live_tensors.py" in mine.origin.line
 
 
-def test_the_module_that_asked_is_named() -> None:
+def test_the_requesting_module_is_named() -> None:
     class Greedy(Gate):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise MemoryError
@@ -123,11 +123,11 @@ def test_the_module_that_asked_is_named() -> None:
     model.layers[2] = Greedy()
     with pytest.raises(MemoryError) as raised:
         model(torch.randn(2, 64))
-    assert failed_at(raised.value, model).module == "layers.2"
-    assert failed_at(raised.value).module == "layers.2"  # the model is found in the frames
+    assert failure_origin(raised.value, model).module == "layers.2"
+    assert failure_origin(raised.value).module == "layers.2"  # the model is found in the frames
 
 
-def test_tensors_that_share_their_memory_are_one() -> None:
+def test_tensors_that_share_a_storage_are_listed_once() -> None:
     whole = torch.zeros(54321)
     views = [whole[:10], whole.view(3, -1)]
     found = [t for t in live_tensors(MemoryError()) if t.bytes == 54321 * 4]

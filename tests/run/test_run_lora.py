@@ -94,7 +94,7 @@ def test_a_checkpoint_holds_what_is_trained_and_names_its_base(plain: Path) -> N
 
 
 @pytest.mark.parametrize("which", ["plain", "deep", "packed", "bytes8"])
-def test_resuming_repeats_the_unstopped_run_bit_by_bit(
+def test_resuming_repeats_the_uninterrupted_run_bit_by_bit(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     whole: Path = request.getfixturevalue(which)
@@ -214,7 +214,7 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
     parameters = dict(model.opened.decoder.named_parameters())
     embedding = parameters["model.embed_tokens.weight"]
     assert embedding.shape[0] == rows
-    # "the cat" is in the texts and has learnt; "<|tool|>" is not, and only the head's side of a tied row moves it.
+    # "the cat" occurs in the texts and is trained; "<|tool|>" does not, and only the head's gradient moves a tied row.
     start = trimtab.load(tmp_path / "model", dtype="fp32", device="cpu").opened.decoder.model.embed_tokens
     mean = start.weight.mean(0)
     assert float((embedding[rows - 1] - mean).abs().max()) > 1e-3
@@ -231,7 +231,7 @@ def test_added_tokens_grow_the_embedding_and_are_trained(tied: bool, tmp_path: P
     assert again.opened.tokenizer.encode("the cat") == [rows - 1]
     with torch.no_grad():
         assert torch.equal(again.opened.decoder.logits(again.opened.decoder(ids_BT)), ours)
-    with pytest.raises(RecipeError, match=r"tokens of its own.*load it together with the model"):
+    with pytest.raises(RecipeError, match=r"has added tokens.*load it together with the model"):
         trimtab.load(tmp_path / "model", device="cpu").add_adapter(tmp_path / "adapter", "late")
     assert call("generate", tmp_path / "model", "x", "--adapter", tmp_path / "adapter")[0] == 0
     assert call("merge", tmp_path / "model", tmp_path / "m2", "--adapter", tmp_path / "adapter") == (0, ANY)
@@ -263,7 +263,7 @@ def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path
 
 
 def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
-    """Same sizes, other values: only a checksum tells."""
+    """Same shapes, other values: only the checksum differs."""
     home = tmp_path / "home"
     shutil.copytree(plain.parent, home)
     for path in (home / "run" / "recipe.yaml", home / "run" / "choices.json"):
@@ -286,7 +286,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
     ):
         found, said = call(*words)
         assert found == code, said
-        assert "for another base" in said
+        assert "was trained on another base" in said
         assert "other content" in said
 
 
@@ -312,7 +312,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_invalid_recipes(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     code, said = call("train", write_recipe(tmp_path, **{**SMALL, **changes}))
     assert code == 2, said
     for word in words:
@@ -320,14 +320,14 @@ def test_recipes_that_cannot_be(changes: dict[str, Any], words: list[str], tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_in_few_bits_trained_whole_are_refused_by_the_plan(tmp_path: Path) -> None:
+def test_full_training_of_quantized_weights_is_refused_by_the_plan(tmp_path: Path) -> None:
     lora = {"modules_to_save": ["down_proj"], "target_modules": ["q_proj"]}
     code, said = call("plan", write_recipe(tmp_path, **{**SMALL, "load_in_4bit": True, "lora": lora}))
     assert code == 2, said
     assert "down_proj, which is quantized and cannot be trained" in said
 
 
-def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
+def test_dtypes_of_a_run_with_adapters(tmp_path: Path) -> None:
     path = write_recipe(tmp_path, **{**SMALL, "lora": {"r": 4}, "dtype": "bf16", "load_in_4bit": True})
     assert call("plan", path, "--dtypes") == (0, ANY)
     prepared = prepare(load(path))
@@ -340,8 +340,8 @@ def test_formats_of_a_run_with_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "formats", [{"dtype": "bf16"}, {"dtype": "bf16", "weights_dtype": "fp32"}, {"dtype": "fp16"}]
 )
-def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
-    """bf16 throughout, bf16 under autocast, fp16 under autocast with a scaled loss: the losses of fp32, roughly."""
+def test_dtypes_train(formats: dict[str, str], plain: Path, tmp_path: Path) -> None:
+    """bf16 weights, bf16 autocast, fp16 autocast with loss scaling: losses close to those of fp32."""
     run = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, **formats)
     assert losses(run) == pytest.approx(losses(plain), rel=0.02)
     manifest = read_manifest(run / "checkpoints" / "step-00000006")
@@ -351,7 +351,7 @@ def test_number_formats_train(formats: dict[str, str], plain: Path, tmp_path: Pa
 
 
 def test_dropout_on_the_head_matters_to_training_only(tmp_path: Path) -> None:
-    """An adapter of peft's that was trained so is generated with and merged, and not trained further."""
+    """A peft adapter that was trained with it can be used for generation and merged, but not trained further."""
     write_tiny_model(tmp_path / "model", tie_embeddings=False)
     lora = {"r": 2, "target_modules": ["q_proj", "lm_head"]}
     run = new_run(tmp_path, lora=lora, max_steps=3, learning_rate=1e-2)
@@ -421,7 +421,7 @@ def test_an_opened_run_takes_no_adapter_of_another_base(plain: Path, tmp_path: P
     assert call("export", "peft", other, tmp_path / "other")[0] == 0
     assert call("export", "peft", plain, tmp_path / "own")[0] == 0
     model = trimtab.load(plain, device="cpu")
-    with pytest.raises(ModelError, match="for another base"):
+    with pytest.raises(ModelError, match="another base"):
         model.add_adapter(tmp_path / "other", "other")
     assert model.adapters == ["default"]
     model.add_adapter(tmp_path / "own", "again")
@@ -483,4 +483,4 @@ def test_a_merge_in_16_bits_is_refused_and_leaves_the_model(
 def test_a_checkpoint_is_of_a_run(plain: Path, tmp_path: Path) -> None:
     code, said = call("generate", plain.parent / "model", "the", "--checkpoint", "best")
     assert code == 2
-    assert "is no run folder" in said
+    assert "is not a run folder" in said

@@ -1,4 +1,4 @@
-"""What a resume with another limit keeps of its beginning: tiles and the loss's chunks, which decide how sums round."""
+"""A resume with another memory limit keeps MLP tiles and the loss's chunks, which determine rounding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.facts.shapes import uniform_shape
 from trimtab.plan import check_fits
 from trimtab.recipe import load
 from trimtab.run import prepare as preparing
-from trimtab.run.prepare import Frozen, Prepared, prepare
+from trimtab.run.prepare import Prepared, StoredConfig, prepare
 
 QWEN = uniform_shape(
     "qwen3",
@@ -52,7 +52,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def resumed(begun: Prepared, recipe: Path, *changes: str) -> Prepared:
     return prepare(
-        load(recipe, changes), Frozen(begun.resolved, begun.model, None, begun.device, memory_changed=True)
+        load(recipe, changes),
+        StoredConfig(begun.resolved, begun.model, None, begun.device, memory_changed=True),
     )
 
 

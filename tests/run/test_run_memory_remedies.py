@@ -1,4 +1,4 @@
-"""Which change would have fitted, judged by what was in memory and not by the prediction alone."""
+"""Which change would have fit, judged by measured memory and not by the prediction alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.facts.phases import RunPhase
 from trimtab.facts.units import format_bytes
 from trimtab.plan import Plan, remedies
 from trimtab.recipe import loads
-from trimtab.run.memory_remedies import enough, overrides_of, training_suggestions
+from trimtab.run.memory_remedies import overrides_of, training_suggestions, would_fit
 from trimtab.run.memory_report import MemoryReport
 from trimtab.run.memory_state import MemoryState
 from trimtab.run.out_of_memory import predicted_memory
@@ -35,9 +35,14 @@ def qwen() -> Plan:
 def failed(plan: Plan, phase: RunPhase, *, beyond: int = 0, free: int = 0) -> MemoryReport:
     """A failed allocation of 1 GiB, with the phase's predicted memory and `beyond` more allocated."""
     predicted = predicted_memory(plan, phase)
-    held = (predicted.phase or predicted.allocated) + beyond - GIB
+    allocated = (predicted.phase or predicted.allocated) + beyond - GIB
     state = MemoryState(
-        "NVIDIA A10", requested=GIB, allocated=held, reserved=held, free=free, total=held + free
+        "NVIDIA A10",
+        requested=GIB,
+        allocated=allocated,
+        reserved=allocated,
+        free=free,
+        total=allocated + free,
     )
     return MemoryReport(phase, state, "", predicted=predicted)
 
@@ -53,7 +58,7 @@ def test_every_remedy_can_be_given_on_the_command_line() -> None:
     assert overrides_of("dtype: bf16, weights_dtype: bf16") == ("dtype=bf16", "weights_dtype=bf16")
 
 
-def test_the_first_that_is_enough_is_advised_first() -> None:
+def test_the_first_sufficient_change_is_suggested_first() -> None:
     plan = qwen()
     report = failed(plan, RunPhase.BACKWARD)
     found = training_suggestions(report, plan, began=False)
@@ -61,21 +66,21 @@ def test_the_first_that_is_enough_is_advised_first() -> None:
     assert found[0].change == remedies(plan)[0].change
 
 
-def test_what_was_held_beyond_the_prediction_counts_for_every_change() -> None:
+def test_memory_above_the_prediction_counts_for_every_change() -> None:
     plan = qwen()
     as_predicted = failed(plan, RunPhase.BACKWARD)
-    assert any(map(enough(as_predicted, plan), remedies(plan)))
-    # The same room, and 100 GiB that no prediction knows asked for on top: no change makes up for them.
+    assert any(map(would_fit(as_predicted, plan), remedies(plan)))
+    # The same available memory, and 100 GiB above the prediction: no change saves as much.
     more = dataclasses.replace(as_predicted.state, requested=100 * GIB)
     starved = dataclasses.replace(as_predicted, state=more)
-    assert not any(map(enough(starved, plan), remedies(plan)))
+    assert not any(map(would_fit(starved, plan), remedies(plan)))
     first = training_suggestions(starved, plan, began=False)[0]
     assert not first.enough
     assert first.saving == max(remedy.saving for remedy in remedies(plan))
     assert "may not be enough" in first.describe()
 
 
-def test_a_run_that_has_begun_is_advised_only_what_may_change() -> None:
+def test_a_started_run_gets_only_suggestions_that_a_resume_allows() -> None:
     plan = qwen()
     for phase in (RunPhase.FORWARD, RunPhase.OPTIMIZER_STEP, RunPhase.EVALUATION, RunPhase.GENERATION):
         report = failed(plan, phase)

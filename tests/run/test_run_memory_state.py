@@ -1,4 +1,4 @@
-"""What an allocator's error message and snapshot say of the memory at that moment."""
+"""The memory state from an allocator's error message and snapshot."""
 
 from __future__ import annotations
 

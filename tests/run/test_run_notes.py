@@ -1,4 +1,4 @@
-"""What a run says of a model's config.json before it trains."""
+"""Notes on a model's config.json before training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.run.prepare import prepare
     [
         ({}, None),
         ({"use_cache": False, "transformers_version": "5.0"}, None),
-        ({"logit_scale": 0.5}, "has the key logit_scale, which trimtab does not know and ignores"),
+        ({"logit_scale": 0.5}, "has the key logit_scale, which trimtab does not support and ignores"),
         ({"a": 1, "b": None}, "has the keys a, b, which"),
     ],
 )

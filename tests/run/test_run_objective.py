@@ -1,4 +1,4 @@
-"""Label smoothing and z-loss from a recipe: torch's loss at the first step, plain cross-entropy when measured."""
+"""Label smoothing and z-loss from a recipe: torch's loss at the first step, plain cross-entropy in evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_first_step_has_torch_s_loss(tmp_path: Path, lora: Any, terms: dict[
     assert abs(expected - plain) > 1e-4 * plain, "a run without the terms has another loss"
 
 
-def test_measuring_is_plain_and_the_gradient_is_not(tmp_path: Path) -> None:
+def test_evaluation_has_plain_cross_entropy_and_the_gradient_has_not(tmp_path: Path) -> None:
     runs = {}
     for name, terms in (("plain", {}), ("both", BOTH)):
         path = write_recipe(tmp_path, **SHORT, **terms, output_dir=str(tmp_path / name))

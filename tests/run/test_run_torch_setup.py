@@ -1,4 +1,4 @@
-"""What a run asks of torch for the whole process ends with it."""
+"""A run's process-wide torch settings end with the run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trimtab.recipe import load
 from trimtab.run.device import detect
 from trimtab.run.folder import read_json
 from trimtab.run.prepare import prepare
-from trimtab.run.torch_setup import memory_share, set_up_torch, torch_put_back
+from trimtab.run.torch_setup import memory_fraction, set_up_torch, torch_put_back
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def as_before() -> Iterator[None]:
 
 
 class Gpu:
-    """100 bytes, as far as settings of torch go, of which the process holds some."""
+    """Simulates a GPU of 100 bytes, of which the process has reserved some."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.share, self.reserved, self.emptied, self.peaks = 0.75, 0, 0, 0
@@ -89,7 +89,7 @@ def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fai
     assert workspace.allocated_bytes() == 0
 
 
-def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_path: Path, gpu: Gpu) -> None:
+def test_a_limit_is_added_to_reserved_memory_and_below_the_process_limit(tmp_path: Path, gpu: Gpu) -> None:
     gpu.reserved = 20
     for cap, share in ((40, 0.6), (70, 0.75)):
         with torch_put_back():
@@ -99,18 +99,18 @@ def test_a_limit_is_beside_what_the_process_holds_and_within_what_it_may(tmp_pat
 
 
 @pytest.mark.parametrize("error", [NotImplementedError, RuntimeError])
-def test_an_allocator_that_does_not_say_allows_all(
+def test_an_allocator_without_a_limit_allows_all(
     monkeypatch: pytest.MonkeyPatch, gpu: Gpu, error: type[Exception]
 ) -> None:
     def silent() -> float:
         raise error("not supported")
 
-    assert memory_share() == 0.75
+    assert memory_fraction() == 0.75
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", silent)
-    assert memory_share() == 1.0
+    assert memory_fraction() == 1.0
 
 
-def test_an_error_that_is_remembered_holds_no_model(gpu: Gpu) -> None:
+def test_an_exception_that_is_kept_references_no_model(gpu: Gpu) -> None:
     seen: list[weakref.ref[torch.nn.Module]] = []
 
     def one() -> None:
@@ -127,7 +127,7 @@ def test_an_error_that_is_remembered_holds_no_model(gpu: Gpu) -> None:
     assert remembered.value.__cause__ is not None
 
 
-def test_what_torch_keeps_for_later_is_free_and_what_it_may_not_have_is_not(
+def test_cached_memory_is_free_and_memory_above_the_limit_is_not(
     monkeypatch: pytest.MonkeyPatch, gpu: Gpu
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -142,9 +142,7 @@ def test_what_torch_keeps_for_later_is_free_and_what_it_may_not_have_is_not(
     assert detect("cuda").free_bytes == 90
 
 
-def test_kernels_that_cannot_repeat_their_bits_run_whatever_the_process_asked_for(
-    tmp_path: Path, gpu: Gpu
-) -> None:
+def test_nondeterministic_kernels_run_whatever_the_process_has_set(tmp_path: Path, gpu: Gpu) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     with torch_put_back():
         set_up_torch(resolved(tmp_path))
@@ -154,7 +152,7 @@ def test_kernels_that_cannot_repeat_their_bits_run_whatever_the_process_asked_fo
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
-def test_a_process_that_wants_equal_bits_gets_them(tmp_path: Path, warn_only: bool) -> None:
+def test_a_deterministic_process_gets_a_deterministic_run(tmp_path: Path, warn_only: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     folder = run(tmp_path, "run", max_steps=1, num_train_epochs=None)
     assert torch.are_deterministic_algorithms_enabled()
@@ -162,7 +160,7 @@ def test_a_process_that_wants_equal_bits_gets_them(tmp_path: Path, warn_only: bo
     assert load(folder / "recipe.yaml").deterministic is not warn_only
 
 
-def test_an_optimizer_in_backward_does_not_keep_the_weights(tmp_path: Path) -> None:
+def test_an_optimizer_in_backward_does_not_keep_the_weights_alive(tmp_path: Path) -> None:
     def parameters() -> set[int]:
         return {id(found) for found in gc.get_objects() if type(found) is torch.nn.Parameter}
 
@@ -208,8 +206,8 @@ def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
     launch.resume(folder, ["num_threads=3"], other, after_step=look)
     assert seen == [2, 2, 3]
     assert (
-        "the run began with 2 CPU threads and continues with num_threads: 3: sums may be added up in another order, "
-        "so losses may differ in the last bits from an uninterrupted run"
+        "the run began with 2 CPU threads and continues with num_threads: 3: the order of summation may change, "
+        "and losses may differ in the last bits from an uninterrupted run"
     ) in other.messages
     assert read_json(folder / "plan.json")["choices"]["threads"] == 3
     assert torch.get_num_threads() == 1

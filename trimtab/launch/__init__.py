@@ -1,4 +1,4 @@
-"""Starting runs: in this process, and later in several."""
+"""Launches runs in this process; later in several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in this process."""
+"""Launches a run in this process."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def train(
     """Train a recipe in a new run folder.
 
     Args:
-        recipe: what to train.
-        view: shown the plan, progress and records.
-        after_step: called with each finished step.
-        given: rows, callbacks and a model of the calling program.
+        recipe: the recipe.
+        view: shows the plan, progress and records.
+        after_step: called after each optimizer step with its number.
+        given: rows, callbacks and a model from the calling program.
 
     Example:
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
@@ -40,5 +40,5 @@ def resume(
     after_step: Callable[[int], None] | None = None,
     given: Given | None = None,
 ) -> Finished:
-    """Continue a run folder from its last good checkpoint; the arguments are those of `train`."""
+    """Resume a run folder from its last good checkpoint; the other arguments are those of `train`."""
     return lifecycle.resume(path, overrides, view, after_step=after_step, given=given)

@@ -1,4 +1,4 @@
-"""Where a process stands among the others: the mesh, and the sums that go over it."""
+"""Data parallelism: the mesh of processes and its collectives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of processes a run is spread over; a single process is the mesh of one."""
+"""The data-parallel mesh of a run's processes; a single process is a mesh of size 1."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Mesh:
-    """Data-parallel position of this process and the collectives the loop needs.
+    """The data-parallel rank of this process and the collectives that the training loop needs.
 
-    The loop calls these whatever the size: on the mesh of one they return what they were given.
+    The loop always calls these; on a mesh of size 1 they return their argument.
 
     Example:
         >>> Mesh.single().sum_int(3)
@@ -26,12 +26,12 @@ class Mesh:
 
     @staticmethod
     def single() -> Mesh:
-        """One process."""
+        """A mesh of one process."""
         return Mesh()
 
     @staticmethod
     def world() -> Mesh:
-        """Every process of the initialised default group, or the mesh of one where there is none."""
+        """The processes of the default process group; a mesh of size 1 if it is not initialized."""
         if not dist.is_initialized():
             return Mesh()
         return Mesh(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
@@ -56,7 +56,7 @@ class Mesh:
         return tensor
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Adds up every parameter's gradient over the mesh (losses are divided by the global token count)."""
+        """Sums every parameter's gradient over the mesh (losses are divided by the global token count)."""
         if self.size == 1:
             return
         for parameter in parameters:
@@ -64,7 +64,7 @@ class Mesh:
                 dist.all_reduce(parameter.grad, group=self.group)
 
     def first_text(self, text: str | None) -> str | None:
-        """The text of the first process that has one, on every process; None where none has."""
+        """Returns on every process the text of the lowest rank that has one; None if none has."""
         if self.size == 1:
             return text
         mine = (text or "").encode()

@@ -1,4 +1,4 @@
-"""The only package that knows every training package: it resolves a recipe and builds the run."""
+"""Resolves a recipe, builds the run and takes it to its end; the only package that imports all training packages."""
 
 from __future__ import annotations
 

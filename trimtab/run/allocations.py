@@ -1,8 +1,8 @@
-"""Records where tensors are made, so that running out of memory can name the line: `trimtab train --explain-memory`.
+"""Records where tensors are allocated, for reports of running out of memory: `trimtab train --explain-memory`.
 
-It looks at every operation, which makes steps slower (1.26 to 1.51 s for the starter with 4 × 256 tokens on one CPU
-thread, more where kernels are small); that is why it is not always on. It sees what operations return; memory that a
-kernel takes and gives back inside itself is not visible to it.
+It intercepts every operation, which makes steps slower (1.26 to 1.51 s for the starter with 4 × 256 tokens on one CPU
+thread, more with small kernels); therefore it is off by default. It records the outputs of operations; a kernel's own
+temporary buffers are not visible.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.run.live_tensors import PACKAGE, Origin, describe
 
-_INSIDE = f"{PACKAGE}/"
-_OWN = ("__torch_dispatch__", "entering")
-"""Methods that look at operations and run none, here and in what derives from the recorder."""
+_PACKAGE_PREFIX = f"{PACKAGE}/"
+_RECORDER_METHODS = ("__torch_dispatch__", "entering")
+"""Methods of the recorder and its subclasses, which are not the origin of an operation."""
 _METHODS = ("forward", "forward_group", "save_only", "layers", "attend", "feed")
-"""Methods of modules that run operations: of linear layers with adapters and of blocks besides `forward`."""
-_KEPT_OPERATIONS = 100_000
-"""Operations of the forward pass whose place is remembered for their backward; a step has some thousands."""
+"""Methods that run a module's operations: `forward`, and others of blocks and of linear layers with adapters."""
+_MAX_FORWARD_OPERATIONS = 100_000
+"""Number of forward operations with a recorded origin for their backward; a step has some thousands."""
 
 
 class AllocationRecorder(TorchDispatchMode):
-    """Remembers module and line of every storage that is made inside it, for as long as the storage lives.
+    """Records the module and line of every storage that is allocated in its context, as long as the storage lives.
 
-    In the backward pass an operation is given the place of the forward operation that it belongs to. Modules are
-    followed without hooks: adapters and recomputation run otherwise where a layer has one.
+    In the backward pass an operation gets the origin of its forward operation. Modules are tracked without hooks:
+    adapters and recomputation take another path if a layer has hooks.
 
     Example:
         >>> with AllocationRecorder() as recorder:
@@ -46,14 +46,14 @@ class AllocationRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.last = Origin()
-        """Of the operation that ran last."""
+        """Origin of the last operation."""
         self._modules: list[str] = []
         self._made: dict[int, Origin] = {}
         self._forward: dict[int, Origin] = {}
         self._followed = ExitStack()
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Follow which module of `model` runs."""
+        """Track which module of `model` runs."""
         for name, module in model.named_modules():
             for method in (getattr(module, word, None) for word in _METHODS if name):
                 if inspect.ismethod(method):
@@ -61,11 +61,11 @@ class AllocationRecorder(TorchDispatchMode):
                     self._followed.enter_context(replaced(module, method.__name__, inside))
 
     def of(self, storage: torch.UntypedStorage) -> Origin | None:
-        """Where a storage was made; None for one that was there before."""
+        """The origin of a storage; None if it was allocated before recording."""
         return self._made.get(storage._cdata)
 
     def __exit__(self, *exc: Any) -> None:
-        """Stop recording; what is alive stays known."""
+        """Stop recording; the origins of live storages are kept."""
         self._followed.close()
         super().__exit__(*exc)
 
@@ -94,12 +94,12 @@ class AllocationRecorder(TorchDispatchMode):
             where = f"backward of {made.module}" if made.module else "backward"
             return Origin(where, made.line)
         made = Origin(self._modules[-1] if self._modules else None, line_here())
-        # The node of the operation that is being dispatched was numbered just before, and so was that of a function
-        # with a backward pass of its own, inside of which gradients are off.
+        # The node of the current operation got the last sequence number; so did that of an autograd.Function, inside
+        # of which gradients are disabled.
         sequence = torch.autograd._get_sequence_nr() - 1
         if torch.is_grad_enabled() or sequence not in self._forward:
             self._forward[sequence] = made
-            if len(self._forward) > _KEPT_OPERATIONS:
+            if len(self._forward) > _MAX_FORWARD_OPERATIONS:
                 del self._forward[next(iter(self._forward))]
         return made
 
@@ -113,7 +113,7 @@ class AllocationRecorder(TorchDispatchMode):
 
     @contextmanager
     def entering(self, name: str) -> Iterator[None]:
-        """A module of this name runs inside."""
+        """Operations in this context belong to the named module."""
         self._modules.append(name)
         try:
             yield
@@ -123,7 +123,7 @@ class AllocationRecorder(TorchDispatchMode):
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of a module or an instance with another value, for as long as the block lasts.
+    """Replaces an attribute of a module or an instance within the context.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2)
@@ -146,12 +146,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def line_here() -> str | None:
-    """The innermost line of this package that runs an operation."""
+    """The innermost line of this package on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        inside = code.co_filename.startswith(_INSIDE) and code.co_filename != __file__
-        if inside and code.co_name not in _OWN:
+        inside = code.co_filename.startswith(_PACKAGE_PREFIX) and code.co_filename != __file__
+        if inside and code.co_name not in _RECORDER_METHODS:
             return describe(frame, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -165,9 +165,9 @@ def recording(
     *,
     compiled: bool,
 ) -> Iterator[None]:
-    """Records where tensors are made, if there is a recorder; `on_event` receives whether it does, or why not.
+    """Records where tensors are allocated, if there is a recorder; `on_event` reports whether and why not.
 
-    A compiled region shows none of its operations.
+    Operations inside a compiled region are not visible.
 
     Example:
         >>> with recording(None, torch.nn.Linear(2, 2), print, compiled=False):
@@ -176,10 +176,10 @@ def recording(
     if recorder is None:
         yield
     elif compiled:
-        on_event("--explain-memory sees nothing in compiled regions; start with torch_compile=false for it")
+        on_event("--explain-memory cannot record compiled regions; start the run with torch_compile=false")
         yield
     else:
-        on_event("recording where tensors are made (--explain-memory): steps are slower")
+        on_event("recording where tensors are allocated (--explain-memory): steps are slower")
         recorder.watch(model)
         with recorder:
             yield

@@ -1,4 +1,4 @@
-"""The frozen weights below adapters: named by checksums, found again, and compared byte by byte."""
+"""The frozen base weights of adapters: identified by checksums, and compared with the files that are found later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.run.locate import STARTER
 
 
 def weight_paths(place: Path) -> list[Path]:
-    """The files that a model's weights lie in."""
+    """The files with a model's weights."""
     if source_kind(place) == "gguf":
         return [place]
     from trimtab.model.weights_safetensors import weight_files
@@ -28,11 +28,11 @@ def weight_paths(place: Path) -> list[Path]:
     return [place / name for name in weight_files(place)]
 
 
-def name_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
-    """The frozen weights of a run: source, revision, size and sha256 of each file.
+def identify_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
+    """Identifies the frozen weights of a run by source, revision, and size and sha256 of each file.
 
-    Reads every file that is not known yet, several at a time: a second or so for two GB. Fresh weights are named by
-    their seed.
+    Files without a cached checksum are read, several in parallel: about a second for 2 GB. Random weights are
+    identified by their seed.
     """
     if recipe.model.init == "random":
         return BaseWeights(recipe.model.name, commit, seed=recipe.seed)
@@ -40,16 +40,16 @@ def name_base(recipe: Recipe, place: Path, commit: str | None) -> BaseWeights:
 
 
 def unloadable_by_peft(base: BaseWeights, place: Path) -> str | None:
-    """Why peft cannot load an adapter's base by its name, and what to do; None where it can.
+    """Explains why peft cannot load an adapter's base by its name, with a remedy; None if it can.
 
     Args:
-        base: the frozen weights; without files where no more than their name is known.
-        place: where the model was opened from.
+        base: the frozen weights; without files if only their name is known.
+        place: the path that the model was opened from.
     """
     source = base.source
     if base.is_random:
         return (
-            f"peft cannot load the base: its weights were made from seed {base.seed}; "
+            f"peft cannot load the base: its weights were initialized from seed {base.seed}; "
             "`trimtab merge` writes them with the adapter in one folder"
         )
     if source == STARTER:
@@ -65,11 +65,11 @@ def unloadable_by_peft(base: BaseWeights, place: Path) -> str | None:
 
 
 def check_base_name(name: str, shape: ModelShape) -> str:
-    """A name for peft to load the base by: a hub id as it is, a folder from the root.
+    """The name by which peft can load the base: a hub id unchanged, a folder as an absolute path.
 
     Raises:
-        RecipeError: it is a local path that is no Hugging Face folder.
-        ModelError: the folder holds another model.
+        RecipeError: it is a local path that is not a Hugging Face folder.
+        ModelError: the folder contains another model.
     """
     path = Path(name).expanduser()
     if not path.exists():
@@ -80,10 +80,10 @@ def check_base_name(name: str, shape: ModelShape) -> str:
         return name
     if not (path / "config.json").is_file():
         raise RecipeError(
-            f"--base {name} is no Hugging Face folder, which peft needs",
+            f"--base {name} is not a Hugging Face folder, which peft needs",
             f"make one: `trimtab export hf {name} FOLDER`, then `--base FOLDER`",
         )
-    # More tokens than the base's own are an adapter's affair.
+    # The vocabulary may differ: an adapter may add tokens.
     found = dataclasses.replace(read_shape(path), vocab_size=shape.vocab_size)
     for (name_here, ours), theirs in zip(shape.parameters(), dict(found.parameters()).items(), strict=False):
         if (name_here, ours) != theirs:
@@ -96,22 +96,22 @@ def check_base_name(name: str, shape: ModelShape) -> str:
 
 
 def check_base(base: BaseWeights, place: Path) -> None:
-    """CheckpointError unless the weights at a place are, byte for byte, those that a checkpoint was trained on."""
-    different = _difference(base, place)
+    """Raises CheckpointError unless the weights at a path are byte for byte those that a checkpoint was trained on."""
+    different = _describe_difference(base, place)
     if different is not None:
         raise CheckpointError(
-            f"the run is for another base than {place}: {different}",
-            f"it was trained on {_named(base)}; put those weights back to that place",
+            f"the run was trained on another base than {place}: {different}",
+            f"it was trained on {_describe(base)}; put those weights back to that path",
         )
 
 
-def _named(base: BaseWeights) -> str:
+def _describe(base: BaseWeights) -> str:
     at = f" at revision {base.revision}" if base.revision else ""
     return f"{base.source}{at}"
 
 
-def _difference(base: BaseWeights, place: Path) -> str | None:
-    """In what the weights at a place are others than a base's, or None; the cheap comparisons first."""
+def _describe_difference(base: BaseWeights, place: Path) -> str | None:
+    """Describes how the weights at a path differ from a base, or None; cheap comparisons first."""
     if base.is_random:
         return None
     paths = {path.name: path for path in weight_paths(place)}
@@ -123,54 +123,56 @@ def _difference(base: BaseWeights, place: Path) -> str | None:
             return f"{name} has another size"
     for name, file in cached_digests(paths.values()).items():
         checksum = wanted[name].sha256
-        if file.sha256 != checksum and digest(paths[name]).sha256 != checksum:  # a note alone refuses nothing
+        if (
+            file.sha256 != checksum and digest(paths[name]).sha256 != checksum
+        ):  # a cached checksum alone is not trusted
             return f"{name} has other content"
     return None
 
 
 def check_adapter_base(base: BaseWeights | None, place: Path, folder: Path) -> None:
-    """ModelError for an adapter that trimtab wrote for other weights than those at a place."""
+    """Raises ModelError if trimtab wrote an adapter for weights other than those at a path."""
     if base is None:
         return
-    different = _difference(base, place)
+    different = _describe_difference(base, place)
     if different is not None:
         raise ModelError(
-            f"the adapter {folder} is for another base than {place}: {different}",
-            f"it was trained on {_named(base)}; give that model",
+            f"the adapter {folder} was trained on another base than {place}: {different}",
+            f"it was trained on {_describe(base)}; give that model",
         )
 
 
-WORTH = 1 << 26
-"""Bytes from which on a file is worth a note: less is read in a moment."""
+MIN_CACHED_BYTES = 1 << 26
+"""Size in bytes from which on a file's checksum is cached; smaller files are read each time."""
 
 
 def cached_digests(paths: Iterable[Path], folder: Path | None = None) -> dict[str, FileDigest]:
-    """Size and sha256 of files by their names, read where there is no note of them that holds.
+    """Size and sha256 of files by their names; files without a valid cached checksum are read.
 
     Args:
-        paths: the files; no two of one name.
-        folder: where notes are kept; by default in the user's cache. If it cannot be used, the files are read.
+        paths: the files, with distinct names.
+        folder: of cached checksums; by default in the user's cache. If it cannot be used, the files are read.
 
     Example:
         >>> cached_digests([Path("model.safetensors")])["model.safetensors"].size  # doctest: +SKIP
         269060552
     """
-    ordered, memory = sorted(paths), folder or _cache()
+    ordered, cache = sorted(paths), folder or _cache()
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda path: _file(path, memory), ordered)
+        found = pool.map(lambda path: _file(path, cache), ordered)
         return dict(zip((path.name for path in ordered), found, strict=True))
 
 
-def _file(path: Path, memory: Path | None) -> FileDigest:
+def _file(path: Path, cache: Path | None) -> FileDigest:
     stat = fingerprints.stat_of(path)
-    if stat[0] < WORTH:
+    if stat[0] < MIN_CACHED_BYTES:
         return digest(path)
-    checksum = fingerprints.remembered(path, stat, memory, lambda path: digest(path).sha256)
+    checksum = fingerprints.remembered(path, stat, cache, lambda path: digest(path).sha256)
     return FileDigest(stat[0], checksum)
 
 
 def _cache() -> Path | None:
-    """None for a user without a home."""
+    """The user's cache folder; None without a home directory."""
     try:
         return Path.home() / ".cache" / "trimtab" / "checksums"
     except RuntimeError:

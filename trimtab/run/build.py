@@ -1,10 +1,10 @@
-"""A run, built from its recipe and resolved configuration in one visible order.
+"""Builds a run from its recipe and resolved configuration, in one visible order.
 
 The model is built on the meta device; no step changes a parameter's name:
 
-    description → quantized layers → adapters → recompute → compile
+    shape → quantized layers → adapters → recompute → compile
 
-Then memory is allocated and weights are read (or left to a checkpoint), and optimizer, data and loop follow. Training,
+Then memory is allocated and weights are loaded (or come from a checkpoint); optimizer, data and loop follow. Training,
 evaluation, generation, export and benchmarks build models with `build_model`, and microbatches with `build_microstep`.
 """
 
@@ -55,10 +55,10 @@ from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.lengths import extend, learning_rate
+from trimtab.run.metrics_summary import CHECKPOINT_KIND
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.quantizing import quantize_linear_layers
-from trimtab.run.record import SAVED
-from trimtab.run.resume import cut_log
+from trimtab.run.resume import truncate_log
 from trimtab.run.torch_setup import set_up_torch
 from trimtab.starter import FIELDS, math_problems
 from trimtab.text import Tokenizer
@@ -71,22 +71,22 @@ from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Observer
 
 FIRST_LOSS_SCALE = 65536.0
-"""fp16 begins here, as torch's own scaler does; overflows halve it."""
+"""Initial loss scale for fp16, as in torch's GradScaler; overflows halve it."""
 
 
 @dataclass
 class Run:
-    """A run that is ready to go: `run.train()`."""
+    """A run that is ready to train: `run.train()`."""
 
     setup: TrainingSetup
     state: TrainState
     scaler: LossScaler | None
     folder: RunFolder
     lengths: tuple[Length, ...]
-    """How many steps it has, and had before a resume changed that."""
+    """The planned numbers of steps, one entry per resume that changed it."""
 
     def train(self) -> Outcome:
-        """From where it stands to its end; then everything it held open is closed."""
+        """Train from the current state to the end; then close the loader, log and store."""
         setup = self.setup
         with closing(setup.loader), closing(setup.log), closing(setup.store):
             return train(setup, self.state, self.scaler)
@@ -100,14 +100,14 @@ def build_model(
     layers: range | None = None,
     weights: Path | None = None,
 ) -> Decoder:
-    """A model with memory on its device and no values yet.
+    """Build a model on its device, with uninitialized parameters.
 
     Args:
         shape: the model's shape.
-        resolved: number formats, backends, quantization, adapters, memory plan.
-        mesh: the processes that the run is planned for; each holds the whole model.
+        resolved: dtypes, backends, quantization, adapters, memory plan.
+        mesh: the processes that the run is planned for; each has the complete model.
         layers: build only these layers, between the same embeddings and head; all if None.
-        weights: where the values will be read from; quantized files must match the configuration. None for others.
+        weights: the folder or file that weights will be loaded from; quantized files must match the configuration.
 
     Example:
         >>> build_model(shape, resolved, Mesh.single(), layers=range(1)).shape.num_layers  # doctest: +SKIP
@@ -138,15 +138,15 @@ def build_model(
 def build_training_model(
     recipe: Recipe, resolved: Resolved, shape: ModelShape, mesh: Mesh, weights: Path, *, fresh: bool = True
 ) -> Decoder:
-    """The model that a run trains, with its values.
+    """Build the model that a run trains and load its weights.
 
-    A checkpoint (not `fresh`) brings what is trained; frozen weights are always read from where they come from.
+    Trainable parameters come from a checkpoint unless `fresh`; frozen weights are always loaded from their source.
     """
     random = recipe.model.init == "random"
     read_weights = fresh or resolved.lora is not None
     stored = shape
     if read_weights and not random:
-        stored = read_shape(weights)  # of fewer tokens, where some were added
+        stored = read_shape(weights)  # with a smaller vocabulary, if the recipe adds tokens
         check_weights(stored, weights)
     decoder = build_model(shape, resolved, mesh, weights=None if random else weights)
     if read_weights and random:
@@ -160,7 +160,7 @@ def build_training_model(
 
 
 def _init_adapters(recipe: Recipe, decoder: Decoder, weights: Path) -> None:
-    """The values that adapters start from: fresh ones, or those of the adapter that the recipe names."""
+    """Initialize the adapters, or load the adapter that the recipe names."""
     assert recipe.lora is not None
     if recipe.lora.adapter is None:
         init_adapters(decoder, recipe.seed)
@@ -172,7 +172,7 @@ def _init_adapters(recipe: Recipe, decoder: Decoder, weights: Path) -> None:
 
 
 def keep_dequantized(decoder: Decoder, resolved: Resolved) -> None:
-    """Dequantized copies of the layers that the memory plan names; once all is loaded, whose peak they would raise."""
+    """Make the memory plan's dequantized copies; after loading, because they would raise its peak memory."""
     layers = resolved.memory_plan.unpacked_layers
     set_dequantized_copies(decoder, layers, dtype=torch_dtype(resolved.precision.dtype))
 
@@ -187,10 +187,10 @@ def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
 
 
 def autocast_of(resolved: Resolved) -> Callable[[], Any]:
-    """A context in which the model computes in the run's dtype; one that does nothing if the weights have it.
+    """A factory of autocast contexts for the run's dtype; of null contexts if the weights have that dtype.
 
-    Without a cache of casts: it would hold those of all layers until the pass ends, of recomputed layers as well, and
-    only a tiled feed-forward, which casts for each tile, reads a weight twice.
+    Without autocast's weight cache: it would keep the casts of all layers, also of recomputed ones, until the pass
+    ends. Only a tiled feed-forward uses a weight more than once.
     """
     precision = resolved.precision
     if precision.dtype == precision.weights_dtype:
@@ -209,16 +209,16 @@ def build_microstep(
     on_event: Callable[[str], None] = print,
     during: During = no_phase,
 ) -> MicroStep:
-    """Forward and backward of a microbatch, captured as CUDA graphs where that was resolved.
+    """Build forward and backward of a microbatch, captured as CUDA graphs if that was resolved.
 
     Args:
         decoder: the model.
-        parameters: those that are trained, by name.
+        parameters: the trainable parameters, by name.
         resolved: precision, objective, CUDA graphs.
-        mesh: the processes of the run; several capture no graphs.
-        packing: whether sequences hold several documents.
+        mesh: the processes of the run; with several, graphs are not captured.
+        packing: whether a sequence may contain several documents.
         on_event: called with one-line messages.
-        during: entered with the phase at work (`TrainingSetup.during`).
+        during: entered with the current phase (`TrainingSetup.during`).
     """
     loss = MicrobatchLoss(
         decoder,
@@ -230,16 +230,21 @@ def build_microstep(
     )
     graphs = None
     if resolved.graphs.enabled and mesh.size > 1:
-        on_event("steps are not captured as CUDA graphs: there are several processes")
+        on_event("CUDA graphs are not captured: the run has several processes")
     elif resolved.graphs.enabled:
         graphs = Graphs(
-            loss, parameters, loss.device, held=StepResources(decoder), on_event=on_event, during=during
+            loss,
+            parameters,
+            loss.device,
+            held=StepResources(decoder),  # wording: allow
+            on_event=on_event,
+            during=during,
         )
     return MicroStep(loss, graphs, during=during)
 
 
 def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, torch.nn.Parameter]) -> Any:
-    """The optimizer over what is trained, by name."""
+    """Build the optimizer of the trainable parameters."""
     return optim.build(
         resolved.optimizer.name,
         parameters.items(),
@@ -255,7 +260,7 @@ def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, to
 
 
 def _learning_rate_scales(recipe: Recipe, parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:
-    """`embedding_learning_rate` as a factor of the others' learning rate, by parameter."""
+    """`embedding_learning_rate` as a factor of `learning_rate`, by parameter."""
     own = recipe.embedding_learning_rate
     if own is None:
         return {}
@@ -264,13 +269,13 @@ def _learning_rate_scales(recipe: Recipe, parameters: dict[str, torch.nn.Paramet
 
 
 def build_in_backward(recipe: Recipe, resolved: Resolved, optimizer: Any, mesh: Mesh) -> Any:
-    """Updates inside the backward pass, where the recipe asks for them; None elsewhere."""
+    """Build the optimizer that updates inside the backward pass, if the recipe requests it; otherwise None."""
     if not recipe.optim_in_backward:
         return None
     if mesh.size > 1 or resolved.precision.dtype == "fp16":
         raise RecipeError(
-            "optim_in_backward: true works in one process and without loss scaling: every process's gradients have "
-            "to be added up before they are used",
+            "optim_in_backward: true requires one process and no loss scaling (fp16): parameters are updated before "
+            "gradients can be summed over processes or checked for overflow",
             "set optim_in_backward: false",
         )
     return optim.InBackward(optimizer)
@@ -296,24 +301,24 @@ def build_run(
     dropout_by_sequence: bool = True,
     during: During = no_phase,
 ) -> Run:
-    """A run that is ready to train.
+    """Build a run that is ready to train.
 
     Args:
-        recipe: what was asked for.
-        resolved: what `auto` was decided to be.
+        recipe: the recipe.
+        resolved: the resolved configuration.
         shape: the model's shape.
-        mesh: the processes that it is spread over.
+        mesh: the processes of the run.
         weights: the folder or GGUF file with the pretrained weights.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         corpora: the opened data.
         folder: the run folder.
         observers: called with each metrics record.
         on_event: called with one-line messages.
-        resume: continue instead of starting.
-        found: the checkpoint to continue from (`resume.find_checkpoint`); None begins again at step 0.
-        base: where the frozen weights come from, for a run that trains adapters (`base_weights.name_base`).
-        callbacks: the user's own (`trainer.callbacks`).
-        lengths: how many steps the run was planned for so far; none for a new run.
+        resume: resume instead of starting.
+        found: the checkpoint to resume from (`resume.find_checkpoint`); None restarts at step 0.
+        base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
+        callbacks: the user's callbacks (`trainer.callbacks`).
+        lengths: the planned numbers of steps so far; empty for a new run.
         dropout_by_sequence: `Choices.dropout_by_sequence`.
         during: entered with each phase of the run; explains errors that leave it.
     """
@@ -321,8 +326,8 @@ def build_run(
     set_up_torch(resolved)
 
     def published(step: int) -> None:
-        with suppress(TrimtabError):  # a log that cannot be written is met, and said, by the loop
-            log.append({"kind": SAVED, "step": step})
+        with suppress(TrimtabError):  # if the log cannot be written, the training loop raises that
+            log.append({"kind": CHECKPOINT_KIND, "step": step})
 
     store = Store(
         folder.checkpoints,
@@ -371,7 +376,7 @@ def build_run(
         loss_scale=FIRST_LOSS_SCALE if resolved.precision.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
-        before_microbatch=_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
+        before_microbatch=_dropout_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
         during=during,
     )
@@ -394,10 +399,10 @@ def _callbacks(callbacks: Sequence[Any], folder: RunFolder, total_steps: int) ->
     return Callbacks(callbacks, control, lambda step: folder.checkpoints / step_name(step))
 
 
-def _masks(
+def _dropout_masks(
     recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh, *, by_sequence: bool
 ) -> Callable[[int, int, Batch], None] | None:
-    """Writes the keys of the adapters' dropout masks before each microbatch; None where nothing is dropped."""
+    """Returns a function that sets the adapters' dropout mask keys before each microbatch; None without dropout."""
     masks = set_masks(decoder, device)
     if masks is None:
         return None
@@ -431,8 +436,8 @@ def _evaluation(
     )
 
 
-def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
-    """The tools that `report_to` names, ready to be told metrics."""
+def build_trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[Observer]:
+    """Observers for the tracking tools that `report_to` names."""
     from trimtab.trainer.tracking import TensorBoardSink, WandbSink
 
     found: list[Observer] = []
@@ -444,18 +449,18 @@ def trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) -> list[
 
 
 def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
-    """Fills a run from a checkpoint and cuts its log back to it."""
+    """Load a checkpoint into a run and truncate its log to the checkpoint's step."""
     setup = run.setup
     assert isinstance(setup.log, MetricsLog | NoLog)
     if found is None:
         setup.log.cut_back(-1)
-        on_event("no checkpoint was saved yet: beginning again at step 0")
+        on_event("no checkpoint was saved yet: restarting at step 0")
         return
     scalars = store.load(found, setup.tensors())
     store.prune(found)  # a lower save_total_limit frees its space before the next checkpoint is written
-    run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # older checkpoints do not say
+    run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # not in older checkpoints
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     setup.optimizer.restore_scalars(scalars["optimizer"])
     setup.loader.restore(scalars["loader"])
-    cut_log(setup.log, found, run.folder, on_event)
+    truncate_log(setup.log, found, run.folder, on_event)
     on_event(f"continuing from step {found.step}")

@@ -1,4 +1,4 @@
-"""choices.json of a run folder: what a run was begun with, typed; read, validated and written. No torch."""
+"""choices.json of a run folder: the resolved configuration that a run started with. No torch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trimtab.plan.resolved_json import (
 )
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.run.folder import RunFolder, read_json, write_json
-from trimtab.run.record import LOGS_CHECKPOINTS
+from trimtab.run.metrics_summary import LOGS_CHECKPOINTS
 
 FIELDS = ("model_commit", "tokenizer_commit", "data", "recipe", *REQUIRED)
-"""What a run needs to be continued; its model can be opened with the recipe alone."""
+"""Required to resume a run; to open its model the recipe suffices."""
 OWN_TEXT_FIRST = "own_text_first"
 DROPOUT_BY_SEQUENCE = "dropout_by_sequence"
 _TYPES: dict[str, type] = {
@@ -43,7 +43,7 @@ _TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Length:
-    """From `step` on, a run was planned for `total` steps."""
+    """From `step` on, the run was planned for `total` steps."""
 
     step: int
     total: int
@@ -51,14 +51,14 @@ class Length:
 
 @dataclass(frozen=True)
 class DataPins:
-    """The data that a run began with; a resumed run reads the same."""
+    """The versions of the data that a run started with; a resumed run reads the same."""
 
     commits: Mapping[str, str | None]
-    """Of hub data sets."""
+    """Commits of hub datasets."""
     manifests: Sequence[Mapping[str, Any]]
-    """Fingerprints of all files, by corpus, as `data` writes them."""
+    """Fingerprints of all files by corpus, in the format of `data`."""
     own_text_first: bool = False
-    """Whether the first step has a sequence of a train source; runs of earlier versions may begin with replay alone."""
+    """Whether the first step has a sequence of a train source; in earlier versions it could have replay alone."""
 
     def to_dict(self) -> dict[str, Any]:
         """For choices.json."""
@@ -76,24 +76,24 @@ class DataPins:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a run was begun with."""
+    """The resolved configuration that a run started with."""
 
     resolved: Resolved
     recipe: Recipe
     model_commit: str | None
-    """Of a hub id."""
+    """Commit of a hub model."""
     tokenizer_commit: str | None
     data: DataPins
     base: BaseWeights | None = None
     """The frozen weights of a run that trains adapters."""
     started_from: BaseWeights | None = None
-    """The checkpoint of another run that the first weights were read from."""
+    """The checkpoint of another run that the initial weights were read from."""
     lengths: tuple[Length, ...] = ()
-    """How many steps it was planned for; empty for runs made before that was kept."""
+    """The planned numbers of steps; empty for runs of versions that did not store them."""
     logs_checkpoints: bool = True
-    """Whether metrics.jsonl has a record of each checkpoint from the beginning."""
+    """Whether metrics.jsonl has a record of every checkpoint since the first step."""
     dropout_by_sequence: bool = True
-    """Whether dropout masks are a function of sequences; runs of earlier versions have them of microbatches."""
+    """Whether dropout masks depend on the sequence; in earlier versions they depended on the microbatch."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content of choices.json."""
@@ -116,13 +116,13 @@ class Choices:
         """The inverse of `to_dict`; for files of earlier versions too.
 
         Args:
-            data: a file without `damage`.
-            num_layers: of the run's model.
+            data: the content of a file that `damage` found no fault in.
+            num_layers: number of layers of the run's model.
         """
         base, started_from = data.get("base"), data.get("started_from")
         resolved = resolved_from_dict(data, num_layers)
         if resolved.lora is not None and base is None:
-            raise ValueError("it names no base of its adapters")
+            raise ValueError("it names no base model for its adapters")
         return Choices(
             resolved,
             build(data["recipe"]),
@@ -139,7 +139,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class ModelChoices:
-    """What opening the model of a run needs of choices.json; every version of the file has it."""
+    """The part of choices.json that opening a run's model needs; every version of the file contains it."""
 
     lora: LoraSettings | None
     quantization: Quantization | None
@@ -152,9 +152,9 @@ class ModelChoices:
 
 
 def read_choices(folder: RunFolder, num_layers: int) -> Choices:
-    """What a run was begun with; `num_layers` are its model's.
+    """Reads choices.json of a run with a model of `num_layers` layers.
 
-    Raises CheckpointError where choices.json is damaged or was written by a newer trimtab.
+    Raises CheckpointError if the file is damaged or was written by a newer trimtab.
 
     Example:
         >>> read_choices(RunFolder(Path("runs/demo")), 4).resolved.device  # doctest: +SKIP
@@ -166,7 +166,7 @@ def read_choices(folder: RunFolder, num_layers: int) -> Choices:
 
 
 def read_model_choices(folder: RunFolder) -> ModelChoices:
-    """What opening a run's model needs; raises CheckpointError as `read_choices` does.
+    """Reads what opening a run's model needs; raises CheckpointError as `read_choices` does.
 
     Example:
         >>> read_model_choices(RunFolder(Path("runs/demo"))).lora is None  # doctest: +SKIP
@@ -187,12 +187,12 @@ def read_model_choices(folder: RunFolder) -> ModelChoices:
 
 
 def read_recipe(folder: RunFolder) -> Recipe:
-    """The recipe that a run was begun with."""
+    """Reads the recipe that a run started with."""
     return build(_read(folder, FIELDS)["recipe"])
 
 
 def write_choices(folder: RunFolder, choices: Choices) -> None:
-    """Writes choices.json; from then on the folder is a run that can be continued."""
+    """Writes choices.json; from then on the folder is a run that can be resumed."""
     write_json(folder.choices, choices.to_dict())
 
 
@@ -202,13 +202,13 @@ def _read(folder: RunFolder, fields: Sequence[str]) -> dict[str, Any]:
     if wrong is not None:
         raise _damaged(folder, wrong)
     if data.get("version", 0) > VERSION:
-        raise CheckpointError(f"{folder.path} is of a newer trimtab", "use that version")
+        raise CheckpointError(f"{folder.path} was written by a newer trimtab", "use that version")
     return data
 
 
 @contextmanager
 def _wrong_values(folder: RunFolder) -> Iterator[None]:
-    """CheckpointError for values that are missing or of another kind than trimtab writes."""
+    """Raises CheckpointError for missing values and values of a wrong type."""
     try:
         yield
     except KeyError as error:
@@ -216,17 +216,17 @@ def _wrong_values(folder: RunFolder) -> Iterator[None]:
     except ValueError as error:
         raise _damaged(folder, f"is damaged: {error}") from error
     except (TypeError, AttributeError) as error:
-        raise _damaged(folder, "is damaged: a value in it is of another kind than trimtab writes") from error
+        raise _damaged(folder, "is damaged: a value in it has the wrong type") from error
 
 
 def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.anew()}"
+        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.retrain_command()}"
     )
 
 
 def damage(data: Mapping[str, Any], fields: Sequence[str] = FIELDS) -> str | None:
-    """What is wrong with the content of choices.json; None for nothing, or where a newer trimtab wrote it.
+    """Describes the damage of choices.json; None if there is none, or if a newer trimtab wrote it.
 
     Example:
         >>> damage({"version": None})

@@ -1,4 +1,4 @@
-"""The data of a recipe, opened: hub ids fetched, `starter:` sources generated, everything tokenized or streamed."""
+"""Opens a recipe's data: downloads hub datasets, generates `starter:` sources, tokenizes or streams the text."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from trimtab.text import Tokenizer
 
 STARTER_PREFIX = "starter:"
 CHAT = "chat"
-"""The source of conversations: questions of mathematics and worked answers."""
+"""The source of conversations: mathematics problems with worked answers."""
 GENERATED_DOCUMENTS = {"train": 20_000, "heldout": 400}
-"""How many documents a generated source has, unless `first` says otherwise."""
+"""Number of documents of a generated source, unless `first` is set."""
 STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
-"""Before the name of rows that were passed from Python (`data.in_memory`)."""
+"""Prefix of the names of rows that were passed from Python (`data.in_memory`)."""
 QUIET_BYTES = 2**27
-"""Reading and checking less than this takes no time worth a line."""
+"""Progress of reading and verifying files is shown from this size on."""
 
 
 class Watcher(Protocol):
-    """Told how preparations go."""
+    """Receives messages and progress."""
 
     def message(self, text: str) -> None: ...
     def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
@@ -47,7 +47,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Corpora:
-    """Opened data: what is trained on, replayed and measured on."""
+    """The opened corpora for training, replay and evaluation."""
 
     recipe: Recipe
     train: list[tuple[Corpus, float]]
@@ -55,7 +55,7 @@ class Corpora:
     evaluation: dict[str, list[CachedCorpus]]
     commits: dict[str, str | None]
     own_text_first: bool = True
-    """Whether the first step has a sequence of a train source; runs of earlier versions may begin with replay alone."""
+    """Whether the first step has a sequence of a train source; in earlier versions it could have replay alone."""
 
     def loader(self, mesh: Mesh) -> Loader:
         """The training loader for one process of a mesh."""
@@ -77,34 +77,34 @@ class Corpora:
 
     @cached_property
     def facts(self) -> DataFacts:
-        """What the planner wants to know."""
+        """Facts about the data for the planner."""
         facts = self._alone.facts
         return DataFacts(facts.num_sequences, facts.num_tokens, facts.fill, facts.attended_share)
 
     @cached_property
     def _alone(self) -> Loader:
-        """The loader of a process that is alone, to be asked and not to be drawn from."""
+        """A single-process loader, for facts and notes; no batches are drawn from it."""
         return self.loader(Mesh.single())
 
     def total_steps(self, mesh: Mesh) -> int:
-        """Updates of the whole run."""
+        """Number of optimizer steps of the run."""
         steps = total_steps(self.recipe, self.facts, mesh.size)
         assert steps is not None, "a streamed recipe without max_steps does not validate"
         return steps
 
     def notes(self) -> list[str]:
-        """What was cut or left out because of the sequences' length."""
+        """Notes on documents that were truncated or left out because of the sequence length."""
         return self._alone.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        """The first example that is trained on, as a record for a view; None where only texts are."""
+        """The first training example, as a record for the view; None if the data are plain texts."""
         for corpus, _ in self.train:
             if corpus.form is not None:
                 return data.highlighted(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
         return None
 
     def eval_batches(self) -> dict[str, Sequence[Batch]]:
-        """Batches of each evaluated set; the domain first."""
+        """Batches of each evaluation set, the domain first."""
         recipe = self.recipe
         return {
             name: [
@@ -121,11 +121,11 @@ class Corpora:
         }
 
     def pins(self) -> DataPins:
-        """For choices.json: commits of hub data sets, fingerprints of all files, and the order of the first step."""
+        """For choices.json: commits of hub datasets, fingerprints of all files, and the order of the first step."""
         return DataPins(self.commits, [corpus.manifest() for corpus in self.all()], self.own_text_first)
 
     def all(self) -> list[Corpus]:
-        """Every corpus, in an order that follows from the recipe."""
+        """Every corpus, in the recipe's order."""
         measured = [corpus for corpora in self.evaluation.values() for corpus in corpora]
         return [*(corpus for corpus, _ in [*self.train, *self.replay]), *measured]
 
@@ -138,13 +138,13 @@ def open_corpora(
     kept: DataPins | None = None,
     passed: Mapping[str, Passed] | None = None,
 ) -> Corpora:
-    """Opens everything a recipe's `data` names.
+    """Opens all sources of a recipe's `data`.
 
-    With `kept` (the `pins` of a run that is resumed) hub data sets are taken at the commit they had, files are read as
-    they were read then, and a file that has changed is an error. `passed` holds the rows that were passed from Python,
+    With `kept` (the `pins` of a run that is resumed) hub datasets are read at their stored commits, files are read as
+    at the first start, and a file that has changed raises an error. `passed` are the rows that were passed from Python,
     by the names of their sources.
     """
-    opening = _Opening(recipe.data, tokenizer, watcher, kept, passed=passed)
+    opening = _SourceOpener(recipe.data, tokenizer, watcher, kept, passed=passed)
     section = recipe.data
     opening.check_streams(section.train)
     opening.check_streams(section.replay.sources if section.replay else [])
@@ -160,14 +160,14 @@ def open_corpora(
     train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
-        held = [cast(CachedCorpus, part) for _, part in halves]  # nothing is streamed here
-        # A document of several sources may have been held out in one of them alone.
-        others = [[part for part in held if part is not own] for own in held]
+        heldout = [cast(CachedCorpus, part) for _, part in halves]  # nothing is streamed here
+        # A document of several sources may be held out in only one of them.
+        others = [[part for part in heldout if part is not own] for own in heldout]
         train = [
             (_without(part, {"domain": apart}), weight)
             for (part, _), apart, (_, weight) in zip(halves, others, train, strict=True)
         ]
-        evaluation = {"domain": held, **evaluation}
+        evaluation = {"domain": heldout, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
     own_text_first = kept is None or kept.own_text_first
     opened = Corpora(recipe, train, replay, evaluation, opening.commits, own_text_first)
@@ -186,9 +186,9 @@ def open_for_eval(
     batch_size: int,
     cache_dir: Path | None = None,
 ) -> list[Batch]:
-    """Batches of one named source, outside of any recipe."""
+    """Batches of one source by name, without a recipe."""
     path_of(name, "the text to measure on", DataError, names_text=True)
-    corpus = _Opening(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
+    corpus = _SourceOpener(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(
             corpus, batch_size=batch_size, max_seq_length=max_seq_length, max_sequences=max_sequences
@@ -197,14 +197,14 @@ def open_for_eval(
 
 
 def _without(corpus: Corpus, evaluation: dict[str, list[CachedCorpus]]) -> Corpus:
-    """A training corpus less every document that is measured on."""
+    """A training corpus without the documents of the evaluation sets."""
     for measured in (c for corpora in evaluation.values() for c in corpora):
         corpus = corpus.without(measured)
     return corpus
 
 
 def _notes(corpus: Corpus) -> Iterator[str]:
-    """What a person should know of a corpus that was just opened."""
+    """Notes for the user on a corpus that was just opened."""
     summary = corpus.summary
     for why in LEFT_OUT:
         count = getattr(summary, why)
@@ -212,18 +212,18 @@ def _notes(corpus: Corpus) -> Iterator[str]:
             yield left_out(count, why) + (f"; the first: {summary.complaint}" if why == "bad" else "")
     if summary.repaired:
         what = "document" if summary.repaired == 1 else "documents"
-        yield f"in {summary.repaired} {what} halves of Unicode pairs, which no text can hold, became U+FFFD"
+        yield f"in {summary.repaired} {what} unpaired Unicode surrogates were replaced by U+FFFD"
     form = corpus.form
     if form is None:
         return
     if summary.unanswered:
         yield (
-            f"the last messages of {summary.unanswered} conversations, which no answer follows, were left out"
+            f"in {summary.unanswered} conversations the last messages, which have no answer, were left out"
         )
     if summary.rewritten:
         yield (
-            f"in {summary.rewritten} conversations the chat template writes what comes before an answer otherwise "
-            "once the answer is there (leaving out earlier thinking, say); they are trained on as it writes them whole"
+            f"in {summary.rewritten} conversations the chat template renders the prompt differently with the answer "
+            "than without it (it may drop earlier thinking); they are trained as rendered with the answer"
         )
     if summary.tokens:
         what = "example" if summary.documents == 1 else "examples"
@@ -233,8 +233,8 @@ def _notes(corpus: Corpus) -> Iterator[str]:
         )
 
 
-class _Opening:
-    """One pass over a recipe's sources; remembers the commits it met."""
+class _SourceOpener:
+    """Opens the sources of a recipe and records the commits of hub datasets."""
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class _Opening:
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
         self.kept_commits = kept.commits if kept else {}
-        self.began = frozenset(one["fingerprint"] for one in kept.manifests) if kept else None
+        self.began = frozenset(manifest["fingerprint"] for manifest in kept.manifests) if kept else None
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
@@ -260,10 +260,10 @@ class _Opening:
         return self._open(source, streaming=False)
 
     def trained(self, source: Source) -> Corpus:
-        """A corpus for training: cached, or streamed where the recipe says so. How it begins is shown."""
+        """A corpus for training, cached or streamed as in the recipe; shows its beginning."""
         corpus = self._open(source, streaming=self.streaming)
-        said = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
-        self.watcher.message(f"{self._shown(source.source)}: {said}")
+        shown = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
+        self.watcher.message(f"{self._shown(source.source)}: {shown}")
         return corpus
 
     def _open(self, source: Source, streaming: bool) -> Any:
@@ -280,7 +280,7 @@ class _Opening:
         return corpus
 
     def _shown(self, name: str) -> str:
-        """What messages call a source."""
+        """The name of a source in messages."""
         return self.passed[name].label if name in self.passed else name
 
     def _progress(self, progress: Progress) -> None:
@@ -299,11 +299,11 @@ class _Opening:
         passed = self.passed.get(source.source)
         if source.source.startswith(MEMORY_PREFIX):
             if passed is None or passed.stream is None:
-                files = (self._spooled(source.source),)
+                files = (self._spooled_file(source.source),)
         elif source.source.startswith(STARTER_PREFIX):
             files = (self._starter_file(source.source.removeprefix(STARTER_PREFIX), source.first),)
         elif _is_hub_id(source.source):
-            # The same data set may be named twice, at two revisions.
+            # The same dataset may be named twice, at two revisions.
             pin = source.source if source.revision is None else f"{source.source}@{source.revision}"
             revision = self.kept_commits.get(pin) or source.revision
             resolved = hub.resolve_dataset(
@@ -329,23 +329,25 @@ class _Opening:
         )
 
     def check_streams(self, sources: Sequence[Source]) -> None:
-        """Files are drawn from in proportion to their bytes, which rows from Python do not have."""
+        """Raises for streamed rows next to files: files are sampled in proportion to bytes, which rows do not have."""
         streams = [
-            one.source for one in sources if one.source in self.passed and self.passed[one.source].stream
+            source.source
+            for source in sources
+            if source.source in self.passed and self.passed[source.source].stream
         ]
-        files = [one.source for one in sources if one.source not in streams]
+        files = [source.source for source in sources if source.source not in streams]
         if self.streaming and streams and files:
             raise DataError(
-                f"rows from Python ({self.passed[streams[0]].label}) are streamed beside {files[0]}, and how many "
-                "there will be is not known",
+                f"rows from Python ({self.passed[streams[0]].label}) are streamed together with {files[0]}, and the "
+                "number of rows is unknown",
                 "set data.streaming: false, or stream only rows or only files",
             )
 
-    def _spooled(self, name: str) -> Path:
+    def _spooled_file(self, name: str) -> Path:
         path = spool_path(memory_folder(self.cache_dir), name.removeprefix(MEMORY_PREFIX))
         if not path.is_file():
             raise DataError(
-                f"the rows {name} were passed from Python and are not in the cache ({path})",
+                f"the rows {name}, which were passed from Python, are not in the cache ({path})",
                 "pass them again: trimtab.resume(folder, data=rows) for a run that began, "
                 "trimtab.train(recipe, data=rows) for a new one",
             )
@@ -371,17 +373,17 @@ class _Opening:
 
 
 def memory_folder(cache_dir: Path) -> Path:
-    """Where rows from Python are kept."""
+    """The cache folder of rows from Python."""
     return cache_dir / "memory"
 
 
 def cache_folder(named: str | None) -> Path:
-    """The token cache: `data.cache_dir` of a recipe, or the usual place."""
+    """The token cache: `data.cache_dir` of a recipe, or the default folder."""
     return Path(named).expanduser() if named else default_cache_dir()
 
 
 def _is_hub_id(name: str) -> bool:
-    """`org/name` that is no path here, nor looks like one; a data file's suffix makes it a path too."""
+    """Whether a name is `org/name` and not a path: it does not exist, looks like none, has no data file's suffix."""
     return "/" in name and not (
         os.path.lexists(name) or looks_local(name) or classify(Path(name))[0] is not None
     )

@@ -1,4 +1,4 @@
-"""The device of this machine, as facts."""
+"""Detects this machine's device."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ INSTALL_TORCH = "pip install 'trimtab[train]'"
 
 
 def has_torch() -> bool:
-    """Whether torch is installed; looking does not import it."""
+    """Whether torch is installed, without importing it."""
     return find_spec("torch") is not None
 
 
 def need_torch() -> None:
-    """A clear error where torch is not installed, before anything else is done."""
+    """Raises MissingDependency if torch is not installed."""
     if not has_torch():
         raise MissingDependency("this needs torch, which is not installed", INSTALL_TORCH)
 
 
 def threads() -> int:
-    """Threads that products on the CPU will use."""
+    """Number of CPU threads that torch will use."""
     if not has_torch():
         return host_cores()
     import torch
@@ -39,7 +39,7 @@ def threads() -> int:
 
 
 def detect(requested: str = "auto") -> DeviceFacts:
-    """The device that will be used: a CUDA GPU if there is one, the CPU otherwise, or the one asked for.
+    """The device that will be used: the requested one; for `auto` a CUDA GPU if there is one, otherwise the CPU.
 
     Example:
         >>> detect("cpu").kind
@@ -57,9 +57,9 @@ def detect(requested: str = "auto") -> DeviceFacts:
 
 
 def _calibrated(device: DeviceFacts) -> DeviceFacts:
-    """The device with what `trimtab plan --calibrate` measured of it on this machine, if it did.
+    """The device with this machine's calibration (`trimtab plan --calibrate`), if there is one.
 
-    A CPU's calibration belongs to a number of threads, which only torch knows; it is asked where there are files.
+    A CPU's calibration depends on torch's number of threads; torch is imported only if there are calibration files.
     """
     if not calibration_folder().is_dir():
         return device
@@ -68,7 +68,7 @@ def _calibrated(device: DeviceFacts) -> DeviceFacts:
 
 
 def check_device(requested: str) -> tuple[str, int | None]:
-    """(kind, index) of a device's name; raises where it is unknown or names a GPU that torch does not see."""
+    """(kind, index) of a device name; raises if it is unknown or names a GPU that torch does not see."""
     parsed = parse_device(requested) if isinstance(requested, str) else None
     if parsed is None:
         raise RecipeError(
@@ -78,19 +78,19 @@ def check_device(requested: str) -> tuple[str, int | None]:
     if kind != "cuda":
         return parsed
     if not has_torch():
-        raise MissingDependency("a CUDA GPU is seen by torch, which is not installed", INSTALL_TORCH)
+        raise MissingDependency("using a CUDA GPU needs torch, which is not installed", INSTALL_TORCH)
     import torch
 
     if not torch.cuda.is_available():
         raise ResourceError(
-            f"device: {requested} was asked for and torch sees no CUDA GPU",
-            "`trimtab doctor` says why; device: auto takes what is there",
+            f"device: {requested} was requested, and torch sees no CUDA GPU",
+            "`trimtab doctor` explains why; device: auto uses the available device",
         )
     count = torch.cuda.device_count()
     if index is not None and index >= count:
         seen = "one CUDA GPU (cuda:0)" if count == 1 else f"{count} CUDA GPUs (cuda:0 to cuda:{count - 1})"
         raise ResourceError(
-            f"device: {requested} was asked for and torch sees {seen}",
+            f"device: {requested} was requested, and torch sees {seen}",
             "use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which GPUs torch sees",
         )
     return parsed
@@ -98,8 +98,7 @@ def check_device(requested: str) -> tuple[str, int | None]:
 
 @contextmanager
 def current_gpu(requested: str) -> Iterator[None]:
-    """Makes the GPU of a name with an index torch's current one, which `cuda` and kernel launches mean; other names
-    change nothing.
+    """Sets torch's current CUDA device for a device name with an index; does nothing for other names.
 
     Example:
         >>> with current_gpu("cuda:1"):       # doctest: +SKIP
@@ -131,10 +130,10 @@ def _cpu() -> DeviceFacts:
 def _cuda() -> DeviceFacts:
     import torch
 
-    from trimtab.run.torch_setup import memory_share
+    from trimtab.run.torch_setup import memory_fraction
 
     if torch.cuda.is_initialized():
-        # Of an earlier run or model in this process: what torch keeps for later counts as free.
+        # Memory that torch has cached after an earlier run or model in this process counts as free.
         gc.collect()
         torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -144,7 +143,7 @@ def _cuda() -> DeviceFacts:
     if unified:
         free, total = _unified_memory(total)
     limit = mps_limit(index)
-    allowed = int(memory_share() * total) - torch.cuda.memory_reserved()
+    allowed = int(memory_fraction() * total) - torch.cuda.memory_reserved()
     free = max(min(free, allowed, total if limit is None else limit), 0)
     capability = torch.cuda.get_device_capability()
     return DeviceFacts(
@@ -167,7 +166,7 @@ def has_unified_memory(name: str, *, integrated: bool) -> bool:
 
     Args:
         name: as the driver reports it.
-        integrated: what the driver says of it (`cudaDeviceProp.integrated`).
+        integrated: the driver's `cudaDeviceProp.integrated`.
 
     Example:
         >>> has_unified_memory("NVIDIA GB10", integrated=False), has_unified_memory("NVIDIA H200", integrated=False)
@@ -180,8 +179,8 @@ def has_unified_memory(name: str, *, integrated: bool) -> bool:
 def _unified_memory(total: int) -> tuple[int, int]:
     """(free, total) bytes of a GPU that shares the host's memory.
 
-    `cudaMemGetInfo` counts memory there that the kernel would give back on demand (page cache, buffers) as used: CUDA's
-    documentation of `cuMemGetInfo` refers to the Tegra application note for integrated GPUs, and llama.cpp reads
+    There `cudaMemGetInfo` counts memory that the kernel can reclaim (page cache, buffers) as used: CUDA's documentation
+    of `cuMemGetInfo` refers to the Tegra application note for integrated GPUs, and llama.cpp reads
     MemAvailable on a DGX Spark (https://github.com/ggml-org/llama.cpp/pull/17368). Swap is not counted.
     """
     everything, available = host_memory()
@@ -189,17 +188,16 @@ def _unified_memory(total: int) -> tuple[int, int]:
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 in hardware; without that it is several times slower than fp32.
+    """Whether this CPU supports bf16 products in hardware; otherwise they are several times slower than fp32.
 
-    Read from what the chip says of itself and not timed: the same recipe on the same machine must always come to the
-    same number format.
+    Read from the CPU's flags rather than timed: a recipe must always resolve to the same dtype on a machine.
     """
     flags = _cpuinfo("flags").split()
     return "amx_bf16" in flags or "avx512_bf16" in flags
 
 
 def _cpuinfo(key: str) -> str:
-    """The first such line of Linux's /proc/cpuinfo; empty elsewhere."""
+    """The first value of a key in Linux's /proc/cpuinfo; empty on other systems."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -215,7 +213,7 @@ def _cpu_name() -> str:
 
 
 def need_trackers(names: Sequence[str]) -> None:
-    """Raises before any work is done if a tool that `report_to` names is not installed."""
+    """Raises MissingDependency if a tool that `report_to` names is not installed."""
     for name in names:
         if find_spec(name) is None:
             raise MissingDependency(

@@ -1,4 +1,4 @@
-"""The operations that torch carries out, autocast's casts included, with the dtypes of inputs and output."""
+"""Traces the operations that torch executes, including autocast's casts, with dtypes of inputs and output."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Operation:
     """One kind of operation at one module."""
 
     module: str
-    """Path of the innermost module that was running; empty outside of all."""
+    """Path of the innermost running module; empty outside of modules."""
     backward: bool
     name: str
-    """As torch calls it: mm, _to_copy."""
+    """Torch's name: mm, _to_copy."""
     inputs: str
-    """Floating-point formats that go in, each once: "bf16, fp32"."""
+    """Distinct floating-point dtypes of the inputs: "bf16, fp32"."""
     output: str
     is_view: bool
-    """Whether it only looks at the input's memory in another shape."""
+    """Whether the output is a view of an input."""
 
 
 class DtypeTrace(TorchDispatchMode):
-    """Notes every operation with a floating-point input and output that runs inside.
+    """Records every operation with floating-point inputs and outputs in its context.
 
     Example:
         >>> layer = torch.nn.Linear(2, 2, bias=False)
         >>> with DtypeTrace() as trace, torch.autocast("cpu", dtype=torch.bfloat16):
         ...     _ = layer(torch.ones(1, 2))
-        >>> [(one.name, one.inputs, one.output) for one in trace.counts if not one.is_view]
+        >>> [(op.name, op.inputs, op.output) for op in trace.counts if not op.is_view]
         [('_to_copy', 'fp32', 'bf16'), ('mm', 'bf16', 'bf16')]
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[Operation, int] = {}
-        """How often each ran, in the order of their first time."""
+        """Number of calls by operation, in the order of first calls."""
         self._modules = ModuleTracker()
 
     def __enter__(self) -> DtypeTrace:
@@ -62,7 +62,7 @@ class DtypeTrace(TorchDispatchMode):
         before, after = _formats((args, kwargs)), _formats(out)
         if before and after:
             innermost = max(self._modules.parents, key=lambda path: path.count("."))
-            one = Operation(
+            operation = Operation(
                 innermost.partition(".")[2],
                 bool(self._modules.is_bw),
                 func.overloadpacket.__name__,
@@ -70,7 +70,7 @@ class DtypeTrace(TorchDispatchMode):
                 after,
                 _is_view(func),
             )
-            self.counts[one] = self.counts.get(one, 0) + 1
+            self.counts[operation] = self.counts.get(operation, 0) + 1
         return out
 
 
@@ -80,6 +80,6 @@ def _formats(values: Any) -> str:
 
 
 def _is_view(func: Any) -> bool:
-    """By its schema: a result shares memory with an input that is not written to."""
-    aliases = [one.alias_info for one in func._schema.returns]
+    """Whether, by its schema, a result aliases an input that is not written to."""
+    aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

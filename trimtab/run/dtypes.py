@@ -1,4 +1,4 @@
-"""What runs in which number format: measured on one layer of the model, not read off a table.
+"""The dtypes of modules and operations, measured on one layer of the model rather than looked up.
 
 for row in list_dtypes(shape, resolved).modules:
     print(row.name, row.weight, row.output, row.gradient)
@@ -30,29 +30,29 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """Formats at one module; None where it has no weight of its own."""
+    """Dtypes at one module; None if it has no weight."""
 
     name: str
     weight: str | None
     output: str
     gradient: str | None
-    """In which the weight's gradient is added up."""
+    """Dtype in which the weight's gradient is accumulated."""
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Modules by name, and operations as torch carried them out, autocast included."""
+    """Dtypes of modules by name, and of operations as torch executed them, with autocast."""
 
     modules: list[ModuleRow]
     operations: dict[str, list[str]]
-    """`mm` → [`bf16 → bf16`]; formats of the inputs, then of the output."""
+    """`mm` → [`bf16 → bf16`]: dtypes of the inputs, then of the output."""
     loss: str
 
 
 def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
-    """Runs forward and backward of one layer with a run's configuration and lists the formats.
+    """Runs forward and backward of one layer with a run's configuration and lists the dtypes.
 
-    The layer has the model's own widths; depth and vocabulary, which change no format, are cut down.
+    The layer has the model's widths; depth and vocabulary, which do not affect dtypes, are reduced.
 
     Example:
         >>> found = list_dtypes(shape, resolved)                                     # doctest: +SKIP
@@ -96,21 +96,21 @@ def list_dtypes(shape: ModelShape, resolved: Resolved) -> Dtypes:
         weight = getattr(decoder.get_submodule(name), "weight", None)
         gradient = None if weight is None or weight.grad is None else NAMES[weight.grad.dtype]
         rows.append(ModuleRow(name, None if weight is None else NAMES[weight.dtype], output, gradient))
-    rows += [  # of products that run together no module sees the output
+    rows += [  # adapters have no module whose forward hook sees an output
         ModuleRow(name, NAMES[p.dtype], "", None if p.grad is None else NAMES[p.grad.dtype])
         for name, p in trained_parameters(decoder).items()
         if ".lora_" in name
     ]
     operations: dict[str, set[str]] = {}
-    for one in trace.counts:
-        operations.setdefault(one.name, set()).add(f"{one.inputs} → {one.output}")
+    for operation in trace.counts:
+        operations.setdefault(operation.name, set()).add(f"{operation.inputs} → {operation.output}")
     return Dtypes(
         rows, {name: sorted(pairs) for name, pairs in sorted(operations.items())}, NAMES[loss.dtype]
     )
 
 
 def _of_one_layer(shape: ModelShape, settings: LoraSettings | None) -> LoraSettings | None:
-    """A run's adapters on the one layer that is looked at: the same kinds of modules, whichever layers have them."""
+    """A run's adapter settings for the single layer: the same kinds of modules, whichever layers have them."""
     if settings is None:
         return None
     names = short_names(target.name for target in resolve(shape, settings))

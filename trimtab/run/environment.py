@@ -1,4 +1,4 @@
-"""What a run ran on: an allow-list of versions and machine facts. Never a token, a path or a variable."""
+"""The software and machine of a run: an allow-list of versions and facts, without tokens, paths or secrets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is measured while training: losses on held-out sets, the probe, exact answers, sample completions.
+"""Evaluates a model during training: losses on held-out sets, the probe, exact answers, sample completions.
 
-Losses and the probe are taken at every evaluation; completions and exact answers, which have to be generated,
-before the first step and after the last. Records also hold the result of every item (document, choice, problem), from
-which the report compares before and after pair by pair.
+Losses and the probe are computed at every evaluation; completions and exact answers, which need generation, before the
+first step and after the last. Records also have the result of every item (document, choice, problem), so that the
+report can compare before and after by pairs.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from trimtab.run.models import OpenedModel
 
 ANSWERS_SEED = 30_000
-"""The held-out problems are the same for every run, so that runs can be compared."""
+"""Seed of the held-out problems: the same for every run, so that runs can be compared."""
 EVAL_TOKENS = 512
-"""A sequence of `trimtab eval` where nothing else is asked for and the model has room for it."""
+"""Default sequence length of `trimtab eval`, if the model supports it."""
 ANSWER_TOKENS = 64
 SAMPLE_TOKENS = 48
 
 
 @dataclass
 class Evaluation:
-    """A callable step → records, with everything it measures on."""
+    """Evaluates a model: called with a step, it returns records."""
 
     decoder: Decoder
     tokenizer: Tokenizer
@@ -60,7 +60,7 @@ class Evaluation:
     """Entered while text is generated."""
 
     def __call__(self, step: int) -> list[dict[str, Any]]:
-        """Records for the metrics log; the decoder is left in the mode it was in."""
+        """Returns records for the metrics log; the decoder's training mode is restored."""
         training = self.decoder.training
         self.decoder.eval()
         try:
@@ -73,7 +73,7 @@ class Evaluation:
         return records
 
     def at_end(self, step: int) -> list[dict[str, Any]]:
-        """What a run that ends before its last step still has to measure: exact answers and completions."""
+        """The remaining evaluation of a run that ends before its last step: exact answers and completions."""
         training = self.decoder.training
         self.decoder.eval()
         try:
@@ -164,7 +164,7 @@ class Evaluation:
 
 
 def _digits(right: Iterable[bool]) -> str:
-    """Results of items in their order, a character each: "1" for right.
+    """Results of items in their order, one character per item: "1" for right.
 
     Example:
         >>> _digits([True, False, True])
@@ -174,7 +174,7 @@ def _digits(right: Iterable[bool]) -> str:
 
 
 def _digest(texts: Iterable[str]) -> str:
-    """Names a set of items: results of equal sets can be compared item by item.
+    """Identifies a set of items: results with the same digest can be compared item by item.
 
     Example:
         >>> _digest(["a", "b"]) == _digest(["ab"])
@@ -195,7 +195,7 @@ def evaluate_model(
     batch_size: int,
     cache_dir: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Measures a model outside of training; the same records as in a run's log."""
+    """Evaluates a model outside of training; returns the same records as in a run's log."""
     positions = opened.decoder.shape.max_positions
     length = min(EVAL_TOKENS, positions) if max_seq_length is None else max_seq_length
     if length > positions:

@@ -1,4 +1,4 @@
-"""A run folder: what lies where, and how its small files are written so that none is ever half there."""
+"""The run folder: its paths, how it is created, emptied and locked, and atomic writes of its small files."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ OURS = (
     "oom.json",
     "oom.txt",
 )
-"""All that a run folder has before its first step."""
-EXPLAINED = ("oom.json", "oom.txt")
-"""Why a run ran out of memory: it stays, and so does what the run can be started from."""
-KEPT = (RunLock.NAME, "recipe.yaml")
-"""What stays to the last when a folder is emptied."""
-LATER = ("receipts", "report.html", ".demo")
-"""What a run, or a demo, adds to it."""
-_ON_THE_WAY = re.compile(
+"""Everything that a run folder contains before its first step."""
+OOM_REPORT = ("oom.json", "oom.txt")
+"""The report of a run that ran out of memory; it is kept, with everything that the run can be started from."""
+REMOVED_LAST = (RunLock.NAME, "recipe.yaml")
+"""Files that are removed last when a folder is emptied."""
+ADDED_LATER = ("receipts", "report.html", ".demo")
+"""Files and folders that training, the report or a demo add later."""
+_TEMPORARY = re.compile(
     r"\.[a-z]+\.(?:(?:yaml|jsonl?|html)\.tmp-[0-9a-f]+|jsonl\.tmp)|\.start\.tmp-[0-9a-f]+"
 )
-"""Names of files and folders whose writer was killed before they got their own."""
+"""Names of temporary files and folders, which remain if their writer was killed before the rename."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class RunFolder:
 
     @property
     def plan(self) -> Path:
-        """What the run was expected to take."""
+        """The plan: predicted memory, time and disk."""
         return self.path / "plan.json"
 
     @property
     def choices(self) -> Path:
-        """Every `auto` of the recipe as it was decided at the first start."""
+        """The resolved configuration: every `auto` of the recipe as decided at the first start."""
         return self.path / "choices.json"
 
     @property
@@ -81,7 +81,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """The metrics log, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -91,28 +91,28 @@ class RunFolder:
 
     @property
     def model(self) -> Path:
-        """config.json and the tokenizer: with a checkpoint, all that is needed to use the model."""
+        """config.json and the tokenizer; with a checkpoint this is a complete model."""
         return self.path / "model"
 
     @property
     def receipts(self) -> Path:
-        """Proofs of exports, and what the run took beside what was predicted."""
+        """Receipts of exports, and measured next to predicted memory and time."""
         return self.path / "receipts"
 
     @property
     def measured(self) -> Path:
-        """What every start of the run took, beside what was predicted."""
+        """Measured and predicted memory and time of every start of the run."""
         return self.receipts / "plan.json"
 
     @property
     def oom(self) -> Path:
-        """Why the run ran out of memory."""
-        return self.path / EXPLAINED[0]
+        """The report of running out of memory, as data."""
+        return self.path / OOM_REPORT[0]
 
     @property
     def oom_text(self) -> Path:
-        """The same to read."""
-        return self.path / EXPLAINED[1]
+        """The same report as text."""
+        return self.path / OOM_REPORT[1]
 
     @property
     def report(self) -> Path:
@@ -121,11 +121,11 @@ class RunFolder:
 
     @staticmethod
     def is_run(path: Path) -> bool:
-        """Whether a folder is one of ours."""
+        """Whether a folder is a run folder."""
         return (path / "recipe.yaml").is_file() and (path / "choices.json").is_file()
 
     def began(self) -> bool:
-        """Whether anything was learnt here: a checkpoint, or a logged step."""
+        """Whether steps were trained here: there is a checkpoint or a logged step."""
         if step_folders(self.checkpoints):
             return True
         if not self.metrics.is_file():
@@ -134,18 +134,18 @@ class RunFolder:
             return any(b'"kind": "train"' in line for line in lines)
 
     def checkpoint_bytes(self) -> int:
-        """What the run's checkpoints take on the disk; 0 where there are none."""
+        """Disk space of the run's checkpoints; 0 if there are none."""
         return sum(path.stat().st_size for path in self.checkpoints.glob("step-*/*") if path.is_file())
 
     def check_new(self, key: str = "output_dir") -> None:
-        """Refuses a folder that a new run would spoil: one with a run, or with anything that is not ours.
+        """Raises if a new run would damage the folder's content: a run, or files that trimtab did not write.
 
-        `key` is what names the folder, for messages.
+        `key` is the recipe key that names the folder, for messages.
         """
         if self.began():
             raise CheckpointError(
-                f"{self.path} already holds a run",
-                f"continue it with {self.resuming()}, or give another {key}",
+                f"{self.path} already contains a run",
+                f"resume it with {self.resume_command()}, or give another {key}",
             )
         if not self.path.exists():
             return
@@ -155,21 +155,22 @@ class RunFolder:
         foreign = [name for name in found if not _is_ours(name)]
         if foreign or (found and RunLock.NAME not in found):
             raise CheckpointError(
-                f"{self.path} is not empty ({(foreign or found)[0]} is in it)", f"give another {key}"
+                f"{self.path} is not empty (it contains {(foreign or found)[0]})", f"give another {key}"
             )
 
     @contextmanager
     def create(self, recipe: str) -> Iterator[None]:
-        """Creates and locks the folder of a new run; a start that fails before the first step removes it again, unless
-        it ran out of memory: then the recipe and the report of that stay, and `resume` starts it with other keys.
+        """Creates and locks the folder of a new run; removes it again if the start fails before the first step.
 
-        `recipe` is the text of recipe.yaml. It is in the folder from the first instant on and goes last, so that a
-        start that is killed at any instant leaves a folder that `resume` can begin again, or none at all. From the
-        first step on there is something to keep: the loop saves before any error leaves it.
+        After running out of memory, recipe and report are kept, and `resume` can start the run with other keys.
+
+        `recipe` is the text of recipe.yaml. It is created with the folder and removed last. A start that is killed at
+        any moment therefore leaves a folder that `resume` can start, or none. After the first step nothing is removed:
+        the training loop saves a checkpoint before it raises.
         """
-        lock, own = self._take(recipe)
-        with ExitStack() as held:
-            held.callback(lock.release)
+        lock, own = self._acquire(recipe)
+        with ExitStack() as stack:
+            stack.callback(lock.release)
             self.check_new()
             try:
                 write_text(self.recipe, recipe)
@@ -177,28 +178,30 @@ class RunFolder:
                 yield
             finally:
                 if not self.began() and self.oom.is_file():
-                    self._clear(keep=(*KEPT, *EXPLAINED, "start"))
+                    self._clear(keep=(*REMOVED_LAST, *OOM_REPORT, "start"))
                 elif not self.began():
                     self._clear()
-                    self._vanish(own)
+                    self._remove(own)
 
     @contextmanager
-    def begin_again(self) -> Iterator[None]:
-        """Empties the folder of a run that was never begun, but for its recipe and the weights it begins from; the
-        caller holds the lock. If nothing is trained this time either, these alone are left."""
-        self._clear(keep=(*KEPT, "start"))
+    def restart(self) -> Iterator[None]:
+        """Empties the folder of a run that was never started, except for its recipe and initial weights.
+
+        The caller has the lock. If nothing is trained this time either, the folder is emptied again at the end.
+        """
+        self._clear(keep=(*REMOVED_LAST, "start"))
         try:
             yield
         finally:
             if not self.began():
-                self._clear(keep=(*KEPT, *EXPLAINED, "start"))
+                self._clear(keep=(*REMOVED_LAST, *OOM_REPORT, "start"))
 
-    def _take(self, recipe: str) -> tuple[RunLock, bool]:
-        """(the folder's lock, held; whether a run made the folder, so that a failed start removes it)."""
+    def _acquire(self, recipe: str) -> tuple[RunLock, bool]:
+        """Returns the folder's acquired lock, and whether a run created it, so that a failed start removes it."""
         while True:
-            # Looked at twice: another start that fails removes its folder as a whole.
+            # `exists` is called twice: another start that fails may remove its folder in between.
             theirs = self.path.exists() and not self.recipe.exists() and self.path.exists()
-            lock = self._appear(recipe)
+            lock = self._publish(recipe)
             if lock is not None:
                 return lock, not theirs
             lock = self.lock("output_dir")
@@ -208,10 +211,10 @@ class RunFolder:
                 continue
             return lock, not theirs
 
-    def _appear(self, recipe: str) -> RunLock | None:
-        """Publishes the folder, with recipe and lock file in it, by one rename; returns its lock, held since before.
+    def _publish(self, recipe: str) -> RunLock | None:
+        """Creates the folder with recipe and lock file by one rename; returns its lock, which was acquired before that.
 
-        Returns None where files are there already, or another process was quicker.
+        Returns None if the folder already has files, or if another process was first.
         """
         try:
             with suppress(FileNotFoundError):
@@ -234,14 +237,14 @@ class RunFolder:
             return lock
         except OSError as error:
             if self.path.is_dir() or error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return None  # another process was quicker; the lock decides whose it is
+                return None  # another process was first; the lock decides which one owns the folder
             raise CheckpointError(
                 f"cannot write in the run folder {self.path}: {error.strerror or error}",
-                "choose an output_dir that can be written",
+                "choose a writable output_dir",
             ) from error
 
-    def _vanish(self, own: bool) -> None:
-        """Removes recipe and lock, and the folder itself where a run made it (`own`)."""
+    def _remove(self, own: bool) -> None:
+        """Removes recipe and lock, and the folder itself if a run created it (`own`)."""
         left = {path.name for path in self.path.iterdir()}
         if own and left <= {RunLock.NAME, "recipe.yaml"}:
             draft = self._draft()
@@ -258,28 +261,28 @@ class RunFolder:
         return self.path.parent / f"{self._draft_prefix}{os.getpid()}-{time.monotonic_ns()}"
 
     def _remove_drafts(self) -> None:
-        """Removes what killed starts left; the draft of a process that lives, or whose lock is held, is its own."""
+        """Removes drafts of killed starts: their process has ended and they are not locked."""
         for path in self.path.parent.iterdir():
             if not path.name.startswith(self._draft_prefix) or is_held(path / RunLock.NAME):
                 continue
             pid = path.name.removeprefix(self._draft_prefix).partition("-")[0]
-            if not (pid.isdecimal() and _lives(int(pid))):
+            if not (pid.isdecimal() and _is_alive(int(pid))):
                 shutil.rmtree(path, ignore_errors=True)
 
     def foreign(self) -> list[str]:
-        """Names in the folder that no run writes."""
+        """Names in the folder that trimtab does not write."""
         names = sorted(path.name for path in self.path.iterdir())
-        return [name for name in names if not _is_ours(name) and name not in LATER]
+        return [name for name in names if not _is_ours(name) and name not in ADDED_LATER]
 
     def clear(self) -> None:
-        """Removes a whole run, finished or not, but for lock and recipe; the caller holds the lock."""
+        """Removes a run, finished or not, except for lock and recipe; the caller has the lock."""
         assert not self.foreign(), self.foreign()
-        self._clear(LATER)
+        self._clear(ADDED_LATER)
 
-    def _clear(self, more: tuple[str, ...] = (), keep: tuple[str, ...] = KEPT) -> None:
-        """Removes what a run writes before its first step, and `more`, but for `keep`.
+    def _clear(self, more: tuple[str, ...] = (), keep: tuple[str, ...] = REMOVED_LAST) -> None:
+        """Removes everything that a run writes before its first step, and `more`, except for `keep`.
 
-        choices.json goes first: without it a folder is known to be a run that was not begun.
+        choices.json is removed first: without it a folder counts as a run that was not started.
         """
         self.choices.unlink(missing_ok=True)
         for path in self.path.iterdir():
@@ -290,17 +293,17 @@ class RunFolder:
             else:
                 path.unlink()
 
-    def remove_explanations(self) -> None:
+    def remove_oom_report(self) -> None:
         """Removes the report of an earlier start that ran out of memory."""
-        for name in EXPLAINED:
+        for name in OOM_REPORT:
             (self.path / name).unlink(missing_ok=True)
 
     def lock(self, elsewhere: str | None = None) -> RunLock:
-        """One process at a time: `with folder.lock():`. `elsewhere` is the key that names another folder."""
+        """The lock that one process has at a time: `with folder.lock():`. `elsewhere`: the recipe key of the folder."""
         return RunLock(self.path, elsewhere=elsewhere)
 
     def open(self) -> None:
-        """Checks that a run can be continued here, or begun again from its recipe; says what is missing if not."""
+        """Raises unless the run can be resumed, or started again from its recipe."""
         if not self.path.is_dir():
             what = "is a file, not a run folder" if self.path.exists() else "does not exist"
             raise CheckpointError(f"{self.path} {what}", "give the run folder that training printed")
@@ -310,43 +313,43 @@ class RunFolder:
             raise self._without_choices()
         names = {path.name for path in self.path.iterdir()}
         if self.recipe.is_file():
-            # A start that was killed leaves lock and recipe. A user's own folder is never emptied for another start.
+            # A start that was killed leaves lock and recipe. A folder with the user's own files is never emptied.
             if RunLock.NAME in names and not self.foreign():
                 return
             raise CheckpointError(
-                f"{self.path} holds a recipe and no run",
+                f"{self.path} contains a recipe and no run",
                 f"start the recipe: `trimtab train {shlex.quote(str(self.recipe))}`",
             )
         if not names or (RunLock.NAME in names and all(_is_ours(name) for name in names)):
             raise CheckpointError(
-                f"no run was begun in {self.path} (there is no recipe.yaml in it)",
+                f"no run was started in {self.path} (it contains no recipe.yaml)",
                 f"start it with `trimtab train RECIPE output_dir={shlex.quote(str(self.path))}`",
             )
         raise CheckpointError(
-            f"{self.path} is not a run folder (no recipe.yaml in it)",
+            f"{self.path} is not a run folder (it contains no recipe.yaml)",
             "give the run folder that training printed",
         )
 
     def _without_choices(self) -> CheckpointError:
-        """The error for a run that was trained and whose choices.json is gone."""
+        """The error for a run that was trained and has no choices.json."""
         missing = [path.name for path in (self.choices, self.recipe) if not path.is_file()]
         cause = f"{self.path} was trained and lacks {' and '.join(missing)}"
         if len(missing) > 1:
             return CheckpointError(cause, "restore both files from a copy")
-        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.anew()}")
+        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.retrain_command()}")
 
-    def resuming(self) -> str:
-        """The command that continues this run."""
+    def resume_command(self) -> str:
+        """The command that resumes this run."""
         return f"`trimtab train --resume {shlex.quote(str(self.path))}`"
 
-    def anew(self) -> str:
-        """The command that trains this folder's recipe from its beginning in another folder."""
+    def retrain_command(self) -> str:
+        """The command that trains this folder's recipe from step 0 in another folder."""
         again = shlex.quote(f"{self.path}-again")
         return f"`trimtab train {shlex.quote(str(self.recipe))} output_dir={again}`"
 
 
-def _lives(pid: int) -> bool:
-    """Whether another process of this machine has this id; a draft with our own was left by an earlier process."""
+def _is_alive(pid: int) -> bool:
+    """Whether another process has this id; a draft with this process's own id is left from an earlier process."""
     if pid == os.getpid():
         return False
     try:
@@ -359,17 +362,17 @@ def _lives(pid: int) -> bool:
 
 
 def _is_ours(name: str) -> bool:
-    return name in OURS or _ON_THE_WAY.fullmatch(name) is not None
+    return name in OURS or _TEMPORARY.fullmatch(name) is not None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a small file so that a reader sees the old one or the new one, never a part."""
+    """Writes a small file atomically: readers see the old content or the new."""
     with _writing(path):
         files.write_atomic(path, text)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """`write_text` of readable JSON, its keys in their order."""
+    """Writes indented JSON atomically, with keys in their order."""
     with _writing(path):
         files.write_json(path, data)
 
@@ -380,16 +383,16 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ResourceError(
-            f"{path} cannot be written: {error.strerror}", "free some space or check rights"
+            f"{path} cannot be written: {error.strerror}", "free some disk space or check the permissions"
         ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a run folder; CheckpointError where it is damaged."""
+    """Reads a JSON object from a file of a run folder; raises CheckpointError if it is damaged."""
     try:
         return files.read_json_object(path)
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
-            f"restore it from a copy, or train it again: {RunFolder(path.parent).anew()}",
+            f"restore it from a copy, or train it again: {RunFolder(path.parent).retrain_command()}",
         ) from error

@@ -1,7 +1,7 @@
-"""Who else uses a GPU: other processes as `nvidia-smi` lists them, MIG slices and MPS limits. No torch.
+"""Other users of a GPU: processes that `nvidia-smi` lists, MIG slices and MPS limits. No torch.
 
-`nvidia-smi -q -x` is asked rather than `--query-compute-apps`, which leaves out graphics processes (a display server, a
-browser) that hold memory as well.
+Uses `nvidia-smi -q -x` rather than `--query-compute-apps`, which leaves out graphics processes (a display server, a
+browser) that use GPU memory too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from xml.etree import ElementTree
 
 from trimtab.facts.units import format_bytes, parse_bytes
 
-SECONDS = 10
-"""That nvidia-smi may take; on a machine with eight GPUs it answers within two."""
+TIMEOUT_SECONDS = 10
+"""Timeout for nvidia-smi; on a machine with eight GPUs it takes less than two seconds."""
 MPS_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
-"""Memory that a client of CUDA's Multi-Process Service may allocate, by device: `0=8G,1=4G`
+"""Environment variable: memory that a client of CUDA's Multi-Process Service may allocate, by device: `0=8G,1=4G`
 (https://docs.nvidia.com/deploy/mps/latest/appendix-environment-variables.html)."""
 MPS_SERVER = "nvidia-cuda-mps-server"
 SHOWN = 4
-"""Processes that a sentence names, the largest first."""
+"""Number of processes that a message names, the largest first."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class GpuProcess:
 
     pid: int
     name: str
-    """The program, without its folder."""
+    """The program's name, without its folder."""
     used_bytes: int | None
-    """None where the driver does not say."""
+    """None if the driver does not report it."""
     graphics: bool = False
-    """Whether it draws and computes nothing."""
+    """Whether it only uses graphics, not compute."""
 
     def describe(self) -> str:
         """Its name and memory."""
@@ -50,14 +50,14 @@ class GpuProcess:
 
 
 def other_processes(index: int | None = None, *, uuid: str | None = None) -> tuple[GpuProcess, ...]:
-    """The other processes on a GPU, the largest first; empty where there are none or they cannot be seen.
+    """The other processes on a GPU, the largest first; empty if there are none or they are not visible.
 
-    In a container, without rights and on a MIG slice the driver may list none, or list the host's numbers of processes,
-    under which this one is not recognized. Without `nvidia-smi` none are known.
+    In a container, without permissions and on a MIG slice the driver may list none, or list process ids of the host,
+    so that this process is not recognized. Without `nvidia-smi` none are known.
 
     Args:
-        index: of the GPU as torch numbers it; `CUDA_VISIBLE_DEVICES` is followed. The first one without it.
-        uuid: the driver's own name of the GPU (`GPU-…`), which is certain; it goes before the index.
+        index: torch's index of the GPU, after `CUDA_VISIBLE_DEVICES`; 0 if None.
+        uuid: the driver's id of the GPU (`GPU-…`), which is unambiguous; it takes precedence over the index.
 
     Example:
         >>> other_processes(0)  # doctest: +SKIP
@@ -68,7 +68,9 @@ def other_processes(index: int | None = None, *, uuid: str | None = None) -> tup
         return ()
     command = [program, "-q", "-x", "-i", uuid or _selector(index or 0, os.environ)]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+        answer = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=True
+        ).stdout
         root = ElementTree.fromstring(answer)
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError, ElementTree.ParseError):
         return ()
@@ -78,39 +80,39 @@ def other_processes(index: int | None = None, *, uuid: str | None = None) -> tup
 
 
 def describe_sharing(name: str, processes: Sequence[GpuProcess], limit: int | None = None) -> str | None:
-    """Who shares a GPU, in words; None where nothing is known to.
+    """Describes how a GPU is shared; None if it is not, as far as known.
 
     Args:
-        name: of the device, as torch has it.
-        processes: those besides this one.
-        limit: what MPS allows this process, in bytes.
+        name: torch's name of the device.
+        processes: the other processes on it.
+        limit: the memory limit of MPS for this process, in bytes.
 
     Example:
         >>> describe_sharing("NVIDIA A10", [GpuProcess(7, "python", 3 * 10**9), GpuProcess(8, "Xorg", 2 * 10**8, True)])
-        '2.98 GiB of this card are used by 2 other processes (python 2.79 GiB, Xorg 190.7 MiB)'
+        '2.98 GiB of this GPU are used by 2 other processes (python 2.79 GiB, Xorg 190.7 MiB)'
     """
-    said = []
+    parts = []
     if (part := mig_slice(name)) is not None:
-        said.append(
-            f"this is the MIG slice {part}, a part of the card with its own memory and multiprocessors"
+        parts.append(
+            f"this is the MIG slice {part}, a part of the GPU with its own memory and multiprocessors"
         )
     if limit is not None:
-        said.append(f"MPS allows this process {format_bytes(limit)} ({MPS_LIMIT})")
+        parts.append(f"MPS allows this process {format_bytes(limit)} ({MPS_LIMIT})")
     elif any(process.name == MPS_SERVER for process in processes):
-        said.append("processes share this card through MPS")
+        parts.append("processes share this GPU through MPS")
     users = [process for process in processes if process.name != MPS_SERVER]
     if users:
         used = sum(process.used_bytes or 0 for process in users)
-        amount = f"{format_bytes(used)} of this card are" if used else "this card is also"
+        amount = f"{format_bytes(used)} of this GPU are" if used else "this GPU is also"
         listed = ", ".join(process.describe() for process in users[:SHOWN])
         more = f" and {len(users) - SHOWN} more" if len(users) > SHOWN else ""
         word = "process" if len(users) == 1 else "processes"
-        said.append(f"{amount} used by {len(users)} other {word} ({listed}{more})")
-    return "; ".join(said) or None
+        parts.append(f"{amount} used by {len(users)} other {word} ({listed}{more})")
+    return "; ".join(parts) or None
 
 
 def mig_slice(name: str) -> str | None:
-    """The profile of a MIG slice from the name of its device; None for a whole card.
+    """The profile of a MIG slice from its device name; None for a complete GPU.
 
     Example:
         >>> mig_slice("NVIDIA A100-SXM4-40GB MIG 1g.5gb"), mig_slice("NVIDIA H200")
@@ -137,7 +139,7 @@ def mps_limit(index: int, environment: Mapping[str, str] | None = None) -> int |
 
 
 def _selector(index: int, environment: Mapping[str, str]) -> str:
-    """The GPU that torch numbers so, in nvidia-smi's words."""
+    """nvidia-smi's selector for a GPU by torch's index."""
     visible = [
         entry.strip() for entry in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()
     ]

@@ -1,7 +1,6 @@
-"""What evaluating or generating with a loaded model was expected to hold, for the report when memory runs out.
+"""Predicts the memory of evaluation and generation with a loaded model, for the report when memory runs out.
 
-The weights are those of the model as it was loaded; the tensors of a pass come from the same declarations that
-`trimtab plan` adds up.
+Weights are counted from the loaded model; activations come from the same declared operations as in `trimtab plan`.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from trimtab.run.memory_report import PredictedMemory
 
 
 def predict_generation(decoder: Decoder, rows: int, prompt: int, new_tokens: int) -> PredictedMemory:
-    """Of continuing prompts in one batch.
+    """Predicts the memory of generation for one batch of prompts.
 
     Args:
         decoder: the loaded model.
-        rows: prompts that are generated together.
-        prompt: tokens of the longest one.
-        new_tokens: tokens that are written at most.
+        rows: number of prompts in the batch.
+        prompt: tokens of the longest prompt.
+        new_tokens: maximum number of new tokens.
 
     Example:
         >>> predict_generation(decoder, rows=8, prompt=100, new_tokens=64).moment   # doctest: +SKIP
-        '8 prompts of at most 100 + 64 tokens at once, with their cache'
+        'a batch of 8 prompts of at most 100 + 64 tokens, with their KV cache'
     """
     passes = generation_tensors(_job(decoder, rows, prompt, packed=False), rows, prompt, new_tokens)
-    texts = "one prompt" if rows == 1 else f"{rows} prompts"
+    texts = "one prompt" if rows == 1 else f"a batch of {rows} prompts"
     return _predicted(
-        decoder, total(passes), f"{texts} of at most {prompt} + {new_tokens} tokens at once, with their cache"
+        decoder, total(passes), f"{texts} of at most {prompt} + {new_tokens} tokens, with their KV cache"
     )
 
 
 def predict_prompts(
     decoder: Decoder, ids: Sequence[Sequence[int]], max_new_tokens: int | None, batch_size: int
 ) -> PredictedMemory:
-    """Of continuing tokenized prompts in batches: the largest one, with as many new tokens as `generate` writes."""
+    """Predicts the memory of the largest batch of tokenized prompts, with as many new tokens as `generate` allows."""
     longest = max(map(len, ids))
     room = max(decoder.shape.max_positions - longest, 1)
     new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
@@ -53,14 +52,14 @@ def predict_prompts(
 
 
 def predict_losses(decoder: Decoder, rows: int, tokens: int, *, packed: bool) -> PredictedMemory:
-    """Of a loss by token over one batch of `rows` sequences of at most `tokens` tokens.
+    """Predicts the memory of per-token losses of one batch of `rows` sequences of at most `tokens` tokens.
 
     Example:
         >>> predict_losses(decoder, rows=8, tokens=1024, packed=True).moment        # doctest: +SKIP
-        '8 × 1024 tokens at once, losses by token'
+        'per-token losses of a batch of 8 × 1024 tokens'
     """
     passes = loss_tensors(_job(decoder, rows, tokens, packed=packed))
-    return _predicted(decoder, total(passes), f"{rows} × {tokens} tokens at once, losses by token")
+    return _predicted(decoder, total(passes), f"per-token losses of a batch of {rows} × {tokens} tokens")
 
 
 def _predicted(decoder: Decoder, activations: int, moment: str) -> PredictedMemory:
@@ -102,7 +101,7 @@ def _job(decoder: Decoder, rows: int, tokens: int, *, packed: bool) -> Job:
 
 
 def _quantization(decoder: Decoder, dtype: str) -> Quantization | None:
-    """As the packed layers have it; None where there are none, or all have dequantized copies."""
+    """The quantization of the packed layers; None if there are none, or if they have dequantized copies."""
     for module in decoder.modules():
         if isinstance(module, QuantizedLinear) and module.dequantized_copy is None:
             packing = module.packing
@@ -113,6 +112,6 @@ def _quantization(decoder: Decoder, dtype: str) -> Quantization | None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    """Our name of torch's dtype."""
+    """trimtab's name of a torch dtype."""
     names = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items()}
     return names[dtype]

@@ -1,7 +1,7 @@
-"""How long a run is, and was: a resume may change its number of steps, and each step keeps the schedule it had.
+"""The planned lengths of a run: a resume may change the number of steps; steps before it keep their schedule.
 
-choices.json keeps the lengths. A run that falls back to a checkpoint from before it was extended therefore repeats the
-steps in between with the learning rates they had.
+The lengths are in choices.json. A run that resumes from a checkpoint before its extension therefore repeats the steps
+in between with the same learning rates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.run.choices import Length
 
 
 def extend(lengths: Sequence[Length], step: int, total: int) -> tuple[Length, ...]:
-    """The lengths of a run that is at `step` and is to have `total` steps.
+    """The lengths of a run at `step` that is extended or shortened to `total` steps.
 
     Example:
         >>> extend([Length(0, 20)], step=10, total=40)
@@ -28,18 +28,18 @@ def extend(lengths: Sequence[Length], step: int, total: int) -> tuple[Length, ..
 
 
 def check_length(recipe: Recipe, step: int, total: int) -> None:
-    """RecipeError for a resume that asks for fewer steps than were trained."""
+    """Raises RecipeError if a resume requests fewer steps than were trained."""
     if total < step:
         key = "max_steps" if recipe.max_steps > 0 else "num_train_epochs"
         asked = recipe.max_steps if recipe.max_steps > 0 else f"{recipe.num_train_epochs:g} ({total} steps)"
         raise RecipeError(
-            f"{key}: {asked} is less than the {step} steps that the run has trained already",
-            f"leave it out, or give max_steps={step} or more",
+            f"{key}: {asked} is less than the {step} steps that the run has already trained",
+            f"leave it out, or set max_steps={step} or more",
         )
 
 
 def learning_rate(recipe: Recipe, lengths: Sequence[Length]) -> Callable[[int], float]:
-    """Step (from 0) to learning rate: the schedule over the number of steps that was planned when the step ran."""
+    """Returns a function from step (from 0) to learning rate: each step uses the run length planned when it ran."""
 
     def rate(step: int) -> float:
         total = next((length.total for length in reversed(lengths) if length.step <= step), lengths[0].total)
@@ -56,15 +56,15 @@ def learning_rate(recipe: Recipe, lengths: Sequence[Length]) -> Callable[[int], 
 
 
 def describe_change(recipe: Recipe, before: Sequence[Length], after: Sequence[Length]) -> str | None:
-    """What another number of steps means for the learning rate, in a sentence; None where it is the same number."""
+    """Describes the effect of a new number of steps on the learning rate; None if the number is the same."""
     if tuple(before) == tuple(after):
         return None
     old, new = before[-1].total, after[-1]
-    text = f"the run goes on to step {new.total} instead of {old}"
+    text = f"the run now ends at step {new.total} instead of {old}"
     if recipe.lr_scheduler_type in FLAT_SCHEDULES and not recipe.warmup_ratio:
-        return f"{text}; the learning rate is not changed by that"
+        return f"{text}; the learning rate does not change"
     rate, was = learning_rate(recipe, after)(new.step), learning_rate(recipe, before)(new.step)
     return (
-        f"{text}: from step {new.step + 1} on, lr_scheduler_type: {recipe.lr_scheduler_type} is followed over "
-        f"{new.total} steps, as Hugging Face's Trainer does; learning rate {rate:.3g} there instead of {was:.3g}"
+        f"{text}: from step {new.step + 1} on, lr_scheduler_type: {recipe.lr_scheduler_type} is computed for "
+        f"{new.total} steps, as in Hugging Face's Trainer; learning rate {rate:.3g} there instead of {was:.3g}"
     )

@@ -1,4 +1,4 @@
-"""From recipe to finished run: prepare, plan, refuse or build and train; and how a run folder is continued."""
+"""Runs a recipe from start to end: prepare, plan, validate, build, train; and resumes a run folder."""
 
 from __future__ import annotations
 
@@ -33,20 +33,28 @@ from trimtab.run.device import current_gpu, need_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.lengths import check_length, describe_change
-from trimtab.run.locate import START, absolute, check_bytes, model_folder, own_start, shape_of, tokenizer_of
-from trimtab.run.memory_record import recording_memory
+from trimtab.run.locate import (
+    START_FOLDER,
+    absolute,
+    check_checksums,
+    initial_model,
+    model_folder,
+    shape_of,
+    tokenizer_of,
+)
+from trimtab.run.memory_record import reporting_out_of_memory
 from trimtab.run.models import OpenedModel
 from trimtab.run.out_of_memory import MemoryExplainer, explaining_memory
 from trimtab.run.plan_receipt import PlanReceipt
-from trimtab.run.prepare import Frozen, Prepared, prepare, unwritten_tokens
+from trimtab.run.prepare import Prepared, StoredConfig, note_untrained_head, prepare
 from trimtab.run.resume import (
-    asks_for_device,
-    describe_move,
+    describe_device_change,
     find_checkpoint,
     first_losses,
+    report_threads,
+    requests_device,
     resolve_for_device,
     resume_device,
-    tell_threads,
     with_device,
 )
 from trimtab.run.starting import check_start, start_from
@@ -54,11 +62,11 @@ from trimtab.run.torch_setup import torch_put_back
 from trimtab.text import Tokenizer
 
 MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
-"""A resume that changes one of these chooses anew what layers keep."""
+"""If a resume changes one of these, a new memory plan is resolved."""
 
 
 class View(Protocol):
-    """Whoever watches a run: `report.LiveView`, or a test."""
+    """Receives the plan, messages and records of a run: `report.LiveView`, or a test."""
 
     total_steps: int
     logging_steps: int
@@ -72,28 +80,28 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class Given:
-    """What a call gives a run besides its recipe."""
+    """Arguments of a run that are not in its recipe."""
 
     rows: Mapping[str, Passed] = field(default_factory=dict)
     """Rows in memory, by the names of their sources (`data.in_memory`)."""
     callbacks: Sequence[Any] = ()
-    """The user's own (`trainer.callbacks`)."""
+    """The user's callbacks (`trainer.callbacks`)."""
     model: OpenedModel | None = None
-    """A loaded model to begin from."""
+    """A loaded model to start from."""
     explain_memory: bool = False
-    """Record where tensors are made, for the report of a run that runs out of memory; steps are slower."""
+    """Record where tensors are allocated, for the report if memory runs out; steps are slower."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended and where it lies."""
+    """The result of a run: its folder and how it ended."""
 
     folder: Path
     status: str
     step: int
     signal: int | None = None
     reason: str | None = None
-    """Why it ended before its last step (early stopping, or what a callback gave); None if nothing says."""
+    """Why it ended before its last step (early stopping, or a callback's reason); None if there is no reason."""
 
 
 def train(
@@ -103,22 +111,22 @@ def train(
     after_step: Callable[[int], None] | None = None,
     given: Given | None = None,
 ) -> Finished:
-    """A new run of a recipe, from plan to the last checkpoint.
+    """Train a recipe in a new run folder, from the plan to the last checkpoint.
 
     Example:
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
         Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
-    if _wants_equal_bits():
-        recipe = recipe.model_copy(update={"deterministic": True})  # as whoever called us wants it
+    if _requires_determinism():
+        recipe = recipe.model_copy(update={"deterministic": True})  # the calling process requires it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
     if given is not None and given.model is not None:
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given or Given())
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or Given())
 
 
 def _train_loaded(
@@ -130,30 +138,32 @@ def _train_loaded(
     *,
     after_step: Callable[[int], None] | None,
 ) -> Finished:
-    """A new run from a loaded model."""
+    """Train a recipe from a loaded model."""
     need_trackers(recipe.report_to)
     check_start(recipe, opened)
-    # Until its weights are written the folder names no other model: a resume would train that one.
-    place = recipe.model.model_copy(update={"name": str(folder.path.absolute() / START), "revision": None})
+    # Until the weights are written, recipe.yaml must not name the original model: a resume would train that one.
+    place = recipe.model.model_copy(
+        update={"name": str(folder.path.absolute() / START_FOLDER), "revision": None}
+    )
     unwritten = recipe.model_copy(update={"model": place})
     with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
         with explaining_memory(RunPhase.CHECKPOINT, opened.decoder):
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
 
 
 def _prepare_new(recipe: Recipe) -> Prepared:
-    """Whatever can refuse a run before its folder is made."""
+    """Prepare a new run; every check that can fail before its folder is created is here."""
     need_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
     return prepared
 
 
-def _wants_equal_bits() -> bool:
-    """Whether this process has asked torch for that, and not for warnings only."""
+def _requires_determinism() -> bool:
+    """Whether this process requires deterministic algorithms of torch, not only warnings."""
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled() and not warned
 
@@ -166,45 +176,45 @@ def resume(
     after_step: Callable[[int], None] | None = None,
     given: Given | None = None,
 ) -> Finished:
-    """Continues a run folder from its last good checkpoint, with the choices it began with.
+    """Resume a run folder from its last good checkpoint, with the configuration in choices.json.
 
-    A folder whose start was killed before the run was begun is begun again from the recipe in it.
+    A folder whose first start was killed before choices.json was written is started from the recipe in it.
     """
     folder = RunFolder(path)
     folder.open()
     with folder.lock(), ExitStack() as around:
-        folder.open()  # it may have changed before the lock was ours
+        folder.open()  # it may have changed before the lock was acquired
         if not folder.choices.is_file():
-            return _begin_again(folder, overrides, view, after_step=after_step, given=given or Given())
+            return _restart(folder, overrides, view, after_step=after_step, given=given or Given())
         before, recipe = read_recipe(folder), recipe_of(folder, overrides)
-        asked = asks_for_device(before, recipe, overrides)
+        device_requested = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
         shape = read_shape(folder.model)
-        kept = read_choices(folder, shape.num_layers)
-        resolved = kept.resolved
-        device = resume_device(resolved, recipe, path, asked=asked)
-        other = device.kind != resolved.device
+        saved = read_choices(folder, shape.num_layers)
+        resolved = saved.resolved
+        device = resume_device(resolved, recipe, path, asked=device_requested)
+        moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(torch_put_back())
         need_trackers(recipe.report_to)
-        tell_threads(resolved.threads, recipe, view.message)
-        if not resolved.deterministic and device.kind == "cuda" and not other:
+        report_threads(resolved.threads, recipe, view.message)
+        if not resolved.deterministic and device.kind == "cuda" and not moved:
             view.message(
-                "deterministic is off: on a GPU losses may differ in the last bits from an unstopped run"
+                "deterministic is off: on a GPU losses may differ in the last bits from an uninterrupted run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
-        if other:
+        if moved:
             resolved = resolve_for_device(resolved, recipe, shape, device)
-        frozen = Frozen(resolved, folder.model, kept.model_commit, device, changed, moved=other)
-        prepared = prepare(recipe, frozen)
-        if changed or other:
+        stored = StoredConfig(resolved, folder.model, saved.model_commit, device, changed, moved=moved)
+        prepared = prepare(recipe, stored)
+        if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
-        if asked:
-            kept = dataclasses.replace(kept, recipe=with_device(kept.recipe, recipe))
-        return _go(prepared, folder, view, kept=kept, after_step=after_step, given=given or Given())
+        if device_requested:
+            saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
+        return _execute(prepared, folder, view, saved=saved, after_step=after_step, given=given or Given())
 
 
-def _begin_again(
+def _restart(
     folder: RunFolder,
     overrides: Sequence[str],
     view: View,
@@ -212,22 +222,22 @@ def _begin_again(
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
-    """Starts the run of a folder whose first start was killed before the run was begun; the lock is held."""
+    """Start the run of a folder whose first start was killed before choices.json was written; requires the lock."""
     recipe = load(folder.recipe, overrides)  # any key may change: nothing was trained yet
-    start = folder.path.absolute() / START
+    start = folder.path.absolute() / START_FOLDER
     if recipe.model.name == str(start) and not start.is_dir():
         raise CheckpointError(
-            f"{folder.path} was stopped before the weights that it begins from were written",
+            f"the run in {folder.path} was stopped before its initial weights were written",
             f"pass the model again: trimtab.train(…, model=model, output_dir={str(folder.path)!r})",
         )
-    view.message(f"{folder.path} was not begun before it was stopped: starting its recipe from the beginning")
+    view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
-    with folder.begin_again(), current_gpu(recipe.device), torch_put_back():
-        return _go(prepared, folder, view, kept=None, after_step=after_step, given=given)
+    with folder.restart(), current_gpu(recipe.device), torch_put_back():
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
 
 
 def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
-    """The recipe of a run that is resumed; choices.json has it too, if recipe.yaml is gone.
+    """The recipe of a run that is resumed, from recipe.yaml, or from choices.json if that is missing.
 
     Example:
         >>> recipe_of(RunFolder(Path("runs/demo")), ["max_steps=200"]).max_steps  # doctest: +SKIP
@@ -238,20 +248,20 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
     return loads(dump(read_recipe(folder)), overrides)
 
 
-def _go(
+def _execute(
     prepared: Prepared,
     folder: RunFolder,
     view: View,
     *,
-    kept: Choices | None,
+    saved: Choices | None,
     after_step: Callable[[int], None] | None,
     given: Given,
 ) -> Finished:
     recorder = AllocationRecorder() if given.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
-    with recording_memory(explainer, folder, prepared.plan):
-        run, plan = _build(prepared, folder, view, explainer, kept=kept, given=given)
-        folder.remove_explanations()
+    with reporting_out_of_memory(explainer, folder, prepared.plan):
+        run, plan = _build(prepared, folder, view, explainer, saved=saved, given=given)
+        folder.remove_oom_report()
         run.setup.after_step = after_step
         run.setup.on_measured = PlanReceipt(folder, plan, view)
         _prepare_view(view, run, folder)
@@ -267,40 +277,40 @@ def _build(
     view: View,
     explainer: MemoryExplainer,
     *,
-    kept: Choices | None,
+    saved: Choices | None,
     given: Given,
 ) -> tuple[building.Run, Plan]:
-    """A run that is ready to train, its folder complete, and its plan with what the data say."""
+    """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
-    found = _checkpoint(folder, recipe, view) if kept is not None else None
-    if kept is None:
-        tokenizer_commit = _begin(prepared, folder)
-        unwritten = unwritten_tokens(prepared)
+    found = _resume_checkpoint(folder, recipe, view) if saved is not None else None
+    if saved is None:
+        tokenizer_commit = _write_skeleton(prepared, folder)
+        unwritten = note_untrained_head(prepared)
         if unwritten is not None:
             view.message(unwritten)
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
-            recipe, tokenizer, view, kept=kept.data if kept else None, passed=given.rows
+            recipe, tokenizer, view, kept=saved.data if saved else None, passed=given.rows
         )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
-    check_disk(plan.disk, free, str(folder.path), resumed=kept is not None)
+    check_disk(plan.disk, free, str(folder.path), resumed=saved is not None)
     if found is not None:
         check_length(recipe, found.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
-        view.message(f"note: {note}")  # as `trimtab plan` has it
-    weights = _weights(prepared, folder)
-    base = _base(prepared, weights, kept)
-    if kept is not None and weights != prepared.model:
-        _started_from(prepared, weights, kept)
+        view.message(f"note: {note}")  # as `trimtab plan` prints it
+    weights = _resolve_weights(prepared, folder)
+    base = _resolve_base(prepared, weights, saved)
+    if saved is not None and weights != prepared.model:
+        _initial_checkpoint(prepared, weights, saved)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
-        tokenizer = _stopping(example, tokenizer, folder, view)
-    planned = _lengths(kept, opened)
+        tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
+    planned = _planned_lengths(saved, opened)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
@@ -311,18 +321,18 @@ def _build(
             tokenizer=tokenizer,
             corpora=opened,
             folder=folder,
-            observers=[view, *building.trackers(recipe, folder, to_dict(recipe))],
+            observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
-            resume=kept is not None,
+            resume=saved is not None,
             found=found,
             base=base,
             callbacks=given.callbacks,
             lengths=planned,
             during=explainer.during,
-            dropout_by_sequence=kept is None or kept.dropout_by_sequence,
+            dropout_by_sequence=saved is None or saved.dropout_by_sequence,
         )
     explainer.watch(run.setup.model, run.setup.optimizer, lambda: run.state.step)
-    if kept is None:
+    if saved is None:
         choices = Choices(
             resolved,
             recipe,
@@ -330,74 +340,74 @@ def _build(
             tokenizer_commit,
             opened.pins(),
             base,
-            _started_from(prepared, weights),
+            _initial_checkpoint(prepared, weights),
             run.lengths,
         )
-        _keep_new(folder, choices, plan)
+        _write_new(folder, choices, plan)
     else:
-        _keep_changes(prepared, folder, run, plan, kept, planned, view)
+        _write_changes(prepared, folder, run, plan, saved, planned, view)
     if example is not None and run.state.step == 0 and found is None:
         run.setup.log.append(example)
     return run, plan
 
 
-def _checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
-    """The checkpoint to continue from; raises, before anything else is read or shown, where none is left."""
+def _resume_checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
+    """The checkpoint to resume from; raises before anything else is read or shown if all were lost."""
     with Store(folder.checkpoints, on_event=view.message) as store:
         return find_checkpoint(store, folder, recipe)
 
 
 def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
-    """Passes on how many steps there are, what was measured first, and how to extend a run that has no more."""
+    """Give the view the number of steps and the first losses; print how to extend a run that has trained all steps."""
     view.total_steps = total = run.setup.cadence.total_steps
     view.logging_steps = run.setup.cadence.logging_steps
     view.first_losses = first_losses(folder.metrics)
     if run.state.step >= total:
         view.message(
-            f"the run has all of its {total} steps; train it longer with `trimtab train --resume "
+            f"the run has trained all of its {total} steps; extend it with `trimtab train --resume "
             f"{shlex.quote(str(folder.path))} max_steps={2 * total}`"
         )
 
 
-def _keep_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
-    """Writes everything that a new run's folder keeps of its beginning."""
+def _write_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
+    """Write the recipe, plan, environment and choices of a new run into its folder."""
     write_text(folder.recipe, dump(choices.recipe))
     write_json(folder.plan, plan.to_dict())
     write_json(folder.environment, environment(torch.device(choices.resolved.device)))
-    # Last, when weights and data are known to be good: a folder with choices.json can be continued.
+    # Last, after weights and data were validated: a folder with choices.json can be resumed.
     write_choices(folder, choices)
 
 
-def _keep_changes(
+def _write_changes(
     prepared: Prepared,
     folder: RunFolder,
     run: building.Run,
     plan: Plan,
-    kept: Choices,
+    saved: Choices,
     planned: Sequence[Length],
     view: View,
 ) -> None:
-    """What a resume changes of a run, in its folder and said."""
+    """Write the changes of a resume into the run folder, its log and the view."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    said, now = [], dataclasses.replace(kept, lengths=run.lengths)
-    if kept.resolved.device != resolved.device:
-        said.append(describe_move(kept.resolved.device, resolved))
-        now = dataclasses.replace(now, resolved=resolved)
+    messages, updated = [], dataclasses.replace(saved, lengths=run.lengths)
+    if saved.resolved.device != resolved.device:
+        messages.append(describe_device_change(saved.resolved.device, resolved))
+        updated = dataclasses.replace(updated, resolved=resolved)
     change = describe_change(recipe, planned, run.lengths)
     if change is not None:
         _refuse_early_stopped(run)
-        said.append(change)
+        messages.append(change)
     write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
-    if now.to_dict() != read_json(folder.choices):
-        write_choices(folder, now)
-    for message in said:
+    if updated.to_dict() != read_json(folder.choices):
+        write_choices(folder, updated)
+    for message in messages:
         view.message(message)
         run.setup.log.append({"kind": "event", "step": run.state.step, "message": message})
 
 
 def _refuse_early_stopped(run: building.Run) -> None:
-    """More steps change nothing for a run that early stopping ended: it would stop again at once."""
+    """Raise for more steps after early stopping: the run would stop again immediately."""
     stopping, state = run.setup.early_stopping, run.state
     if stopping is not None and stopping.reached(state.stale):
         raise RecipeError(
@@ -407,36 +417,38 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _lengths(kept: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
-    """How many steps a run that is continued was planned for; none for a new one."""
-    if kept is None or kept.lengths:
-        return kept.lengths if kept else ()
-    planned = total_steps(kept.recipe, opened.facts, Mesh.world().size)
+def _planned_lengths(saved: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+    """The planned lengths of a run that is resumed; empty for a new run."""
+    if saved is None or saved.lengths:
+        return saved.lengths if saved else ()
+    planned = total_steps(saved.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
     return (Length(0, planned),)
 
 
-def _stopping(example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View) -> Tokenizer:
-    """The tokenizer that stops where trained answers end, and what a person should know of that."""
+def _add_stop_tokens(
+    example: dict[str, Any], tokenizer: Tokenizer, folder: RunFolder, view: View
+) -> Tokenizer:
+    """The tokenizer, with the tokens that end trained answers as stop tokens; tells the user about them."""
     if not example["ends"] and example["cut"]:
         view.message(
-            "where answers end is not in this example, which is cut: the model's writing stops where its base's does; "
-            "raise max_seq_length for examples to be whole"
+            "this example is truncated before its answer ends: generation stops at the base model's stop tokens only; "
+            "raise max_seq_length so that examples are not truncated"
         )
     elif not example["ends"]:
         view.message(
             f"answers in {example['source']} end with no special token: a model trained on them does not learn to "
-            "stop; let the chat template write {{ eos_token }} or the like after them"
+            "stop; let the chat template write {{ eos_token }} or a similar token after them"
         )
     new = [end for end in example["ends"] if end not in tokenizer.stop_ids]
     if new:
-        words = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
-        view.message(f"answers end with {words}: the model's writing stops there too")
-    return models.keep_stops(folder.model, tokenizer, new)
+        names = " and ".join(str(tokenizer.backend.id_to_token(end)) for end in new)
+        view.message(f"answers end with {names}: added to the stop tokens of generation")
+    return models.add_stop_tokens(folder.model, tokenizer, new)
 
 
-def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
-    """Config and tokenizer into the run folder, from which this start and every later one reads them."""
+def _write_skeleton(prepared: Prepared, folder: RunFolder) -> str | None:
+    """Write config and tokenizer into the run folder, from which every start reads them; returns the commit."""
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
     text.check_fits(tokenizer, prepared.shape.vocab_size)
     models.save_skeleton(
@@ -445,42 +457,44 @@ def _begin(prepared: Prepared, folder: RunFolder) -> str | None:
     return commit
 
 
-def _base(prepared: Prepared, weights: Path, kept: Choices | None) -> BaseWeights | None:
-    """The frozen weights of a run with adapters by name and checksum; a resumed run must find the same ones."""
+def _resolve_base(prepared: Prepared, weights: Path, saved: Choices | None) -> BaseWeights | None:
+    """The base weights of a run with adapters, with checksums; a resumed run requires the same weights."""
     if prepared.resolved.lora is None:
         return None
-    if kept is None:
-        return base_weights.name_base(prepared.recipe, weights, prepared.commit)
-    assert kept.base is not None, "a run with adapters names its base"
-    base_weights.check_base(kept.base, weights)
-    return kept.base
+    if saved is None:
+        return base_weights.identify_base(prepared.recipe, weights, prepared.commit)
+    assert saved.base is not None, "choices.json of a run with adapters names its base"
+    base_weights.check_base(saved.base, weights)
+    return saved.base
 
 
-def _started_from(prepared: Prepared, weights: Path, kept: Choices | None = None) -> BaseWeights | None:
-    """The checkpoint of another run that the first weights are read from, by name and checksums; None for others.
+def _initial_checkpoint(
+    prepared: Prepared, weights: Path, saved: Choices | None = None
+) -> BaseWeights | None:
+    """The checkpoint of another run that the initial weights are read from, with checksums; None for other models.
 
-    A run that is taken up again before it saved reads it a second time, and must find the same one. With adapters it is
-    the base, which is named in any case.
+    A run that is resumed before its first checkpoint reads it again and requires the same content. In a run with
+    adapters it is the base, which `_resolve_base` names.
     """
     if not is_checkpoint(weights):
         return None
-    if kept is None:
-        check_bytes(weights)
-    elif kept.started_from is not None:
-        base_weights.check_base(kept.started_from, weights)
-    return None if prepared.resolved.lora else base_weights.name_base(prepared.recipe, weights, None)
+    if saved is None:
+        check_checksums(weights)
+    elif saved.started_from is not None:
+        base_weights.check_base(saved.started_from, weights)
+    return None if prepared.resolved.lora else base_weights.identify_base(prepared.recipe, weights, None)
 
 
-def _weights(prepared: Prepared, folder: RunFolder) -> Path:
-    """Where the pretrained weights lie, fetched now if this start reads them."""
+def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
+    """The location of the pretrained weights, which are downloaded now if this start reads them."""
     recipe = prepared.recipe
     saved = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
     if recipe.model.init == "random" or saved:
         return prepared.model
-    place, _ = model_folder(own_start(recipe.model.name, folder.path), revision=prepared.commit)
+    place, _ = model_folder(initial_model(recipe.model.name, folder.path), revision=prepared.commit)
     if shape_of(recipe, place) != prepared.shape:
         raise CheckpointError(
-            f"the model at {recipe.model.name} is not the one the run began with",
-            "put it back, or start a new run",
+            f"the model at {recipe.model.name} is not the one that the run started from",
+            "put that model back, or start a new run",
         )
     return place

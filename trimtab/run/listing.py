@@ -1,4 +1,4 @@
-"""Run folders at a glance: how far each run came, in what state it is, what it takes on disk. No torch."""
+"""Lists run folders: state, trained steps, loss and disk space of each run. No torch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ State = Literal[
     "running", "finished", "stopped early", "stopped", "interrupted", "failed", "not begun", "damaged"
 ]
 DEPTH = 3
-"""Folders of folders are looked into so deep: runs/project/run."""
+"""Depth of nested folders that are searched: runs/project/run."""
 LOCKS = (RunLock.NAME, WRITER_LOCK)
 TAIL_BYTES = 1 << 18
-"""The end of metrics.jsonl that is read: its last records."""
+"""Bytes that are read from the end of metrics.jsonl: its last records."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class RunSummary:
 
     path: Path
     state: State
-    """`running`: a process holds its lock. `finished`: all steps are trained and saved. `stopped early`: early stopping
-    ended it. `stopped`: a callback did. `failed`: its loss was not finite. `interrupted`: a signal, a kill or an error
-    ended it before its last step; resuming continues it. `not begun`: its start was interrupted before the first step;
-    resuming starts it. `damaged`: it can be resumed only after a repair; see `problem`."""
+    """`running`: a process has its lock. `finished`: all steps are trained and saved. `stopped early`: early stopping
+    ended it. `stopped`: a callback ended it. `failed`: its loss was not finite. `interrupted`: a signal, a kill or an
+    error ended it before its last step; resuming continues it. `not begun`: its start was interrupted before the first
+    step; resuming starts it. `damaged`: it can be resumed only after a repair; see `problem`."""
     step: int
-    """Steps trained, by the record and the newest checkpoint."""
+    """Number of trained steps, from the log and the newest checkpoint."""
     total_steps: int | None
     loss: float | None
-    """Training loss of the last step; None where the record of it is missing."""
+    """Training loss of the last step; None if it was not logged."""
     checkpoint: int | None
     """Step of the newest good checkpoint."""
     size_bytes: int
     updated: float
     """When training last wrote something, in seconds since the epoch."""
     problem: str | None = None
-    """What is damaged. A run of which only the record is damaged can be resumed and keeps its state."""
+    """What is damaged. A run with only a damaged log can be resumed and keeps its state."""
 
     @property
     def name(self) -> str:
-        """The folder's own name."""
+        """The folder's name."""
         return self.path.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class RunSummary:
 
 
 def runs(folder: str | Path = "runs") -> list[RunSummary]:
-    """The runs in a folder, the one that was trained last first; a run folder itself is a list of one.
+    """The runs in a folder, the most recently trained first; a list of one for a run folder.
 
     Example:
         >>> trimtab.runs("runs")[0].state  # doctest: +SKIP
@@ -73,7 +73,7 @@ def runs(folder: str | Path = "runs") -> list[RunSummary]:
     """
     if not isinstance(folder, str | os.PathLike):
         raise RecipeError(
-            f"folder is {folder!r}", 'give the path of a folder with runs in it, such as "runs"'
+            f"folder is {folder!r}, not a path", 'give the path of a folder with runs in it, such as "runs"'
         )
     root = path_of(folder, "folder")
     if not root.is_dir():
@@ -84,7 +84,7 @@ def runs(folder: str | Path = "runs") -> list[RunSummary]:
 
 
 def summarize(path: Path) -> RunSummary:
-    """One run folder, from its small files; checkpoints are judged by manifest and sizes."""
+    """Summarizes a run folder from its small files; checkpoints are checked by manifest and file sizes."""
     run = RunFolder(path)
     size, updated = _measure(path)
     train, end = _tail(run.metrics)
@@ -100,7 +100,7 @@ def summarize(path: Path) -> RunSummary:
     state = _state(run, problem, end if checkpoint is not None and checkpoint >= step else None, step, total)
     if recorded < step and state not in ("running", "damaged"):
         problem = _incomplete(run.metrics, recorded)
-        # The record of its end is gone too. Only a run that has all of its steps has a checkpoint of the last.
+        # The record of its end is missing too, but only a run that trained all steps has a checkpoint of the last.
         state = "finished" if step == total else state
     loss = train.get("loss") if recorded == step else None
     return RunSummary(
@@ -117,16 +117,16 @@ def summarize(path: Path) -> RunSummary:
 
 
 def _incomplete(metrics: Path, recorded: int) -> str:
-    """What is wrong with the record of a run that has a checkpoint of a later step."""
+    """Describes the damage of a log that ends before the newest checkpoint."""
     if not metrics.is_file():
         return f"{metrics.name} is {'a folder' if metrics.is_dir() else 'missing'}"
     return f"{metrics.name} is damaged: it ends after step {recorded}"
 
 
 def _state(run: RunFolder, problem: str | None, end: State | None, step: int, total: int | None) -> State:
-    """The state of a run whose log ends as `end` says.
+    """The state of a run with a log that ends in state `end`.
 
-    A run that was extended has the record of its first end and fewer steps than it is to have now.
+    A run that was extended has the record of its first end, and fewer trained steps than its new total.
     """
     if is_held(run.path / RunLock.NAME):
         return "running"
@@ -139,7 +139,7 @@ def _state(run: RunFolder, problem: str | None, end: State | None, step: int, to
 
 def _run_folders(root: Path, depth: int) -> Iterator[Path]:
     run = RunFolder(root)
-    # A user's own recipe.yaml does not make a run folder; every run has a lock file beside it.
+    # A user's own recipe.yaml does not make a run folder; every run has a lock file next to it.
     if run.choices.is_file() or (run.recipe.is_file() and (root / RunLock.NAME).is_file()):
         yield root
     elif depth > 0:
@@ -149,7 +149,7 @@ def _run_folders(root: Path, depth: int) -> Iterator[Path]:
 
 
 def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
-    """What keeps a run from being resumed, as far as its small files tell."""
+    """The obstacle to resuming a run, as far as its small files show it; None if there is none."""
     try:
         if run.choices.is_file():
             wrong = damage(read_json(run.choices))
@@ -160,12 +160,12 @@ def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
     except CheckpointError:
         return "choices.json cannot be read"
     if not step_folders(run.checkpoints) and _has_saved(run.metrics):
-        return "its checkpoints are gone"
+        return "its checkpoints are missing"
     return None
 
 
 def _newest(run: RunFolder) -> tuple[int | None, str | None]:
-    """(step of the newest good checkpoint, what is wrong if none is good)."""
+    """(step of the newest good checkpoint, the problem if there are only damaged ones)."""
     try:
         good = by_age(run.checkpoints)
     except CheckpointError as error:
@@ -183,14 +183,16 @@ def _has_saved(metrics: Path) -> bool:
 
 
 def _tail(metrics: Path) -> tuple[dict[str, Any], State | None]:
-    """(the last training record, how the run ended after it, where the log says so)."""
+    """(the last training record, the state in which the run ended after it, if that was logged)."""
     if not metrics.is_file():
         return {}, None
     with metrics.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         tail = file.read()
-        if size > TAIL_BYTES and b'"kind": "train"' not in tail:  # results of many documents come after it
+        if (
+            size > TAIL_BYTES and b'"kind": "train"' not in tail
+        ):  # evaluation records of many documents follow it
             file.seek(0)
             tail = file.read()
     train: dict[str, Any] = {}
@@ -212,7 +214,7 @@ def _tail(metrics: Path) -> tuple[dict[str, Any], State | None]:
 
 
 def _end_of(message: str) -> State | None:
-    """How a run ended, by the events that the loop records at an end (`trainer/loop.py`)."""
+    """The state in which a run ended, from the events that the training loop logs (`trainer/loop.py`)."""
     ends: dict[str, State] = {
         "stopped early at step ": "stopped early",
         "stopped by a callback": "stopped",
@@ -226,9 +228,9 @@ def _count(value: Any) -> int | None:
 
 
 def _measure(path: Path) -> tuple[int, float]:
-    """(bytes of all files, when training last wrote one); files that vanish meanwhile are left out.
+    """(size of all files, when training last wrote one); files that are deleted during the scan are skipped.
 
-    Locks are written by whoever reads a checkpoint, the report and receipts by commands on a run that has ended.
+    Writes of locks, the report and receipts do not count as training: other commands write them too.
     """
     run, size, updated = RunFolder(path), 0, 0.0
     for folder, _, names in os.walk(path):

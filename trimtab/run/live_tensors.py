@@ -1,8 +1,8 @@
-"""The tensors that are alive when memory runs out, each with the best name that Python can give it.
+"""Lists the live tensors when memory runs out, each with the best name that can be found.
 
-Parameters, gradients and optimizer states are known by name. Local variables come from the frames of the exception,
-saved activations from the autograd graph, which is walked without unpacking anything: unpacking may recompute a layer
-or copy it back from the host. Everything else that the garbage collector knows is listed without a name.
+Parameters, gradients and optimizer states have names. Local variables come from the frames of the exception, saved
+activations from the autograd graph. Its saved tensors are not unpacked: that may recompute a layer or copy tensors back
+from the host. Every other tensor that the garbage collector tracks is listed without a name.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from trimtab.facts.tensor_kinds import TensorKind
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _VIEWS = ("TBackward0", "TransposeBackward0", "ViewBackward0", "ToCopyBackward0")
-"""What may stand between an operation and its weight."""
+"""Nodes that may be between an operation and its weight in the autograd graph."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor was made, as far as it was recorded or is in a frame."""
+    """Where a tensor was allocated, as far as it was recorded or is known from a frame."""
 
     module: str | None = None
     line: str | None = None
@@ -39,17 +39,17 @@ UNKNOWN = Origin()
 
 
 class Origins(Protocol):
-    """What recorded allocations (`run.allocations`)."""
+    """Recorded origins of allocations (`run.allocations`)."""
 
     last: Origin
-    """Of the operation that ran last, which is the one that failed."""
+    """Origin of the last operation, which is the one that failed."""
 
     def of(self, storage: torch.UntypedStorage) -> Origin | None: ...
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor in memory; several that share their memory are one."""
+    """A tensor in memory; tensors that share a storage are listed once."""
 
     kind: TensorKind
     name: str
@@ -57,7 +57,7 @@ class LiveTensor:
     dtype: str
     device: str
     bytes: int
-    """Of its whole storage."""
+    """Size of its storage."""
     origin: Origin = UNKNOWN
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor with a name of its own."""
+    """A parameter, buffer, gradient or optimizer state with its name."""
 
     tensor: torch.Tensor
     kind: TensorKind
@@ -76,7 +76,7 @@ class NamedTensor:
 
 
 class States(Protocol):
-    """An optimizer whose states have names."""
+    """An optimizer with named state tensors."""
 
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
 
@@ -88,26 +88,26 @@ def live_tensors(
     optimizer: States | None = None,
     origins: Origins | None = None,
 ) -> list[LiveTensor]:
-    """Every tensor that Python or autograd holds, the largest first.
+    """Every tensor that Python or autograd references, the largest first.
 
     Args:
-        error: the exception, whose frames are still there.
-        model: names parameters and gradients; found in the frames where it is None.
-        optimizer: names states.
-        origins: where tensors were made, if that was recorded.
+        error: the exception, with its frames.
+        model: names parameters and gradients; if None, it is looked for in the frames.
+        optimizer: names optimizer states.
+        origins: where tensors were allocated, if that was recorded.
 
     Example:
         >>> kept = torch.zeros(1000, 1000, dtype=torch.float64)
         >>> kept.nbytes in [tensor.bytes for tensor in live_tensors(MemoryError())]
         True
     """
-    gc.collect()  # what only cycles hold is not alive
-    found = _Found(origins)
+    gc.collect()  # tensors that only reference cycles keep are not live
+    found = _LiveTensors(origins)
     frames = list(frames_of(error))
     model = model if model is not None else _model_in(frames)
     names = _add_named(found, model, optimizer)
     tensors = _python_tensors()
-    for frame in reversed(frames):  # the innermost name is the most telling
+    for frame in reversed(frames):  # innermost first: the first name that is added wins
         for name, value in list(frame.f_locals.items()):
             if issubclass(type(value), torch.Tensor):
                 place = Origin(module_of(frame, model), describe(frame, frame.f_lineno))
@@ -127,11 +127,11 @@ def frames_of(error: BaseException) -> Iterator[types.FrameType]:
         trace = trace.tb_next
 
 
-def failed_at(error: BaseException, model: torch.nn.Module | None = None) -> Origin:
-    """The module and the line of this package that asked for the memory.
+def failure_origin(error: BaseException, model: torch.nn.Module | None = None) -> Origin:
+    """The module and the line of this package that requested the memory.
 
     Example:
-        >>> failed_at(MemoryError())
+        >>> failure_origin(MemoryError())
         Origin(module=None, line=None)
     """
     frames = list(frames_of(error))
@@ -147,7 +147,7 @@ def failed_at(error: BaseException, model: torch.nn.Module | None = None) -> Ori
 
 
 def describe(frame: types.FrameType, line: int) -> str:
-    """A frame as `file:line (function)`, the file from the package on."""
+    """Formats a frame as `file:line (function)`, with the file relative to the package's parent."""
     path = Path(frame.f_code.co_filename)
     if path.is_relative_to(PACKAGE):
         path = path.relative_to(PACKAGE.parent)
@@ -155,15 +155,15 @@ def describe(frame: types.FrameType, line: int) -> str:
 
 
 def module_of(frame: types.FrameType, model: torch.nn.Module | None) -> str | None:
-    """The name of the module whose method a frame runs."""
+    """The name of the `nn.Module` whose method runs in a frame."""
     own = frame.f_locals.get("self")
     if model is None or not isinstance(own, torch.nn.Module):
         return None
     return next((name for name, module in model.named_modules() if module is own and name), None)
 
 
-class _Found:
-    """Storages by identity; the first name given to one stays."""
+class _LiveTensors:
+    """Live tensors by the identity of their storage; a storage keeps its first name."""
 
     def __init__(self, origins: Origins | None) -> None:
         self.tensors: dict[int, LiveTensor] = {}
@@ -172,8 +172,10 @@ class _Found:
     def add(
         self, tensor: torch.Tensor, kind: TensorKind, name: str, origin: Origin | None = None
     ) -> int | None:
-        """Keeps a tensor that is not known yet; returns the identity of its storage, None where it has none."""
-        if issubclass(type(tensor), FakeTensor):  # a compiler's: sizes without memory, and some are symbols
+        """Adds a tensor with a new storage; returns the identity of its storage, None if it has no storage."""
+        if issubclass(
+            type(tensor), FakeTensor
+        ):  # the compiler's: shapes without memory, some of them symbolic
             return None
         with suppress(RuntimeError, NotImplementedError):  # functional tensors have no storage
             storage = tensor.untyped_storage()
@@ -195,21 +197,23 @@ def _merged(recorded: Origin | None, seen: Origin) -> Origin:
     return replace(recorded, module=recorded.module or seen.module, line=recorded.line or seen.line)
 
 
-def _add_named(found: _Found, model: torch.nn.Module | None, optimizer: States | None) -> dict[int, str]:
-    """Adds what has a name of its own; returns the parameters' names by the identity of their storages."""
+def _add_named(
+    found: _LiveTensors, model: torch.nn.Module | None, optimizer: States | None
+) -> dict[int, str]:
+    """Adds named tensors; returns the parameters' names by the identity of their storages."""
     names: dict[int, str] = {}
-    for one in named_tensors(model, optimizer):
-        key = found.add(one.tensor, one.kind, one.name, Origin(one.module))
-        if key is not None and one.kind is TensorKind.WEIGHTS:
-            names[key] = one.name
+    for named in named_tensors(model, optimizer):
+        key = found.add(named.tensor, named.kind, named.name, Origin(named.module))
+        if key is not None and named.kind is TensorKind.WEIGHTS:
+            names[key] = named.name
     return names
 
 
 def named_tensors(model: torch.nn.Module | None, optimizer: States | None = None) -> Iterator[NamedTensor]:
-    """Parameters, buffers, gradients and optimizer states, as far as they are there.
+    """Parameters, buffers, gradients and optimizer states that exist.
 
     Example:
-        >>> [one.name for one in named_tensors(torch.nn.Linear(2, 2))]
+        >>> [named.name for named in named_tensors(torch.nn.Linear(2, 2))]
         ['weight', 'bias']
     """
     if model is not None:
@@ -226,7 +230,7 @@ def _parent(name: str) -> str:
 
 
 def _model_in(frames: list[types.FrameType]) -> torch.nn.Module | None:
-    """The largest module that a frame holds: while a model is being loaded nobody else knows it."""
+    """The largest module among the frames' local variables: a model that is being loaded is referenced only there."""
     modules = [
         value
         for frame in frames
@@ -237,14 +241,14 @@ def _model_in(frames: list[types.FrameType]) -> torch.nn.Module | None:
 
 
 def _python_tensors() -> list[torch.Tensor]:
-    # By its type: `isinstance` would ask proxies and lazy modules for their class.
+    # By type: `isinstance` reads `__class__`, which proxies and lazy modules compute.
     return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
 
 
 def _saved_activations(
     tensors: list[torch.Tensor], names: Mapping[int, str]
 ) -> Iterator[tuple[torch.Tensor, str, str | None]]:
-    """(tensor, name, module) of what the graph behind some tensors saves for backward.
+    """(tensor, name, module) of each saved activation in the autograd graphs of some tensors.
 
     An operation with a parameter belongs to that parameter's module; any other one is named after the last such
     operation that ran before it.
@@ -263,7 +267,7 @@ def _saved_activations(
 
 
 def _graph(tensors: list[torch.Tensor]) -> list[Any]:
-    """All nodes of the autograd graphs that end in some tensors, but for those that only accumulate gradients."""
+    """All nodes of the autograd graphs that end in some tensors, except `AccumulateGrad` nodes."""
     nodes: list[Any] = [
         tensor.grad_fn for tensor in tensors if tensor.requires_grad and tensor.grad_fn is not None
     ]
@@ -272,22 +276,26 @@ def _graph(tensors: list[torch.Tensor]) -> list[Any]:
         node = nodes.pop()
         if id(node) in seen or hasattr(node, "variable"):
             continue
-        seen[id(node)] = node  # kept: a wrapper that is freed may give its address to the next one
-        nodes += [other for other, _ in node.next_functions if other is not None]
+        seen[id(node)] = node  # keeps the wrapper alive: a freed one's id may be reused
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
     return list(seen.values())
 
 
 def _module_of_node(node: Any, saved: list[torch.Tensor], names: Mapping[int, str]) -> str | None:
-    """The module of a parameter that a node uses, directly or as a view; frozen ones are only in what it saves."""
-    inputs = [other for other, _ in node.next_functions if other is not None]
+    """The module of a parameter that a node uses, directly or as a view; frozen ones are only in its saved tensors."""
+    inputs = [parent for parent, _ in node.next_functions if parent is not None]
     views = [
-        other
-        for one in inputs
-        if one.name() in _VIEWS
-        for other, _ in one.next_functions
-        if other is not None
+        parent
+        for view in inputs
+        if view.name() in _VIEWS
+        for parent, _ in view.next_functions
+        if parent is not None
     ]
-    used = [variable for one in (*inputs, *views) if (variable := getattr(one, "variable", None)) is not None]
+    used = [
+        variable
+        for parent in (*inputs, *views)
+        if (variable := getattr(parent, "variable", None)) is not None
+    ]
     for tensor in (*used, *saved):
         with suppress(RuntimeError, NotImplementedError):
             name = names.get(tensor.untyped_storage()._cdata)
@@ -297,14 +305,14 @@ def _module_of_node(node: Any, saved: list[torch.Tensor], names: Mapping[int, st
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a node holds as they are; nothing is unpacked."""
+    """Tensors that a node saves, without unpacking any."""
     for name in dir(node):
         if not name.startswith("_raw_saved_"):
             continue
         with suppress(RuntimeError):  # freed already
             raw = getattr(node, name)
-            for one in raw if isinstance(raw, tuple | list) else (raw,):
-                packed = getattr(one, "data", None)
+            for saved in raw if isinstance(raw, tuple | list) else (raw,):
+                packed = getattr(saved, "data", None)
                 if isinstance(packed, torch.Tensor):
                     yield packed
     for value in getattr(node, "__dict__", {}).values():  # a Function's own attributes

@@ -1,4 +1,4 @@
-"""Where models and data lie, by the names that users give them: hub ids, folders, GGUF files, runs. No torch."""
+"""Resolves the names of models and data to paths: hub ids, folders, GGUF files, run folders. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trimtab.model.source import read_shape
 from trimtab.recipe import Recipe, build, to_dict
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder
-from trimtab.run.record import had_saved
+from trimtab.run.metrics_summary import has_published
 from trimtab.starter import base_folder
 from trimtab.text import Tokenizer
 from trimtab.text.added import with_tokens
@@ -29,17 +29,17 @@ from trimtab.text.template import is_template
 
 STARTER = "starter"
 """The name of the model that ships with trimtab."""
-START = "start"
-"""The folder inside a run folder with the weights that the run began from, where no other place has them."""
+START_FOLDER = "start"
+"""The folder inside a run folder with the run's initial weights, if they exist nowhere else."""
 
 
 def model_folder(
     name: str, *, revision: str | None = None, weights: bool = True, offline: bool = False
 ) -> tuple[Path, str | None]:
-    """(local folder or GGUF file, commit) of a model by any name; a run folder's is its latest checkpoint.
+    """(local folder or GGUF file, commit) of a model by any name; for a run folder its latest checkpoint.
 
-    Without `weights` only config and tokenizer of a hub id are fetched: enough to plan. `offline` uses only what was
-    downloaded before.
+    Without `weights` only config and tokenizer of a hub id are downloaded, which suffice to plan. With `offline`
+    nothing is downloaded.
     """
     if name == STARTER:
         return base_folder(), None
@@ -51,7 +51,7 @@ def model_folder(
 
 
 def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Tokenizer, str | None]:
-    """(tokenizer, commit of the place it comes from) that a recipe asks for: added tokens, another chat template."""
+    """(tokenizer, commit of its source) for a recipe, with added tokens and the chat template applied."""
     place = model
     if recipe.model.tokenizer is not None:
         place, commit = model_folder(recipe.model.tokenizer, weights=False)
@@ -65,7 +65,7 @@ def tokenizer_of(recipe: Recipe, model: Path, commit: str | None) -> tuple[Token
 
 
 def shape_of(recipe: Recipe, model: Path) -> ModelShape:
-    """A model's shape, grown by the tokens that a recipe adds."""
+    """A model's shape, with the vocabulary extended by the tokens that a recipe adds."""
     shape = read_shape(model)
     if recipe.model.added_tokens:
         num_tokens = tokenizer_of(recipe, model, None)[0].vocab_size
@@ -74,36 +74,36 @@ def shape_of(recipe: Recipe, model: Path) -> ModelShape:
 
 
 def absolute(recipe: Recipe) -> Recipe:
-    """The recipe with every local path written from the root, so that a run can be continued from anywhere.
+    """The recipe with absolute local paths, so that the run can be resumed from any directory.
 
-    Hub ids and `starter` names stay as they are: what does not exist here is not taken for a path.
+    Hub ids and `starter` names are unchanged: a name that does not exist locally is not treated as a path.
     """
     plain = to_dict(recipe)
     model, section = plain["model"], plain["data"]
-    checkpoint = trained_checkpoint(model["name"])  # a run may go on and have another latest one
+    checkpoint = trained_checkpoint(model["name"])  # that run may continue and save a later one
     model["name"] = _absolute(model["name"] if checkpoint is None else str(checkpoint))
     model["tokenizer"] = _absolute(model.get("tokenizer"))
     if not is_template(model.get("chat_template") or ""):
         model["chat_template"] = _absolute(model.get("chat_template"))
-    section["cache_dir"] = _absolute(section.get("cache_dir"), whatever=True)
+    section["cache_dir"] = _absolute(section.get("cache_dir"), force=True)
     for source in _sources(section):
         source["source"] = _absolute(source["source"])
     if plain.get("lora"):
         plain["lora"]["adapter"] = _absolute(plain["lora"].get("adapter"))
     plain["output_dir"] = str(Path(plain["output_dir"]).expanduser())
-    # Defaults stay defaults: what nobody asked for may be adapted to the model (`run.prepare`).
+    # Defaults stay unset: only keys that the user did not set are adapted to the model (`run.prepare`).
     given = {*recipe.model_fields_set, "output_dir"}
     return build({key: value for key, value in plain.items() if key in given})
 
 
-def own_start(name: str, run: Path) -> str:
-    """The model that a run began from: its own copy where it has one, wherever the run folder was moved to."""
-    own = run / START
-    return str(own) if Path(name).name == START and own.is_dir() else name
+def initial_model(name: str, run: Path) -> str:
+    """The initial model of a run: its own copy if it has one, also after the run folder was moved."""
+    own = run / START_FOLDER
+    return str(own) if Path(name).name == START_FOLDER and own.is_dir() else name
 
 
 def missing_sources(recipe: Recipe) -> list[str]:
-    """Data that is named as a local path and is not there, so that a run would be refused."""
+    """Data sources that are local paths and do not exist, so that training would fail."""
     names = [source["source"] for source in _sources(to_dict(recipe)["data"])]
     names = [name for name in names if not name.startswith(f"{STARTER}:")]
     return [
@@ -116,11 +116,11 @@ def _sources(section: dict[str, Any]) -> list[dict[str, Any]]:
     return [*section["train"], *replayed, *section["eval"]["domain"], *section["eval"]["general"]]
 
 
-def _absolute(name: Any, *, whatever: bool = False) -> Any:
+def _absolute(name: Any, *, force: bool = False) -> Any:
     if name is None or unusable_name(name) is not None:
         return name
     path = Path(name).expanduser()
-    local = whatever or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
+    local = force or path.exists() or (glob.has_magic(name) and bool(glob.glob(str(path), recursive=True)))
     return str(Path.cwd() / path) if local else name
 
 
@@ -128,11 +128,11 @@ _POINTER_BYTES = 64
 
 
 def trained_checkpoint(name: str) -> Path | None:
-    """The checkpoint that a name stands for; None for whatever is no run folder, nor inside of one.
+    """The checkpoint that a name refers to; None if it is neither a run folder nor inside one.
 
-    A run folder stands for its latest good checkpoint, `RUN/checkpoints/best` for its best one,
-    `RUN/checkpoints/step-…` for itself. Sizes of files are compared here; `check_bytes` compares their checksums.
-    Checkpoints of adapters are refused: they are no whole model.
+    A run folder refers to its latest good checkpoint, `RUN/checkpoints/best` to its best one,
+    `RUN/checkpoints/step-…` to itself. File sizes are compared here; `check_checksums` compares checksums.
+    Raises for checkpoints of adapters, which are not a complete model.
 
     Example:
         >>> trained_checkpoint("runs/demo")  # doctest: +SKIP
@@ -140,24 +140,24 @@ def trained_checkpoint(name: str) -> Path | None:
     """
     path = Path(name).expanduser()
     if path.parent.name == CHECKPOINTS and path.is_file():  # a pointer: latest, best
-        found = path.parent / _pointed(path)
+        found = path.parent / _resolve_pointer(path)
     elif is_checkpoint(path):
         found = path
     elif (path / "recipe.yaml").is_file() and (path / "model" / "config.json").is_file():
-        found = _latest(RunFolder(path))
+        found = _latest_good(RunFolder(path))
     else:
         return None
-    if _checked(found, checksums=False).base is not None:
-        raise _adapters(found.parent.parent)
+    if _verify(found, checksums=False).base is not None:
+        raise _adapters_error(found.parent.parent)
     return found
 
 
-def check_bytes(checkpoint: Path) -> None:
-    """CheckpointError unless every byte of a checkpoint is the one that was written."""
-    _checked(checkpoint, checksums=True)
+def check_checksums(checkpoint: Path) -> None:
+    """Raises CheckpointError if the checksum of a checkpoint's file differs from its manifest."""
+    _verify(checkpoint, checksums=True)
 
 
-def _checked(checkpoint: Path, *, checksums: bool) -> Manifest:
+def _verify(checkpoint: Path, *, checksums: bool) -> Manifest:
     try:
         return verify(checkpoint, checksums=checksums)
     except Damaged as error:
@@ -166,33 +166,36 @@ def _checked(checkpoint: Path, *, checksums: bool) -> Manifest:
         ) from error
 
 
-def _pointed(path: Path) -> str:
+def _resolve_pointer(path: Path) -> str:
     text = path.read_bytes()[:_POINTER_BYTES].decode("utf-8", errors="replace").strip()
     if not is_checkpoint(path.parent / text):
         raise CheckpointError(
-            f"{path} names no checkpoint", "name the checkpoint's folder, or the run folder"
+            f"{path} points to no checkpoint", "name the checkpoint's folder, or the run folder"
         )
     return text
 
 
-def _latest(run: RunFolder) -> Path:
+def _latest_good(run: RunFolder) -> Path:
     good = by_age(run.checkpoints)
     if good:
         return good[0][0]
     cause = f"{run.path} has no good checkpoint to start from"
-    kept = read_model_choices(run) if run.choices.is_file() else None
-    # Resuming is refused where checkpoints are damaged or gone.
-    if step_folders(run.checkpoints) or (kept and had_saved(run, kept.save_steps)):
+    choices = read_model_choices(run) if run.choices.is_file() else None
+    # If checkpoints are damaged or missing, resuming raises too.
+    if step_folders(run.checkpoints) or (choices and has_published(run, choices.save_steps)):
         raise CheckpointError(
-            cause, f"restore one from a copy, train its recipe again ({run.anew()}), or name another model"
+            cause,
+            f"restore one from a copy, train its recipe again ({run.retrain_command()}), or name another model",
         )
-    raise CheckpointError(cause, f"train it until it has saved one ({run.resuming()}), or name another model")
+    raise CheckpointError(
+        cause, f"train it until it has saved one ({run.resume_command()}), or name another model"
+    )
 
 
-def _adapters(run: Path) -> ModelError:
+def _adapters_error(run: Path) -> ModelError:
     quoted = shlex.quote(str(run))
     return ModelError(
-        f"{run} trained adapters, which are no model by themselves",
-        f"merge them with `trimtab merge {quoted} MODEL` and set model.name=MODEL; or go on with the adapter: "
+        f"{run} trained adapters, which are not a complete model",
+        f"merge them with `trimtab merge {quoted} MODEL` and set model.name=MODEL; or continue training the adapter: "
         f"`trimtab export peft {quoted} ADAPTER`, then set lora.adapter=ADAPTER and the model that it was trained on",
     )

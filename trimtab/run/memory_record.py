@@ -1,4 +1,4 @@
-"""How a run that ran out of memory ends: the report in its folder, and the command that goes on with it."""
+"""Ends a run that ran out of memory: writes the report into its folder and suggests the command that resumes it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer, wri
 
 
 @contextmanager
-def recording_memory(explainer: MemoryExplainer, folder: RunFolder, plan: Plan) -> Iterator[None]:
-    """A run's work: out of memory leaves oom.json and oom.txt, and an error that says how to go on."""
+def reporting_out_of_memory(explainer: MemoryExplainer, folder: RunFolder, plan: Plan) -> Iterator[None]:
+    """Explains out-of-memory errors of a run: writes oom.json and oom.txt and raises an error with a remedy."""
     try:
         with explainer.during(RunPhase.OTHER):
             yield
     except ExplainedOutOfMemory as error:
-        raise concluded(_first(error), folder, plan) from error.__cause__
+        raise with_remedy(_first(error), folder, plan) from error.__cause__
 
 
-def concluded(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> ExplainedOutOfMemory:
-    """The error with remedy and details, its report written."""
+def with_remedy(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> ExplainedOutOfMemory:
+    """Writes the report; returns the error with remedy and details."""
     report, began = error.report, folder.began()
     suggestions = training_suggestions(report, plan, began=began)
     best = suggestions[0] if suggestions else None
     details = essentials(report)
     details.append(_saved(folder))
     if write_report(report, folder, suggestions):
-        lines = "" if report.recorded else f"; add {RECORDING} for the lines that made the tensors"
+        lines = "" if report.recorded else f"; add {RECORDING} to record the lines that allocate the tensors"
         details.append(f"full report   {folder.oom_text}{lines}")
     return ExplainedOutOfMemory(report, _remedy(report, folder, best), tuple(details))
 
@@ -43,24 +43,26 @@ def _remedy(report: MemoryReport, folder: RunFolder, best: Suggestion | None) ->
     if best is not None:
         return f"set {best.describe()}: {command}"
     if report.phase is RunPhase.CHECKPOINT:
-        return f"a checkpoint is copied to the host's memory first: free some there, then {command}"
+        return f"a checkpoint is copied to host memory first: free some host memory, then {command}"
     others = report.state.others
     if others:
-        return f"end the other processes on the GPU (pid {others[0].pid}), or use a larger one: {command}"
-    return f"no setting that may change is known to be enough: use a device with more memory, then {command}"
+        return f"end the other processes on the GPU (pid {others[0].pid}), or use a larger GPU: {command}"
+    return (
+        f"no change that a resume allows is known to suffice: use a device with more memory, then {command}"
+    )
 
 
 def _saved(folder: RunFolder) -> str:
     steps = [int(path.name.removeprefix("step-")) for path in step_folders(folder.checkpoints)]
     if steps:
-        return f"saved         step {max(steps)}, from which the command above goes on"
+        return f"saved         step {max(steps)}, from which the command above resumes"
     if folder.began():
-        return "saved         no checkpoint: the command above begins again at step 0"
+        return "saved         no checkpoint: the command above starts again at step 0"
     return "saved         nothing was trained yet: the command above starts the run, and any key may change"
 
 
 def _first(error: ExplainedOutOfMemory) -> ExplainedOutOfMemory:
-    """Where saving the state fails as well, what ran out first is the cause."""
+    """Returns the first out-of-memory error of a chain: saving the state after it may have failed as well."""
     first, context = error, error.__context__
     while context is not None:
         if isinstance(context, ExplainedOutOfMemory):

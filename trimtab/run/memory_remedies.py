@@ -1,4 +1,4 @@
-"""What would have fitted: changes of the recipe, each planned anew, or of the command's options."""
+"""Remedies for running out of memory: changes of the recipe, each with its own plan, or of the command's options."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _SETTING = re.compile(r"(\w+): (\{[^}]*\}|[^\s,]+)")
 _BATCH = "per_device_train_batch_size"
 
 COMMAND_REMEDIES = {
-    RunPhase.LOAD: "use a smaller dtype (--dtype bf16), another --device, or end other programs that hold memory",
+    RunPhase.LOAD: "use a smaller dtype (--dtype bf16), another --device, or end other programs that use memory",
     RunPhase.EVALUATION: "use a smaller --batch-size or --max-seq-length",
     RunPhase.PROBE: "leave the probe out (--no-probe)",
     RunPhase.GENERATION: "use a smaller --batch-size or --max-new-tokens, or a shorter prompt",
-    RunPhase.MERGE: "merging holds the model in fp32 on the host: end other programs, or merge on a machine with "
+    RunPhase.MERGE: "merging needs the model in fp32 in host memory: end other programs, or merge on a machine with "
     "more memory",
-    RunPhase.EXPORT: "exporting holds the model in fp32 on the host: end other programs, or export on a machine with "
-    "more memory",
+    RunPhase.EXPORT: "exporting needs the model in fp32 in host memory: end other programs, or export on a machine "
+    "with more memory",
 }
-"""What to do where nothing is trained."""
+"""Remedies for commands other than training."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that saves memory, as words of the recipe and as words of the command line."""
+    """A change that saves memory, described in recipe keys and as overrides for the command line."""
 
     change: str
     overrides: tuple[str, ...]
     saving: int | None = None
-    """Bytes, by the plan of the changed recipe; None where that is not planned."""
+    """Saved bytes, from the plan of the changed recipe; None where that is not planned."""
     enough: bool = True
-    """Whether the run would have fitted, judged by what was in memory."""
+    """Whether the run would have fit, judged by the measured memory."""
 
     def describe(self) -> str:
-        """The change with what it saves."""
+        """The change and the memory that it saves."""
         if self.saving is None:
             return self.change
         short = "" if self.enough else ", which alone may not be enough"
@@ -52,20 +52,20 @@ class Suggestion:
 
 
 def command_remedy(command: RunPhase, failed: RunPhase) -> str:
-    """What to do about a command that trains nothing, by what it does and by the phase that failed.
+    """The remedy for a command other than training, by the command and the phase that failed.
 
     Example:
         >>> command_remedy(RunPhase.EVALUATION, RunPhase.EVALUATION)
         'use a smaller --batch-size or --max-seq-length'
     """
     if command is RunPhase.EVALUATION and failed is RunPhase.GENERATION:
-        return "let it answer fewer problems at once (--answers), or none"
+        return "generate answers to fewer problems (--answers), or to none"
     phase = command if failed is RunPhase.LOAD else failed
-    return COMMAND_REMEDIES.get(phase, "end other programs that hold memory")
+    return COMMAND_REMEDIES.get(phase, "end other programs that use memory")
 
 
 def overrides_of(change: str) -> tuple[str, ...]:
-    """A remedy's words as overrides for the command line.
+    """The settings in a remedy's text as overrides for the command line.
 
     Example:
         >>> overrides_of("per_device_train_batch_size: 2 with gradient_accumulation_steps: 8")
@@ -75,11 +75,11 @@ def overrides_of(change: str) -> tuple[str, ...]:
 
 
 def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> list[Suggestion]:
-    """Changes of a run, the cheapest that is enough first.
+    """Changes to a training run that save memory, the cheapest that suffices first.
 
     Args:
-        report: what ran out.
-        plan: of the run.
+        report: the report of the failed allocation.
+        plan: the run's plan.
         began: whether steps were trained, after which only some keys may change.
     """
     phase, recipe = report.phase, plan.recipe
@@ -93,18 +93,18 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
     elif phase is RunPhase.PROBE:
         found = [Suggestion("probe: false", ("probe=false",))]
     elif phase is RunPhase.EVALUATION:  # its batches are those of training
-        found = [_suggestion(one) for one in remedies(plan) if _BATCH in one.change]
+        found = [_suggestion(remedy) for remedy in remedies(plan) if _BATCH in remedy.change]
     elif phase in (*OWN_STEP, RunPhase.LOAD):
-        found = _enough_first(report, plan)
+        found = _sufficient_first(report, plan)
     else:
         found = []
-    return [one for one in found if not began or _may_change(one)]
+    return [suggestion for suggestion in found if not began or _may_change(suggestion)]
 
 
 def resume_command(folder: Path, suggestion: Suggestion | None) -> str:
-    """The command that goes on with a run under other settings."""
-    words = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
-    return shlex.join(words)
+    """The command that resumes a run with a suggested change."""
+    command = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
+    return shlex.join(command)
 
 
 def _suggestion(remedy: Remedy, *, enough: bool = True) -> Suggestion:
@@ -115,28 +115,28 @@ def _may_change(suggestion: Suggestion) -> bool:
     return all(word.partition("=")[0] in CHANGEABLE_ON_RESUME for word in suggestion.overrides)
 
 
-def _enough_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
-    """Changes that are enough in the order of the planner, then the others by what they save."""
-    fits, found = enough(report, plan), remedies(plan)
-    short = sorted((one for one in found if not fits(one)), key=lambda one: -one.saving)
+def _sufficient_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
+    """Changes that suffice in the planner's order, then the others by the memory that they save."""
+    fits, found = would_fit(report, plan), remedies(plan)
+    insufficient = sorted((remedy for remedy in found if not fits(remedy)), key=lambda remedy: -remedy.saving)
     return [
-        *(_suggestion(one) for one in found if fits(one)),
-        *(_suggestion(one, enough=False) for one in short),
+        *(_suggestion(remedy) for remedy in found if fits(remedy)),
+        *(_suggestion(remedy, enough=False) for remedy in insufficient),
     ]
 
 
-def enough(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
-    """Whether a remedy would have fitted, judged by what was really in memory.
+def would_fit(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
+    """Returns a predicate: whether the run would have fit with a remedy, judged by the measured memory.
 
-    What the run held beyond its prediction stays on top of every other prediction.
+    The excess of measured over predicted memory is added to the prediction of each remedy.
     """
     state, predicted = report.state, report.predicted
-    held = state.allocated if state.on_gpu else state.process
-    if held is None or state.free is None or state.requested is None or predicted is None:
+    used = state.allocated if state.on_gpu else state.process
+    if used is None or state.free is None or state.requested is None or predicted is None:
         wanted = state.requested or 0
         return lambda remedy: remedy.saving >= wanted
     expected = predicted.process if not state.on_gpu else (predicted.phase or predicted.allocated)
-    beyond = max(0, held + state.requested - expected)
-    room = held + state.free
+    excess = max(0, used + state.requested - expected)
+    available = used + state.free
     outside = plan.memory.outside if state.on_gpu else 0
-    return lambda remedy: remedy.needed - outside + beyond <= room
+    return lambda remedy: remedy.needed - outside + excess <= available

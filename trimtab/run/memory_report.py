@@ -1,4 +1,4 @@
-"""What is known of an allocation that failed, as plain data."""
+"""The report of a failed allocation, as plain data."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class PredictedMemory:
-    """What the plan said, in bytes."""
+    """The plan's prediction, in bytes."""
 
     allocated: int
-    """Tensors at the peak, of a step or of the command."""
+    """Peak of allocated tensors, of a step or of the command."""
     moment: str
-    """When that is."""
+    """When the peak is reached."""
     process: int
-    """What the whole process needs."""
+    """Peak memory of the whole process."""
     buckets: dict[str, int]
-    """At the peak of the phase that failed, or of a step where the plan does not know that phase."""
+    """By kind of tensor, at the peak of the phase that failed, or of a step if the plan does not cover that phase."""
     phase: int | None = None
-    """Tensors at the peak of the phase that failed; None where the plan does not know it."""
+    """Peak of allocated tensors in the phase that failed; None if the plan does not cover it."""
     host: int | None = None
     """Host memory of the process in that phase."""
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Everything that is known of an allocation that failed. `to_dict()` is oom.json."""
+    """A failed allocation and the memory at that moment. `to_dict()` is oom.json."""
 
     phase: RunPhase
     state: MemoryState
     message: str
-    """The exception's own first line."""
+    """First line of the exception's message."""
     step: int | None = None
-    """The optimizer step at work, from 1; None outside of training."""
+    """The current optimizer step, counted from 1; None outside of training."""
     asked: Origin = UNKNOWN
-    """The module and the line that asked for the memory."""
+    """The module and the line that requested the memory."""
     buckets: dict[str, int] | None = None
     """Bytes of live tensors by kind; None where they could not be listed."""
     tensors: tuple[LiveTensor, ...] = ()
-    """The largest."""
+    """The largest live tensors."""
     recorded: bool = False
-    """Whether the lines that made tensors were recorded."""
+    """Whether the lines that allocate tensors were recorded."""
     predicted: PredictedMemory | None = None
 
     def to_dict(self) -> dict[str, Any]:

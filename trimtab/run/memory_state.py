@@ -1,4 +1,4 @@
-"""How much memory was allocated, reserved and free when an allocation failed, and who else holds memory."""
+"""Memory that was allocated, reserved and free when an allocation failed, and that of other processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HOST_REQUESTED = re.compile(r"tried to allocate (\d+) bytes")
 
 @dataclass(frozen=True)
 class MemoryState:
-    """Memory of a device at the moment an allocation failed; None where nothing says."""
+    """Memory of a device at the moment an allocation failed; unknown values are None."""
 
     device: str
     """The GPU's name, or `host`."""
@@ -49,29 +49,29 @@ class MemoryState:
     allocated: int | None = None
     """Bytes in tensors, as torch's allocator counts them."""
     reserved: int | None = None
-    """Bytes that torch's allocator has taken from the GPU."""
+    """Bytes that torch's caching allocator has reserved on the GPU."""
     process: int | None = None
-    """Bytes of this process: with the CUDA context on a GPU, resident memory on the host."""
+    """Memory of this process in bytes: on a GPU including the CUDA context, on the host resident memory."""
     free: int | None = None
     total: int | None = None
-    """Bytes of the device, or what this process is allowed of them."""
+    """Capacity of the device in bytes, or this process's limit where there is one."""
     address_space: int | None = None
-    """Bytes that the process may address at most, where that is limited (`ulimit -v`)."""
+    """Limit of the process's address space in bytes, where there is one (`ulimit -v`)."""
     largest_free_block: int | None = None
-    """The largest free block inside what the allocator has reserved."""
+    """The largest free block of the reserved memory, in bytes."""
     others: tuple[GpuProcess, ...] = ()
     """Other processes on the GPU, the largest first."""
 
     @property
     def fragmented(self) -> int | None:
-        """Bytes that are reserved and in no tensor: too small or in the wrong place for what was requested."""
+        """Bytes that are reserved but not allocated, in blocks that could not serve the request."""
         if self.reserved is None or self.allocated is None:
             return None
         return max(0, self.reserved - self.allocated)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the GPU's memory ran out, and not the host's."""
+        """Whether the GPU ran out of memory, rather than the host."""
         return self.device != "host"
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class MemoryState:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that the GPU or the host has no memory left.
+    """Whether an exception means that the GPU or the host ran out of memory.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -90,11 +90,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM  # mapping a file of weights
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MESSAGES)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def parse_message(error: BaseException) -> MemoryState:
-    """What torch's message says of the moment of failure.
+    """Parses the sizes in torch's out-of-memory message.
 
     Example:
         >>> text = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 22.00 GiB of which "
@@ -122,7 +122,7 @@ def parse_message(error: BaseException) -> MemoryState:
 
 
 def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int | None:
-    """The largest block that torch's allocator holds and no tensor uses, from `torch.cuda.memory_snapshot()`.
+    """The largest free block of torch's allocator, from `torch.cuda.memory_snapshot()`; None if there is none.
 
     Example:
         >>> blocks = [{"size": 512, "state": "active_allocated"}, {"size": 256, "state": "inactive"}]
@@ -134,34 +134,34 @@ def largest_free_block(segments: Iterable[Mapping[str, Any]]) -> int | None:
 
 
 def memory_state(error: BaseException) -> MemoryState:
-    """Memory at the failure: torch's message first, which is of that very moment, and the allocator for the rest."""
-    said = parse_message(error)
-    if not said.on_gpu:
+    """Memory at the failure, from torch's message, which was written at that moment; the rest from the allocator."""
+    state = parse_message(error)
+    if not state.on_gpu:
         total, available = host_memory()
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         return replace(
-            said,
+            state,
             process=process_bytes() or None,
             free=available,
             total=total,
             address_space=None if limit == resource.RLIM_INFINITY else limit,
         )
     if not torch.cuda.is_initialized():
-        return said
+        return state
     index = torch.cuda.current_device()
-    said = replace(said, device=torch.cuda.get_device_name(index))
-    with suppress(RuntimeError):  # a device in a bad state answers nothing more
+    state = replace(state, device=torch.cuda.get_device_name(index))
+    with suppress(RuntimeError):  # after some CUDA errors every further call fails
         free, total = torch.cuda.mem_get_info(index)
-        said = replace(
-            said,
-            allocated=said.allocated or torch.cuda.memory_allocated(index),
-            reserved=said.reserved or torch.cuda.memory_reserved(index),
-            free=free if said.free is None else said.free,
-            total=said.total or total,
+        state = replace(
+            state,
+            allocated=state.allocated or torch.cuda.memory_allocated(index),
+            reserved=state.reserved or torch.cuda.memory_reserved(index),
+            free=free if state.free is None else state.free,
+            total=state.total or total,
             largest_free_block=largest_free_block(torch.cuda.memory_snapshot()),
-            others=other_processes(index) or said.others,
+            others=other_processes(index) or state.others,
         )
-    return said
+    return state
 
 
 def _first(pattern: re.Pattern[str], text: str) -> int | None:

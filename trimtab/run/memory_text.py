@@ -1,4 +1,4 @@
-"""A memory report in words: a few lines for the terminal, and everything for oom.txt."""
+"""Formats a memory report as text: a few lines for the terminal, and everything for oom.txt."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TensorGroup:
     bytes: int
     example: LiveTensor
     name: str
-    """With `*` in place of the layer's number, where there are several."""
+    """With `*` in place of the layer index if the group has several tensors."""
     module: str | None
 
     def describe(self) -> str:
-        """One line."""
+        """Returns one line of text."""
         shape = f"{list(self.example.shape)} {self.example.dtype}"
         times = f"{self.count} × " if self.count > 1 else ""
         in_module = f" ({self.module})" if self.module and self.module not in self.name else ""
@@ -37,7 +37,7 @@ class TensorGroup:
 
 
 def group_tensors(tensors: Sequence[LiveTensor]) -> list[TensorGroup]:
-    """Tensors of equal layers together, the largest group first.
+    """Groups the corresponding tensors of different layers, the largest group first.
 
     Example:
         >>> from trimtab.facts.tensor_kinds import TensorKind
@@ -73,8 +73,8 @@ def _starred(name: str) -> str:
 def essentials(report: MemoryReport) -> list[str]:
     """The lines below the error on a terminal: at most twelve."""
     lines = [*_predicted(report), *_measured(report), *_buckets(report)]
-    if place := _place(report.asked):
-        lines.append(f"asked for by  {place}")
+    if place := _describe_origin(report.asked):
+        lines.append(f"requested by  {place}")
     for index, group in enumerate(group_tensors(report.tensors)[:SHOWN_GROUPS]):
         lines.append(f"{'largest' if index == 0 else '':<13} {group.describe()}")
     return lines
@@ -84,27 +84,31 @@ def full_text(report: MemoryReport, remedies: Sequence[str] = ()) -> str:
     """Everything, for oom.txt."""
     parts = [describe_failure(report), report.message, ""]
     parts += [*_predicted(report), *_measured(report, every_process=True), *_buckets(report)]
-    if place := _place(report.asked):
-        parts.append(f"asked for by  {place}")
+    if place := _describe_origin(report.asked):
+        parts.append(f"requested by  {place}")
     if remedies:
-        parts += ["", "Changes that save memory, cheapest first:", *(f"  {one}" for one in remedies)]
-    parts += ["", f"The largest of the live tensors ({len(report.tensors)} are listed in oom.json):"]
+        parts += ["", "Changes that save memory, cheapest first:", *(f"  {remedy}" for remedy in remedies)]
+    parts += ["", f"Largest live tensors ({len(report.tensors)} are listed in oom.json):"]
     parts += [f"  {group.describe()}" for group in group_tensors(report.tensors)[:FULL_GROUPS]]
     if not report.recorded:
-        parts += ["", f"The lines that made them are recorded with {RECORDING}."]
+        parts += ["", f"Add {RECORDING} to record the lines that allocate them."]
     return "\n".join(parts) + "\n"
 
 
 def _predicted(report: MemoryReport) -> Iterator[str]:
-    said = report.predicted
-    if said is None:
+    predicted = report.predicted
+    if predicted is None:
         return
-    own = said.phase is not None and said.phase != said.allocated
-    phase = f", {format_bytes(said.phase or 0)} in this phase" if own else ""
-    host = "" if report.state.on_gpu or said.host is None else f", {format_bytes(said.host)} on the host"
+    own = predicted.phase is not None and predicted.phase != predicted.allocated
+    phase = f", {format_bytes(predicted.phase or 0)} in this phase" if own else ""
+    host = (
+        ""
+        if report.state.on_gpu or predicted.host is None
+        else f", {format_bytes(predicted.host)} on the host"
+    )
     yield (
-        f"predicted     {format_bytes(said.allocated)} of tensors at the peak ({said.moment}){phase}, "
-        f"{format_bytes(said.process)} for the whole process{host}"
+        f"predicted     {format_bytes(predicted.allocated)} of tensors at the peak ({predicted.moment}){phase}, "
+        f"{format_bytes(predicted.process)} for the whole process{host}"
     )
 
 
@@ -125,12 +129,12 @@ def _measured(report: MemoryReport, *, every_process: bool = False) -> Iterator[
     if state.fragmented is not None:
         block = state.largest_free_block
         largest = "" if block is None else f"; the largest free block is {format_bytes(block)}"
-        yield f"fragmentation {format_bytes(state.fragmented)} reserved and in no tensor{largest}"
+        yield f"fragmentation {format_bytes(state.fragmented)} reserved but not allocated{largest}"
     if state.others:
         shown = state.others if every_process else state.others[:SHOWN_PROCESSES]
         listed = ", ".join(f"{other.describe()} (pid {other.pid})" for other in shown)
         more = len(state.others) - len(shown)
-        yield f"also on it    {listed}{f' and {more} more' if more else ''}"
+        yield f"also on GPU   {listed}{f' and {more} more' if more else ''}"
 
 
 def _buckets(report: MemoryReport) -> Iterator[str]:
@@ -139,12 +143,12 @@ def _buckets(report: MemoryReport) -> Iterator[str]:
     predicted = report.predicted.buckets if report.predicted is not None else {}
     parts = []
     for name, amount in report.buckets.items():
-        beside = f" (predicted {format_bytes(predicted[name])})" if name in predicted else ""
+        expected = f" (predicted {format_bytes(predicted[name])})" if name in predicted else ""
         if amount or predicted.get(name):
-            parts.append(f"{name} {format_bytes(amount)}{beside}")
+            parts.append(f"{name} {format_bytes(amount)}{expected}")
     if parts:
         yield f"live tensors  {', '.join(parts)}"
 
 
-def _place(origin: Origin) -> str:
+def _describe_origin(origin: Origin) -> str:
     return ", ".join(part for part in (origin.module, origin.line) if part)

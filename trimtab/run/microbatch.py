@@ -1,4 +1,4 @@
-"""The loss of a microbatch in two halves: what the host prepares, and what the device computes from it."""
+"""The loss of a microbatch in two parts: input tensors prepared on the host, and the computation on the device."""
 
 # B rows, T tokens
 
@@ -16,7 +16,7 @@ from trimtab.trainer.microstep import LossSum
 
 
 class MicrobatchLoss:
-    """A microbatch to the sum of its token losses, a 0-dim fp32 tensor on the device, and their number.
+    """Maps a microbatch to the sum of its token losses (a 0-dim fp32 tensor on the device) and its number of targets.
 
     Example:
         >>> loss = MicrobatchLoss(decoder, torch.device("cuda"), nullcontext, packing=True)  # doctest: +SKIP
@@ -34,21 +34,23 @@ class MicrobatchLoss:
         z_loss: float = 0.0,
     ) -> None:
         self.decoder, self.device, self.autocast, self.packing = decoder, device, autocast, packing
-        # What training adds to the cross-entropy; evaluation calls the decoder's loss without them.
+        # Additional terms of the training loss; evaluation calls the decoder's loss without them.
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
 
     def __call__(self, batch: Batch) -> LossSum:
-        """The loss, whatever reads the layout."""
-        # Before the move: a packed layout's offsets are found without the GPU. A document alone in its window
-        # needs none: the padding comes after it, where no token of its looks.
+        """Returns the loss, with any attention backend."""
+        # Before the copy to the GPU: a packed layout's offsets are computed on the host. A single document in its
+        # sequence needs none: the padding follows it, where causal attention does not look.
         layout = Layout.packed(batch.documents_BT) if self.packing else Layout.causal()
         moved = batch.to(self.device)
         total = self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
         return LossSum(total, batch.num_targets)
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """On the host, all [B, T], whatever documents there are. Not for "varlen" and "flex", whose forms of a layout
-        change their size with the documents."""
+        """Returns the inputs of `of` on the host, with shapes that do not depend on the documents.
+
+        Not for the backends "varlen" and "flex", for which the sizes of a layout's tensors depend on the documents.
+        """
         found = {"ids": batch.input_ids_BT, "labels": batch.labels_BT, "positions": batch.positions_BT}
         if not self.packing:
             return found
@@ -60,8 +62,8 @@ class MicrobatchLoss:
         return found | {"documents": layout.documents_BT}
 
     def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of such tensors on the device; nothing waits for it."""
-        layout = Layout(inputs.get("documents"))  # from which masks are made on the device
+        """Returns the loss from such inputs on the device, without synchronization."""
+        layout = Layout(inputs.get("documents"))  # masks are computed from it on the device
         if "first" in inputs:
             layout = PreparedLayout(Bounds(inputs["first"], inputs["last"]), inputs["first"])
         return self._loss(inputs["ids"], inputs["labels"], inputs["positions"], layout)

@@ -1,4 +1,4 @@
-"""A model that can be used, from anything a person may name: hub id, folder, GGUF file, run folder, `starter`."""
+"""Opens a model by any name that users may give: hub id, folder, GGUF file, run folder, `starter`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from trimtab.model import (
 )
 from trimtab.model.families import config_from_shape
 from trimtab.parallel import Mesh
-from trimtab.run.adapter_tokens import tokenizer_beside, with_its_tokens
+from trimtab.run.adapter_tokens import adapter_tokenizer, with_adapter_tokens
 from trimtab.run.base_weights import check_adapter_base, check_base
 from trimtab.run.build import build_model
 from trimtab.run.choices import read_model_choices
 from trimtab.run.folder import RunFolder, write_json
-from trimtab.run.locate import STARTER, model_folder, own_start
+from trimtab.run.locate import STARTER, initial_model, model_folder
+from trimtab.run.metrics_summary import has_published
 from trimtab.run.prepare import model_notes
 from trimtab.run.quantizing import requantized
-from trimtab.run.record import had_saved
 from trimtab.run.resolve import resolve_inference
 from trimtab.text import Tokenizer
 
-GGUF_FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-"""GGUF's names of number formats to ours; its quantizations keep their names."""
+GGUF_DTYPES = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+"""Dtype names of GGUF → of trimtab; GGUF's quantized types keep their names."""
 
 
 @dataclass
@@ -58,19 +58,19 @@ class OpenedModel:
     tokenizer: Tokenizer
     name: str
     folder: Path
-    """Where config and tokenizer lie."""
+    """The folder with config and tokenizer."""
     step: int | None = None
     """The checkpoint's step, for a run folder."""
     formats: tuple[str, ...] = ()
-    """Number formats that the weights are stored in: fp32, bf16, …, or GGUF's own names (Q4_1)."""
+    """Dtypes of the stored weights: fp32, bf16, …, or GGUF's quantized types (Q4_1)."""
     base: BaseWeights | None = None
-    """Of a run with adapters: source, revision and checksums of the weights below them."""
+    """For a run with adapters: source, revision and checksums of its base weights."""
     own_tokenizer: bool = False
-    """Whether the tokenizer is another than the base's: more tokens, another chat template."""
+    """Whether the tokenizer differs from the base's: added tokens, another chat template."""
     with_tokens: set[str] = field(default_factory=set)
-    """The adapters that it belongs to."""
+    """The adapters that need this tokenizer."""
     commit: str | None = None
-    """Of a hub id: the commit that was loaded."""
+    """The loaded commit of a hub id."""
 
 
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
@@ -97,29 +97,29 @@ def open_model(
         name: a hub id, a folder, a GGUF file, a run folder, or `starter`.
         revision: branch, tag or commit of a hub id.
         checkpoint: for a run folder `latest`, `best` or a step number.
-        adapter: a folder of peft's to put on the model.
-        device: where it goes.
+        adapter: a folder with a peft adapter to load into the model.
+        device: the device of the model.
         capability: a CUDA device's compute capability.
-        dtype: number format of the weights.
-        on_event: told about skipped checkpoints.
+        dtype: of the weights.
+        on_event: called with one-line messages, such as skipped checkpoints.
     """
     run = RunFolder(Path(name))
     is_run = RunFolder.is_run(run.path)
     if revision is not None and (is_run or name == STARTER or Path(name).expanduser().exists()):
         raise RecipeError(
-            f"revision {revision!r} is given and {name} is not on the hub",
+            f"revision {revision!r} is set, and {name} is not a hub id",
             "leave the revision out" + ("; a run's states are chosen with checkpoint" if is_run else ""),
         )
     if not is_run and str(checkpoint) != "latest":
         raise RecipeError(
-            f"checkpoint {checkpoint!r} is given and {name} is no run folder",
+            f"checkpoint {checkpoint!r} is set, and {name} is not a run folder",
             "leave the checkpoint out; a hub id's states are chosen with revision",
         )
     folder, commit = (run.model, None) if is_run else model_folder(name, revision=revision)
     stored = shape = read_shape(folder)
     texts = folder
     if adapter is not None and not is_run:
-        shape, texts = with_its_tokens(shape, folder, Path(adapter))
+        shape, texts = with_adapter_tokens(shape, folder, Path(adapter))
     resolved = resolve_inference(shape, str(device), dtype=dtype, capability=capability)
     tokenizer = load_tokenizer(texts, shape)
 
@@ -137,18 +137,18 @@ def open_model(
     else:
         for note in model_notes(folder):
             on_event(note)
-        check_weights(stored, folder)  # before anything is made in the sizes that the config claims
+        check_weights(stored, folder)  # before tensors of the config's sizes are allocated
         decoder = new_decoder()
         read: list[Provenance] = []
         load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
-        formats = tuple(GGUF_FLOATS.get(name, name) for name in read[0].formats)
+        formats = tuple(GGUF_DTYPES.get(name, name) for name in read[0].formats)
         opened = OpenedModel(
             decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder, commit=commit
         )
     if adapter is not None:
         if active_adapters(opened.decoder):
             raise RecipeError(
-                f"{name} is a run with an adapter of its own", "give its base model and the adapter"
+                f"{name} is a run that trained an adapter itself", "give its base model and the adapter"
             )
         put_adapter(opened, Path(adapter), on_event)
     return opened
@@ -162,33 +162,33 @@ def _open_run(
     tokenizer: Tokenizer,
     on_event: Callable[[str], None],
 ) -> OpenedModel:
-    """A run's model at a checkpoint: all of it from there, or adapters from there on the base that it names."""
-    kept = read_model_choices(run)
-    settings = kept.lora
-    found = _find_checkpoint(run, checkpoint, kept.save_steps, on_event)
+    """Opens a run's model at a checkpoint; if the checkpoint has only adapters, on the base that it names."""
+    choices = read_model_choices(run)
+    settings = choices.lora
+    found = _find_checkpoint(run, checkpoint, choices.save_steps, on_event)
     base = read_manifest(found.path).base
     if settings is None:
         _check_stored(dict(shape.parameters()), shape.num_layers, found)
         decoder = new_decoder()
     else:
-        assert base is not None, f"{found.path} trains adapters and names no base"
+        assert base is not None, f"{found.path} contains adapters and names no base"
         wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
         _check_stored(wanted, 0, found)
         place = None
         if not base.is_random:
-            place, _ = model_folder(own_start(base.source, run.path), revision=kept.model_commit)
+            place, _ = model_folder(initial_model(base.source, run.path), revision=choices.model_commit)
             check_base(base, place)
-        decoder = new_decoder(settings, kept.quantization, place)
+        decoder = new_decoder(settings, choices.quantization, place)
         _load_base(decoder, base, place)
     formats = _load_checkpoint(decoder, run, found, on_event)
-    tokenizer = dataclasses.replace(tokenizer, template_variables=kept.template_variables)
-    own = kept.own_tokenizer
+    tokenizer = dataclasses.replace(tokenizer, template_variables=choices.template_variables)
+    own = choices.own_tokenizer
     tokens = {DEFAULT} if own and settings is not None else set()
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
 
 
 def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
-    """The frozen weights below a run's adapters, byte for byte those that it was trained on."""
+    """Loads the base weights of a run's adapters, which were checked to be those that it was trained on."""
     if place is None:
         assert base.seed is not None
         init_weights(decoder, base.seed)
@@ -201,21 +201,21 @@ def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
 def put_adapter(
     opened: OpenedModel, folder: Path, on_event: Callable[[str], None], *, name: str = DEFAULT
 ) -> None:
-    """An adapter from peft's files on an opened model, in use."""
+    """Loads a peft adapter into an opened model and activates it."""
     found = read_adapter_folder(folder)
     if opened.base is None:
         check_adapter_base(found.base, opened.folder, folder)
     elif found.base is not None and found.base.files != opened.base.files:
         raise ModelError(
-            f"the adapter {folder} is for another base than {opened.name}",
-            f"it was trained on {found.base.source}; put it on that one",
+            f"the adapter {folder} was trained on another base than {opened.name}",
+            f"it was trained on {found.base.source}; load it into that model",
         )
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
-    if opened.own_tokenizer and tokenizer_beside(folder) is not None:
+    if opened.own_tokenizer and adapter_tokenizer(folder) is not None:
         opened.with_tokens.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
-        on_event(f"the adapter says it was made for {found.base_name}; its sizes fit {opened.name}")
+        on_event(f"the adapter names {found.base_name} as its base; its shapes fit {opened.name}")
 
 
 def _find_checkpoint(
@@ -238,38 +238,39 @@ def _find_checkpoint(
         listed = "step" if len(steps) == 1 else "one of the steps"
         raise CheckpointError(cause, f"use latest or {listed} {', '.join(steps)}")
     if step_folders(run.checkpoints):
-        raise CheckpointError(cause, "all are damaged: restore one from a copy, or train anew")
-    if had_saved(run, save_steps):  # resuming is refused: there is nothing to continue from
+        raise CheckpointError(cause, "all are damaged: restore one from a copy, or train the run again")
+    if has_published(run, save_steps):  # resuming raises too: there is no checkpoint to resume from
         raise CheckpointError(
-            cause, f"restore a checkpoint from a copy, or train the recipe again: {run.anew()}"
+            cause, f"restore a checkpoint from a copy, or train the recipe again: {run.retrain_command()}"
         )
-    raise CheckpointError(cause, f"train it until it has saved one: {run.resuming()}")
+    raise CheckpointError(cause, f"train it until it has saved one: {run.resume_command()}")
 
 
 def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Found) -> None:
-    """The checkpoint's tensors against those that the run folder's config and choices describe."""
+    """Raises unless the checkpoint has the tensors that the run folder's config and choices describe."""
     stored = read_manifest(found.path).tensors
     remedy = (
-        "the checkpoint or the run folder's model/config.json is of another model; put the right one back"
+        "the checkpoint or the run folder's model/config.json is from another model; restore the right one"
     )
     if num_layers > len(stored):
-        raise CheckpointError(f"{found.path} does not hold {num_layers} layers", remedy)
+        raise CheckpointError(f"{found.path} does not contain {num_layers} layers", remedy)
     for name, dims in wanted.items():
         entry = stored.get(f"parameters.{name}")
         if entry is None:
-            raise CheckpointError(f"{found.path} does not hold {name}", remedy)
+            raise CheckpointError(f"{found.path} does not contain {name}", remedy)
         if entry.shape != dims:
             raise CheckpointError(
-                f"{found.path} holds {name} as {list(entry.shape)} where the config says {list(dims)}", remedy
+                f"{found.path} contains {name} with shape {list(entry.shape)}, and the config requires {list(dims)}",
+                remedy,
             )
 
 
 def _load_checkpoint(
     decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Fills a decoder; the number formats that the checkpoint holds it in."""
+    """Loads a checkpoint into a decoder; returns the dtypes of the checkpoint."""
     stored = read_manifest(found.path).tensors
-    # The checkpoint's own format is read, then converted: a run in bf16 may be used in fp32.
+    # Tensors are read in the checkpoint's dtype, then converted: a run in bf16 may be opened in fp32.
     parameters = trained_parameters(decoder)
     tensors = {
         name: torch.empty(parameter.shape, dtype=getattr(torch, stored[f"parameters.{name}"].dtype))
@@ -283,7 +284,7 @@ def _load_checkpoint(
         for name, parameter in parameters.items():
             if name not in whole:
                 parameter.copy_(tensors[name])
-    if whole:  # the base's own are kept, to be used without the adapter
+    if whole:  # the base's modules are kept too, for use without the adapter
         store_modules(decoder, DEFAULT, whole)
         use_adapters(decoder, DEFAULT)
     ours = {theirs: name for name, theirs in TORCH_NAMES.items()}
@@ -291,7 +292,7 @@ def _load_checkpoint(
 
 
 def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
-    """config.json and tokenizer into a run folder: with a checkpoint, all that is needed to use the model."""
+    """Writes config.json and tokenizer into a run folder; with a checkpoint that is a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
         folder / "config.json",
@@ -303,8 +304,8 @@ def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder
     tokenizer.save(folder)
 
 
-def keep_stops(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> Tokenizer:
-    """The tokenizer of a run folder, writing with which also stops at these tokens, now and whenever it is loaded."""
+def add_stop_tokens(folder: Path, tokenizer: Tokenizer, ends: Iterable[int]) -> Tokenizer:
+    """Adds stop tokens to a run folder's tokenizer, also in generation_config.json; returns the tokenizer."""
     stops = tokenizer.stop_ids | set(ends)
     if stops == tokenizer.stop_ids:
         return tokenizer

@@ -1,7 +1,7 @@
-"""Running out of memory, explained: in which phase, what is in memory, what was predicted, who else is there.
+"""Explains out-of-memory errors: the phase, the live tensors, the prediction, and other processes on the GPU.
 
 Every phase of every command runs inside `MemoryExplainer.during` or `explaining_memory`. They cost nothing until an
-allocation fails; then the report is made at once, while the frames of the exception still hold what filled the memory.
+allocation fails. The report is made immediately, while the exception's frames still reference the live tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trimtab.run.live_tensors import (
     LiveTensor,
     Origins,
     States,
-    failed_at,
+    failure_origin,
     frames_of,
     live_tensors,
 )
@@ -31,13 +31,13 @@ from trimtab.run.memory_state import MemoryState, is_out_of_memory, memory_state
 from trimtab.run.memory_text import essentials, full_text
 
 LISTED = 100
-"""Tensors that oom.json lists, the largest first."""
+"""Number of tensors that oom.json lists, the largest first."""
 
 LOSS_KERNELS = "trimtab.kernels.linear_cross_entropy"
 
 
 class ExplainedOutOfMemory(OutOfMemory):
-    """Out of memory with a report; `details` are further lines for the terminal."""
+    """An out-of-memory error with its report; `details` are more lines for the terminal."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class MemoryExplainer:
     """Turns an out-of-memory error in any phase into an `ExplainedOutOfMemory`.
 
     Args:
-        plan: of a run that is trained; None for other commands.
-        origins: where tensors were made, if that is recorded (`run.allocations`).
+        plan: the plan of a training run; None for other commands.
+        origins: where tensors were allocated, if that is recorded (`run.allocations`).
 
     Example:
         >>> explainer = MemoryExplainer()
@@ -83,24 +83,24 @@ class MemoryExplainer:
         optimizer: States | None = None,
         step: Callable[[], int] | None = None,
     ) -> None:
-        """Name tensors by this model and this optimizer; `step` returns the number of finished steps."""
+        """Use this model and optimizer to name tensors; `step` returns the number of finished steps."""
         self._model, self._optimizer, self._step = model, optimizer, step
 
     @contextmanager
     def during(self, phase: RunPhase) -> Iterator[None]:
-        """A phase of the command; the innermost one that an error leaves is the one that is reported."""
+        """Explains out-of-memory errors of a phase; of nested phases the innermost is reported."""
         try:
             yield
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             report = self.report(phase, error)
-            release_frames(error)  # whatever is saved now must not meet a full memory
+            release_frames(error)  # saving a checkpoint after this needs memory
             raise ExplainedOutOfMemory(report) from error
 
     def report(self, phase: RunPhase, error: BaseException) -> MemoryReport:
-        """What is known, as long as the exception's frames are there."""
-        phase = _refined(phase, error)
+        """Collects the report; must be called before the exception's frames are released."""
+        phase = _refine_phase(phase, error)
         state = memory_state(error)
         report = MemoryReport(
             phase,
@@ -110,9 +110,9 @@ class MemoryExplainer:
             recorded=self.origins is not None,
             predicted=predicted_memory(self.plan, phase) if self.plan is not None else None,
         )
-        # Listing needs some memory itself, and the host may have none.
+        # Listing tensors needs host memory itself, which may be exhausted.
         with suppress(MemoryError):
-            asked = failed_at(error, self._model) if self.origins is None else self.origins.last
+            asked = failure_origin(error, self._model) if self.origins is None else self.origins.last
             report = replace(report, asked=asked)
             found = live_tensors(error, model=self._model, optimizer=self._optimizer, origins=self.origins)
             found = _on_device(found, state)
@@ -128,13 +128,13 @@ def explaining_memory(
     run: RunFolder | None = None,
     predict: Callable[[], PredictedMemory] | None = None,
 ) -> Iterator[None]:
-    """A phase of a command that trains nothing, as `MemoryExplainer.during`, with what to do about it.
+    """Like `MemoryExplainer.during`, for commands other than training; adds the remedy for the command.
 
     Args:
-        phase: what the command does; a phase inside it is reported as what it is, with this one's remedy.
-        model: names the tensors.
-        run: the run folder whose model is used, where the report is written.
-        predict: what the phase was expected to hold; called where memory ran out in it.
+        phase: what the command does; a nested phase is reported under its own name.
+        model: its parameters name tensors in the report.
+        run: the run folder of the model; the report is written there.
+        predict: returns the predicted memory of the phase; called only after memory ran out.
 
     Example:
         >>> with explaining_memory(RunPhase.GENERATION):
@@ -164,17 +164,17 @@ def _details(report: MemoryReport, run: RunFolder | None) -> Iterator[str]:
 
 
 def write_report(report: MemoryReport, folder: RunFolder, remedies: Sequence[Suggestion] = ()) -> bool:
-    """oom.json and oom.txt into a run folder; whether that could be done."""
+    """Writes oom.json and oom.txt into a run folder; returns whether that succeeded."""
     try:
-        write_json(folder.oom, {**report.to_dict(), "remedies": [asdict(one) for one in remedies]})
-        write_text(folder.oom_text, full_text(report, [one.describe() for one in remedies]))
-    except ResourceError:  # a full or read-only disk is no reason to say less
+        write_json(folder.oom, {**report.to_dict(), "remedies": [asdict(remedy) for remedy in remedies]})
+        write_text(folder.oom_text, full_text(report, [remedy.describe() for remedy in remedies]))
+    except ResourceError:  # a full or read-only disk must not hide the out-of-memory error
         return False
     return True
 
 
 def predicted_memory(plan: Plan, phase: RunPhase) -> PredictedMemory:
-    """The plan's numbers for a report."""
+    """Returns the plan's prediction for a phase."""
     peak, planned = plan.memory.peak, plan.phases.of(phase)
     buckets = (peak if planned is None else planned.buckets).to_dict()
     return PredictedMemory(
@@ -188,7 +188,7 @@ def predicted_memory(plan: Plan, phase: RunPhase) -> PredictedMemory:
 
 
 def planned_command(run: RunFolder | None, command: RunPhase) -> PredictedMemory | None:
-    """What a run's plan.json says of merging or exporting its model; None for other commands and other models."""
+    """Returns plan.json's prediction for merging or exporting a run's model; None for other commands and models."""
     if command not in (RunPhase.MERGE, RunPhase.EXPORT) or run is None or not run.plan.is_file():
         return None
     with suppress(
@@ -208,8 +208,8 @@ def planned_command(run: RunFolder | None, command: RunPhase) -> PredictedMemory
     return None
 
 
-def _refined(phase: RunPhase, error: BaseException) -> RunPhase:
-    """The loss is part of a forward pass; the frames tell whether that is where memory ran out."""
+def _refine_phase(phase: RunPhase, error: BaseException) -> RunPhase:
+    """Returns `LOSS` for a forward pass whose traceback goes through a loss kernel, otherwise the phase."""
     if phase is RunPhase.FORWARD:
         names = (str(frame.f_globals.get("__name__", "")) for frame in frames_of(error))
         if any(name.startswith(LOSS_KERNELS) for name in names):

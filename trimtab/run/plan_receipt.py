@@ -1,4 +1,4 @@
-"""What a run took beside what was predicted: printed once, kept in `receipts/plan.json`, one entry for each start."""
+"""Compares measured with predicted memory and time: printed once, stored in `receipts/plan.json` for each start."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ VERSION = 1
 
 
 class ReceiptView(Protocol):
-    """Shows a record, and a line."""
+    """Shows records and messages."""
 
     def message(self, text: str) -> None: ...
     def record(self, record: dict[str, Any]) -> None: ...
 
 
 class PlanReceipt:
-    """Called with what was measured: writes it beside the plan's numbers and shows it the first time.
+    """Writes measurements next to the plan's predictions each time it is called, and shows them the first time.
 
     Args:
         folder: the run folder.
-        plan: what was predicted, the data known.
-        view: shows the record `receipt`, which goes into no log.
+        plan: the plan, for the opened data.
+        view: shows the record `receipt`, which is not logged.
 
     Example:
         >>> receipt = PlanReceipt(folder, plan, view)   # doctest: +SKIP
@@ -53,19 +53,19 @@ class PlanReceipt:
         self._shown = False
 
     def __call__(self, measured: Measured) -> None:
-        """Replace this start's entry; the first time, show it."""
+        """Replace this start's entry; show it the first time."""
         if self._earlier is None:
             self._earlier = read_starts(self._folder.measured)
         if self._plan.device.kind == "cuda":
-            if self._process is None:  # once: it asks the driver's own tool
+            if self._process is None:  # once: it runs nvidia-smi
                 self._process = gpu_process_bytes(torch.cuda.current_device())
             measured = replace(measured, process=self._process)
         entry = self._entry(measured)
         try:
             self._folder.receipts.mkdir(exist_ok=True)
             write_json(self._folder.measured, {"version": VERSION, "starts": [*self._earlier, entry]})
-        except (OSError, ResourceError) as error:  # training is worth more than its receipt
-            self._view.message(f"the receipt is not written: {error}")
+        except (OSError, ResourceError) as error:  # training continues without its receipt
+            self._view.message(f"the receipt could not be written: {error}")
         if not self._shown:
             self._shown = True
             self._view.record({"kind": "receipt", "step": measured.last_step, **entry})
@@ -88,7 +88,7 @@ class PlanReceipt:
 
 
 def predicted_of(plan: Plan) -> dict[str, Any]:
-    """The plan's numbers under the names of what is measured; None for what is not predicted."""
+    """The plan's predictions under the names of the measurements; None for values without a prediction."""
     time, steps = plan.time, plan.data.get("steps")
     reserved = None
     if plan.device.kind == "cuda":
@@ -109,7 +109,7 @@ def _each(seconds: float | None, count: int | None) -> float | None:
 
 
 def gpu_process_bytes(index: int) -> int | None:
-    """GPU memory of this whole process: what is taken and no other process has. None where those are not listed."""
+    """GPU memory of this process: used memory less that of other processes; None if theirs is unknown."""
     if shutil.which("nvidia-smi") is None:
         return None
     others = [other.used_bytes for other in other_processes(index)]
@@ -138,7 +138,7 @@ def _measured_values(measured: Measured) -> dict[str, Any]:
 
 
 def read_starts(path: Path) -> list[dict[str, Any]]:
-    """The entries of earlier starts; none where the file is missing, damaged or of a later version."""
+    """The entries of earlier starts; none if the file is missing, damaged or of a later version."""
     if not path.is_file():
         return []
     with suppress(CheckpointError):
@@ -150,7 +150,7 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def commit_of_package() -> str | None:
-    """The git commit of a checkout that this package runs from; None where it is installed."""
+    """The git commit of the checkout that this package runs from; None if it is installed."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

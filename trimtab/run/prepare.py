@@ -1,4 +1,4 @@
-"""A recipe meets a machine and a model: every `auto` decided, the plan made. No torch, no data, no weights."""
+"""Prepares a run: finds the model, resolves every `auto` and makes the plan. No torch, no data, no weights."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from trimtab.starter import base_folder
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """What a run folder keeps of its beginning."""
+class StoredConfig:
+    """The stored configuration of a run that is resumed."""
 
     resolved: Resolved
     model: Path
-    """The folder with the run's own config and tokenizer."""
+    """The folder with the run's config and tokenizer."""
     commit: str | None
     device: DeviceFacts
-    """The device that the run goes on with."""
+    """The device that the run resumes on."""
     memory_changed: bool = False
-    """Whether the recipe now asks for other recomputing, or another limit."""
+    """Whether the recipe's memory keys (recompute policy, limit) have changed."""
     moved: bool = False
-    """Whether the device is another one than it had, so that everything about memory is chosen as for a new run."""
+    """Whether the device has changed, so that the memory plan is resolved as for a new run."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A recipe that met a machine and a model, before any data is read."""
+    """A resolved and planned recipe, before any data is read."""
 
     recipe: Recipe
     device: DeviceFacts
@@ -52,18 +52,20 @@ class Prepared:
     plan: Plan
 
 
-def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts | None = None) -> Prepared:
-    """Finds the model, decides every `auto` and makes the plan.
+def prepare(
+    recipe: Recipe, stored: StoredConfig | None = None, *, device: DeviceFacts | None = None
+) -> Prepared:
+    """Finds the model, resolves every `auto` and makes the plan.
 
-    Of a hub id only config and tokenizer are fetched here, so that a run that does not fit costs no download. A run
-    that is continued has both in its folder (`frozen`), with what was decided when it began.
+    Only config and tokenizer of a hub id are downloaded here, so that a run that does not fit downloads no weights. A
+    run that is resumed has both in its folder, with its resolved configuration (`stored`).
 
     Args:
-        recipe: what is asked.
-        frozen: what a run folder keeps of its beginning.
-        device: plan for this device instead of the one that the recipe asks for on this machine.
+        recipe: the recipe.
+        stored: the stored configuration of a run that is resumed.
+        device: plan for this device instead of the one that the recipe requests on this machine.
     """
-    if frozen is None:
+    if stored is None:
         num_threads = threads() if device is None else host_cores()
         device = device or detect(recipe.device)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
@@ -73,18 +75,18 @@ def prepare(recipe: Recipe, frozen: Frozen | None = None, *, device: DeviceFacts
         recipe = default_length(recipe, shape)
         resolved = resolve_recipe(recipe, shape, device, num_threads)
     else:
-        device, model, commit = frozen.device, frozen.model, frozen.commit
+        device, model, commit = stored.device, stored.model, stored.commit
         shape = read_shape(model)
-        resolved = _resolve_resumed(recipe, shape, frozen)
+        resolved = _resolve_resumed(recipe, shape, stored)
     plan = make_plan(recipe, shape, resolved, device=device)
-    check_rates(plan)
-    if frozen is None:
+    check_embedding_learning_rate(plan)
+    if stored is None:
         plan = dataclasses.replace(plan, notes=(*model_notes(model), *plan.notes))
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
 
 
 def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
-    """The recipe, its sequence length lowered to the model's positions where the recipe leaves it at the default.
+    """The recipe, with a default sequence length reduced to the model's number of positions.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -99,50 +101,50 @@ def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
 
 
 def model_notes(model: Path) -> list[str]:
-    """What the user should know of a model's config.json."""
+    """Notes for the user on unknown keys in a model's config.json."""
     unknown = unknown_config_keys(model)
     if not unknown:
         return []
     keys = f"the key {unknown[0]}" if len(unknown) == 1 else f"the keys {', '.join(unknown)}"
     return [
-        f"{model / 'config.json'} has {keys}, which trimtab does not know and ignores: if it changes what the model "
-        "computes, this is another model than the published one"
+        f"{model / 'config.json'} has {keys}, which trimtab does not support and ignores: if it changes what the model "
+        "computes, results differ from those of the published model"
     ]
 
 
-def _resolve_resumed(recipe: Recipe, shape: ModelShape, frozen: Frozen) -> Resolved:
-    """The configuration that a run began with, and what a resume may change of it."""
-    resolved, device = frozen.resolved, frozen.device
+def _resolve_resumed(recipe: Recipe, shape: ModelShape, stored: StoredConfig) -> Resolved:
+    """The stored configuration of a run, with the changes that a resume may make."""
+    resolved, device = stored.resolved, stored.device
     if recipe.num_threads is not None:
         resolved = dataclasses.replace(resolved, threads=recipe.num_threads)
-    if frozen.moved:
+    if stored.moved:
         resolved = resolve_memory(recipe, shape, device, resolved)
-    elif resolved.memory is None or frozen.memory_changed:
+    elif resolved.memory is None or stored.memory_changed:
         resolved = resolve_memory_again(recipe, shape, device, resolved)
     return resolve_graphs(recipe, shape, device, resolved)
 
 
-def check_rates(plan: Plan) -> None:
-    """A learning rate of embeddings and head, where neither is trained, would be of nothing."""
+def check_embedding_learning_rate(plan: Plan) -> None:
+    """Raises RecipeError for an `embedding_learning_rate` if neither embeddings nor head are trained."""
     if plan.recipe.embedding_learning_rate is None:
         return
     names = (parameter.name for parameter in plan.job.trained.parameters)
     if not any(name.startswith((f"{EMBEDDING}.", f"{HEAD}.")) for name in names):
         raise RecipeError(
-            "embedding_learning_rate is given, and neither embeddings nor head are trained",
+            "embedding_learning_rate is set, and neither embeddings nor head are trained",
             "name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
         )
 
 
-def unwritten_tokens(prepared: Prepared) -> str | None:
-    """What a person should know of tokens that are added to a model whose head is not trained."""
+def note_untrained_head(prepared: Prepared) -> str | None:
+    """A note for the user if tokens are added and the head is not trained; otherwise None."""
     tokens, parameters = prepared.recipe.model.added_tokens, prepared.plan.job.trained.parameters
     has_head = not prepared.shape.tie_embeddings
     if not tokens or not has_head or any(parameter.name.startswith(f"{HEAD}.") for parameter in parameters):
         return None
     return (
-        "model.added_tokens: the model learns to read them and not to write them, as its head is not trained; "
-        "name lm_head in lora.modules_to_save as well for both"
+        "model.added_tokens: the model learns to read these tokens but not to generate them, because its head is not "
+        "trained; add lm_head to lora.modules_to_save to train it"
     )
 
 
@@ -151,9 +153,9 @@ REPLAY = "starter:replay"
 
 
 def check_replay(recipe: Recipe, model: Path) -> None:
-    """RecipeError where `starter:replay` would be mixed into the training of another model than the starter.
+    """Raises RecipeError if `starter:replay` would be mixed into the training of a model other than the starter.
 
-    A model that came from the starter has its tokenizer, and keeps its replay.
+    A model that was trained from the starter has the starter's tokenizer, and may use its replay text.
     """
     replay = recipe.data.replay
     if replay is None or recipe.model.name == STARTER:
@@ -162,13 +164,13 @@ def check_replay(recipe: Recipe, model: Path) -> None:
         return
     if not unknown_tokens(text.load(base_folder()), tokenizer_of(recipe, model, None)[0]):
         return
-    raise replay_refused(recipe)
+    raise replay_error(recipe)
 
 
-def replay_refused(recipe: Recipe) -> RecipeError:
-    """The answer to `starter:replay` beside another model than the starter."""
+def replay_error(recipe: Recipe) -> RecipeError:
+    """The error for `starter:replay` with a model other than the starter."""
     return RecipeError(
-        f"data.replay mixes in {REPLAY}, which is text that the starter was pretrained on, and model.name is "
+        f"data.replay mixes in {REPLAY}, text that the starter was pretrained on, but model.name is "
         f"{recipe.model.name}",
         "set data.replay=null to train without replay, or name general text of your own: "
         "data.replay.sources=[./general-text]",

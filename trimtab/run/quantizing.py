@@ -1,4 +1,4 @@
-"""A run's frozen weights in few bits, as resolved for the run: laid out on meta, alike the files they come from."""
+"""Replaces a model's linear layers by the quantized layers of its configuration, on the meta device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trimtab.model.weights import packed_names, stored_packing
 def quantize_linear_layers(
     decoder: Decoder, quantization: Quantization | None, weights: Path | None, device: torch.device | str
 ) -> None:
-    """Replaces a decoder's linear layers, on meta, by the quantized ones that a run chose, if it did.
+    """Replaces a decoder's linear layers by quantized ones; does nothing without quantization.
 
     Args:
-        decoder: without memory yet.
-        quantization: as the run resolved it.
-        weights: where they will be read from, None for fresh ones. Files that are quantized already must be so alike.
-        device: where they will lie.
+        decoder: on the meta device.
+        quantization: the resolved quantization.
+        weights: the source of the weights, None for random ones. Files that are already quantized must match.
+        device: where the weights will be allocated.
     """
     if quantization is None:
         return
@@ -52,13 +52,13 @@ def quantize_linear_layers(
 
 
 def _check_all_stored(decoder: Decoder, weights: Path) -> None:
-    """RecipeError for files that keep some layers of the blocks in 16 bits beside quantized ones."""
+    """Raises RecipeError for files with both quantized and unquantized layers in the blocks."""
     there = packed_names(weights)
     plain = [name for name, _ in quantized_layers(decoder) if f"{name}.weight" not in there]
     if plain:
         words = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in plain))
         raise RecipeError(
-            f"{weights} keeps {words} unquantized in {len(plain)} places beside quantized layers, which a run cannot",
+            f"{weights} has quantized layers and {len(plain)} unquantized ones ({words}), which is not supported",
             "give the model's unquantized weights, or leave load_in_4bit and load_in_8bit out",
         )
 
@@ -69,18 +69,18 @@ def _check_stored(
     keys = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}
     if stored_kind != kind:
         raise RecipeError(
-            f"{weights} holds weights in {stored_kind}, and {keys[kind]} asks for {kind}",
+            f"{weights} contains {stored_kind} weights, and {keys[kind]} requires {kind}",
             f"set {keys[stored_kind]}: true instead, or give the model's unquantized weights",
         )
     if stored_double != double:
         raise RecipeError(
-            f"{weights} holds weights whose scales are in {'8' if stored_double else '32'} bits",
+            f"{weights} contains weights with {'8' if stored_double else '32'}-bit scales",
             f"set bnb_4bit_use_double_quant: {str(stored_double).lower()}",
         )
 
 
 def requantized(quantization: Quantization | None, device: torch.device) -> Quantization | None:
-    """A run's choice on this machine's device: the same bytes, read by the code that runs here."""
+    """A run's quantization with the kernel implementation for this device; the packed weights are the same."""
     if quantization is None:
         return None
     impl = spec_quantized.choose_quantized_kernels(device=device.type, triton=runs_triton(device)).impl
@@ -88,10 +88,10 @@ def requantized(quantization: Quantization | None, device: torch.device) -> Quan
 
 
 def dequantize_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
-    """Dequantizes a model's packed weights once, if they lie on a CPU, where each token would do so again.
+    """Dequantizes a model's packed weights once if they are on a CPU; otherwise each token dequantizes them.
 
-    Copies in the format of the products are kept beside the packed weights where the memory for them is free; either
-    way a line says so. Does nothing for other models, and nothing a second time.
+    The copies, in the compute dtype, are kept in memory next to the packed weights if there is enough free memory. A
+    message reports either case. Does nothing for other models, or if the copies exist.
     """
     weight = decoder.model.embed_tokens.weight
     layers = [layer for _, layer in quantized_layers(decoder)]
@@ -102,9 +102,9 @@ def dequantize_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> Non
     kind = {"nf4": "4-bit", "int8": "8-bit"}[layers[0].kind]
     if needed > free - min(free // 5, HOST_RESERVE):
         on_event(
-            f"{kind} weights are dequantized for each token, which is slow: copies of them would take "
+            f"{kind} weights are dequantized for each token, which is slow: dequantized copies need "
             f"{format_bytes(needed)}, and {format_bytes(free)} of memory are free"
         )
         return
-    on_event(f"{kind} weights are dequantized once, which takes {format_bytes(needed)} of memory")
+    on_event(f"{kind} weights are dequantized once; the copies need {format_bytes(needed)} of memory")
     set_dequantized_copies(decoder, decoder.shape.num_layers, dtype=weight.dtype)

@@ -1,4 +1,4 @@
-"""The planner's questions with everything they need from data files: GPUs, prices, the models of a table. No torch."""
+"""Answers planner questions with data from files: GPUs, prices, the models of a table. No torch."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def answer(
     """The answer to one of `trimtab.plan.solve.QUESTIONS`.
 
     Args:
-        target: what is asked about, planned for some device.
+        target: a planned recipe or model.
         question: max_seq_length, batch_size, fastest, smallest_gpu or cheapest.
-        prices: of cheapest: a file of prices; None for the one that ships with trimtab.
+        prices: for cheapest: a file of prices; None for the one that ships with trimtab.
         progress: called for each candidate.
     """
     check_question(question)
@@ -50,14 +50,14 @@ def answer(
 
 
 def priced_gpus(prices: Path | None) -> list[tuple[DeviceFacts, float, str]]:
-    """(GPU, dollars per hour, where the price is from) of each GPU with a known price."""
+    """(GPU, dollars per hour, source of the price) of each GPU with a known price."""
     known = read_prices(prices)
     found = [(gpu, known.of(gpu)) for gpu in _trainable_gpus()]
     return [(gpu, price.usd_per_hour, price.source) for gpu, price in found if price is not None]
 
 
 def _trainable_gpus() -> list[DeviceFacts]:
-    """GPUs of the data sheets that trimtab trains on; of the others memory is only bounded."""
+    """GPUs of the data sheets that trimtab trains on; for the others only a memory bound is known."""
     devices = [gpu_of_sheet(sheet) for sheet in data_sheets()]
     return [device for device in devices if device.bound is None]
 
@@ -71,14 +71,14 @@ def table(
     longest: bool = False,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Every model with every method on every GPU.
+    """Plans every model with every method on every GPU.
 
     Args:
-        models: recipes or models, as `trimtab plan` takes them.
-        gpus: names of the data sheets or amounts of memory.
+        models: recipes or models, as `trimtab plan` accepts them.
+        gpus: GPUs of the data sheets or amounts of memory.
         methods: full, lora, qlora, int8.
-        overrides: `key=value` of the recipe, for all.
-        longest: also look for the longest sequence that fits.
+        overrides: `key=value` settings for all recipes.
+        longest: also find the longest sequence that fits.
         progress: called before each cell.
 
     Example:

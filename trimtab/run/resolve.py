@@ -1,8 +1,8 @@
-"""Every `auto` of a recipe, decided once for a model on a machine.
+"""Resolves every `auto` of a recipe, once for a model on a machine.
 
-`resolve_backends` decides number formats, implementations, adapters and quantization; `resolve_memory` then chooses
-what is recomputed, and `resolve_cuda_graphs` whether steps are captured. The result is kept in the run folder, so that
-a resumed run decides nothing anew.
+`resolve_backends` decides dtypes, implementations, adapters and quantization; `resolve_memory` then chooses the
+recompute policy of each layer, and `resolve_cuda_graphs` whether graphs are captured. The result is stored in the run
+folder, so that a resumed run uses the same configuration.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from trimtab.plan.resolved import (
 from trimtab.plan.time import flops_per_token
 from trimtab.recipe import Recipe
 
-WORTH_SECONDS = 2.0
-"""CUDA graphs are not captured where a microbatch's arithmetic takes longer: the GPU is busy while the host launches
+MAX_MICROBATCH_SECONDS = 2.0
+"""CUDA graphs are not captured if a microbatch's arithmetic takes longer: the GPU is busy while the host launches
 the next kernels. Launching the 7700 kernels of an 8B model with adapters and recomputed layers took 0.9 s (H200)."""
 
 
 def resolve_recipe(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
-    """The complete configuration of a new run; a request that cannot be met is an error, never replaced.
+    """The complete configuration of a new run; raises for settings that cannot be satisfied, replaces none.
 
     Args:
-        recipe: what is asked.
+        recipe: the recipe.
         shape: the model's shape.
-        device: where it runs.
+        device: the device that trains.
         threads: CPU threads that torch uses by default; the recipe's `num_threads` takes precedence.
     """
     resolved = resolve_backends(recipe, shape, device, threads)
@@ -68,9 +68,9 @@ def resolve_memory(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resol
 def resolve_memory_again(
     recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved
 ) -> Resolved:
-    """The configuration of a run that began, with another memory plan, for a resume that changes its memory keys.
+    """The configuration of an existing run with another memory plan, for a resume that changes memory keys.
 
-    Tiles and the memory of the loss stay: they decide in which order sums are rounded.
+    The number of MLP tiles and the memory of the loss are kept: they determine the order of summation.
     """
     before, tiles = resolved.memory, 1
     job = job_of(recipe, shape, device, dataclasses.replace(resolved, memory=None))
@@ -81,20 +81,20 @@ def resolve_memory_again(
 
 
 def resolve_graphs(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
-    """The configuration with the decision about CUDA graphs, which every start makes anew."""
+    """The configuration with the decision about CUDA graphs, which is made again at every start."""
     graphs = resolve_cuda_graphs(recipe, job_of(recipe, shape, device, resolved), device)
     return dataclasses.replace(resolved, graphs=graphs)
 
 
 def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGraphsConfig:
-    """Whether forward and backward are captured as CUDA graphs; RecipeError where the recipe asks for what cannot be.
+    """Whether forward and backward are captured as CUDA graphs; raises RecipeError for `true` if they cannot be.
 
-    The numbers are the same either way, so that a resumed run may decide anew.
+    Results are identical either way, so a resumed run may decide differently.
     """
     obstacle = _graphs_obstacle(recipe, job, device)
     if recipe.cuda_graphs is True:
         if obstacle is not None:
-            raise RecipeError(f"cuda_graphs: true cannot work here: {obstacle}", "set cuda_graphs: auto")
+            raise RecipeError(f"cuda_graphs: true is not possible here: {obstacle}", "set cuda_graphs: auto")
         return CudaGraphsConfig(True, "named in the recipe")
     if recipe.cuda_graphs is False:
         return CudaGraphsConfig(False, "named in the recipe")
@@ -104,21 +104,21 @@ def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGr
     if ceiling is not None:
         flops = flops_per_token(job)
         seconds = flops * job.batch * job.tokens / ceiling[0]
-        if seconds > WORTH_SECONDS:
+        if seconds > MAX_MICROBATCH_SECONDS:
             reason = (
-                f"a microbatch takes {seconds:.1f} s at least, beside which launching kernels costs nothing"
+                f"a microbatch takes {seconds:.1f} s at least, so the overhead of kernel launches is hidden"
             )
             return CudaGraphsConfig(False, reason)
-    return CudaGraphsConfig(True, "forward and backward of a microbatch in one launch")
+    return CudaGraphsConfig(True, "forward and backward of a microbatch need one launch")
 
 
 def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | None:
     if device.kind != "cuda":
-        return "they are CUDA's"
+        return "CUDA graphs need a CUDA GPU"
     if job.in_backward:
-        return "an optimizer in backward takes numbers from the host"
+        return "optim_in_backward reads the learning rate from the host"
     if recipe.group_by_length:
-        return "group_by_length makes microbatches of many lengths, and a graph has one"
+        return "group_by_length makes microbatches of many lengths, and a graph has a fixed one"
     sized = [impl for impl in job.attention_backends if impl in ("varlen", "flex")]
     if recipe.packing and sized:
         return f"{sized[0]} attention reads tensors whose size depends on the documents"
@@ -128,12 +128,12 @@ def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | Non
 def resolve_inference(
     shape: ModelShape, device: str, *, dtype: str, capability: tuple[int, int] | None = None
 ) -> Resolved:
-    """The configuration of a model that is not trained: for evaluation, generation and export.
+    """The configuration of a model for evaluation, generation and export, without training.
 
     Args:
         shape: the model's shape.
         device: cpu, cuda, cuda:1, …
-        dtype: number format of weights and arithmetic.
+        dtype: of weights and computation.
         capability: a CUDA device's compute capability.
     """
     chosen: dict[int, ImplChoice] = {}
@@ -147,7 +147,7 @@ def resolve_inference(
             window=next((block.mixer.window for block in blocks if block.mixer.window is not None), None),
             training=False,
             requested="auto",
-            tokens=1,  # generation asks for one token after another
+            tokens=1,  # generation decodes one token at a time
         )
     impls = [chosen[block.mixer.head_dim].impl for block in shape.blocks]
     layers = tuple(LayerAttention(impl, impl) for impl in impls)
@@ -158,12 +158,12 @@ def resolve_inference(
         deterministic=False,
         precision=PrecisionConfig(dtype, dtype, dtype),
         attention=AttentionConfig(layers, first.reason, first.rejected),
-        optimizer=OptimizerConfig("none", "none", "nothing is trained"),
+        optimizer=OptimizerConfig("none", "none", "no training"),
     )
 
 
 def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
-    """Everything but memory plan and CUDA graphs."""
+    """The configuration without memory plan and CUDA graphs."""
     if recipe.max_seq_length > shape.max_positions:
         raise ModelError(
             f"max_seq_length {recipe.max_seq_length} is beyond the model's {shape.max_positions} positions",
@@ -177,7 +177,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
     if weights == "fp32" and gradients == "bf16":
         raise RecipeError(
             f"gradient_dtype: bf16 needs weights in bf16, and {device.name} trains in {dtype} on fp32 weights",
-            "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 all the same",
+            "set gradient_dtype: fp32, or dtype: bf16 if this device should compute in bf16 regardless",
         )
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     if settings is not None and quantization is not None:
@@ -214,7 +214,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
 
 
 def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
-    """What a recipe says of adapters, or what the adapter that it starts from says, checked against the model."""
+    """The settings of the recipe's adapters, or of the adapter that it starts from, validated for the model."""
     lora = recipe.lora
     if lora is None:
         return None
@@ -223,7 +223,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
         check_trainable(shape, settings, lora.adapter)
         if recipe.model.added_tokens and EMBEDDING not in settings.modules_to_save:
             raise RecipeError(
-                f"model.added_tokens gives the embedding rows that lora.adapter: {lora.adapter} does not train",
+                f"model.added_tokens adds embedding rows, which lora.adapter: {lora.adapter} does not train",
                 "leave the tokens out, or train a fresh adapter with embed_tokens in lora.modules_to_save",
             )
         return settings
@@ -235,7 +235,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
 
 
 def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantization | None:
-    """How frozen weights are quantized, the format they are rounded to before, and which code reads them; or None."""
+    """The quantization of the frozen weights, their dtype before it, and the implementation; None without."""
     if not (recipe.load_in_4bit or recipe.load_in_8bit):
         return None
     chosen = spec_quantized.choose_quantized_kernels(device=device.kind, triton=device.runs_triton)
@@ -251,7 +251,7 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantiza
 
 
 def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> AttentionConfig:
-    """The backends of each layer; those with the same size of heads have the same."""
+    """The attention backends of each layer; layers with the same head dimension have the same."""
     found = {
         head_dim: _attention_of(recipe, blocks, device, dtype)
         for head_dim, blocks in _by_head_dim(shape).items()
@@ -262,7 +262,7 @@ def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: st
 
 
 def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
-    """Blocks by the size of their heads, on which it depends which backends can serve them."""
+    """Blocks by head dimension, which determines the possible backends."""
     found: dict[int, list[BlockShape]] = {}
     for block in shape.blocks:
         found.setdefault(block.mixer.head_dim, []).append(block)
@@ -272,8 +272,7 @@ def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
 def _attention_of(
     recipe: Recipe, blocks: list[BlockShape], device: DeviceFacts, dtype: str
 ) -> AttentionConfig:
-    """The backend for packed sequences, which evaluation always has, and, where training sequences are never packed,
-    the one for those."""
+    """The backends for packed and for unpacked sequences; evaluation always packs, training as the recipe says."""
     windows = [block.mixer.window for block in blocks]
     shorter = [window for window in windows if window is not None and window < recipe.max_seq_length]
     job: dict[str, Any] = {
@@ -291,10 +290,10 @@ def _attention_of(
     packed = choose_attention(packed=True, **job)
     unpacked, reason = packed.impl, packed.reason
     if not recipe.packing and recipe.model.attn_implementation == "auto":
-        other = choose_attention(packed=False, **job)
-        if other.impl != packed.impl:
-            unpacked = other.impl
-            reason = f"{other.reason}; {packed.impl} where measured texts are packed"
+        choice = choose_attention(packed=False, **job)
+        if choice.impl != packed.impl:
+            unpacked = choice.impl
+            reason = f"{choice.reason}; {packed.impl} for evaluation, which packs documents"
     return AttentionConfig((LayerAttention(packed.impl, unpacked),) * len(blocks), reason, packed.rejected)
 
 
@@ -308,27 +307,29 @@ def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
 
 
 def _compile(recipe: Recipe, device: DeviceFacts, attention: set[str]) -> CompileConfig:
-    """Whether blocks are compiled, and whether for one length or for all."""
+    """Whether blocks are compiled, and whether with dynamic shapes."""
     obstacle = compile_obstacle(device.kind, device.capability)
     if recipe.torch_compile is True and obstacle is not None:
-        raise ResourceError(f"torch_compile: true cannot work here: {obstacle}", "set torch_compile: auto")
-    # Windows have one length unless they are grouped; varlen's offsets are as many as a batch has documents.
+        raise ResourceError(
+            f"torch_compile: true is not possible here: {obstacle}", "set torch_compile: auto"
+        )
+    # Sequences have one length unless grouped by length; varlen's offsets depend on the batch's number of documents.
     dynamic = recipe.group_by_length or (recipe.packing and "varlen" in attention)
     if recipe.torch_compile != "auto":
         return CompileConfig(recipe.torch_compile, dynamic, "named in the recipe")
     if device.kind != "cuda":
         reason = "compiling gains little on a CPU"
     else:
-        reason = obstacle or "steps in one launch, of fused kernels, leave it nothing to gain"
+        reason = obstacle or "CUDA graphs and fused kernels leave little to gain"
     return CompileConfig(False, dynamic, reason)
 
 
 def _pointwise(device: DeviceFacts, *, autocast: bool) -> PointwiseConfig:
     if not device.runs_triton:
-        return PointwiseConfig("reference", "torch's own operations, on any device")
-    if autocast:  # the residual stream is fp32 and what is added to it 16 bits: the kernels take one format
-        return PointwiseConfig("reference", "torch's own operations, which autocast knows")
-    return PointwiseConfig("triton", "norms, rotary positions and gates in one kernel each")
+        return PointwiseConfig("reference", "torch operators, on any device")
+    if autocast:  # the residual stream is fp32 and layer outputs are 16 bits: the kernels require one dtype
+        return PointwiseConfig("reference", "torch operators, which support autocast")
+    return PointwiseConfig("triton", "norms, RoPE and gates in one kernel each")
 
 
 def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
@@ -336,7 +337,7 @@ def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:
         return "bf16" if device.bf16 else "fp32"
     if recipe.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
         raise ResourceError(
-            f"{device.name} does not compute in bf16 (that needs capability 8.0)",
+            f"{device.name} does not support bf16 (that needs compute capability 8.0)",
             "set dtype: fp16 (with loss scaling) or dtype: fp32",
         )
     return recipe.dtype
@@ -346,10 +347,10 @@ def _describe_precision(
     dtype: str, weights: str, gradients: str, lora: LoraSettings | None, quantization: Quantization | None
 ) -> str:
     if quantization is not None and lora is not None:
-        scales = ", its scales in 8 bits" if quantization.double else ""
+        scales = " with 8-bit scales" if quantization.double else ""
         return (
-            f"matrix products in {dtype}, frozen weights of the blocks in {quantization.kind}{scales} (read by "
-            f"{quantization.impl}), the others in {weights}, adapters and their gradients in {lora.dtype}; "
+            f"matrix products in {dtype}, frozen weights of the blocks in {quantization.kind}{scales} (dequantized by "
+            f"{quantization.impl}), other weights in {weights}, adapters and their gradients in {lora.dtype}; "
             "norms, softmax and loss in fp32"
         )
     if dtype == weights == "fp32" and (lora is None or lora.dtype == "fp32"):
@@ -359,9 +360,9 @@ def _describe_precision(
             f"matrix products in {dtype}, frozen weights in {weights}, adapters and their gradients in {lora.dtype}; "
             "norms, softmax and loss in fp32"
         )
-    rounding = ", updates rounded stochastically" if weights == "bf16" else ""
-    scaling = ", loss scaled" if dtype == "fp16" else ""
+    rounding = " with stochastic rounding of updates" if weights == "bf16" else ""
+    scaling = ", loss scaling" if dtype == "fp16" else ""
     return (
-        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients added up in {gradients}{scaling}; "
+        f"matrix products in {dtype}, weights in {weights}{rounding}, gradients accumulated in {gradients}{scaling}; "
         "norms, softmax and loss in fp32"
     )

@@ -1,4 +1,4 @@
-"""A loaded model as the start of a run: its source where the weights are unchanged, a copy of them otherwise."""
+"""Starts a run from a loaded model: from its source if the weights are unchanged, otherwise from a copy of them."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from trimtab.facts.units import format_bytes
 from trimtab.model import read_generation_config, read_shape, read_token_ids, save_folder
 from trimtab.model.weights import changed_weight
 from trimtab.recipe import Recipe
-from trimtab.run.locate import START
+from trimtab.run.locate import START_FOLDER
 from trimtab.run.models import OpenedModel
 
 
 def check_start(recipe: Recipe, opened: OpenedModel) -> None:
-    """A RecipeError for a loaded model that a run cannot begin from."""
+    """Raises RecipeError for a loaded model that a run cannot start from."""
     if recipe.model.init == "random":
         raise RecipeError(
-            "model.init: random asks for fresh weights, and a loaded model is given",
+            "model.init: random requests new weights, and a loaded model was passed",
             "leave model.init out, or name the model instead of passing it",
         )
     adapters = adapter_names(opened.decoder)
     if adapters:
         raise RecipeError(
-            f"the model has adapters ({', '.join(sorted(adapters))}), and a run begins from plain weights",
-            "merge them: model.merge(folder), then model=folder; or go on training the adapter: "
+            f"the model has adapters ({', '.join(sorted(adapters))}), and a run needs weights without adapters",
+            "merge them: model.merge(folder), then model=folder; or continue training the adapter: "
             "model.save_adapter(folder), then the base as model with lora={'adapter': folder}",
         )
     parameters = dict(opened.decoder.named_parameters())
     quantized = [name for name, _ in opened.decoder.shape.parameters() if name not in parameters]
     if quantized:
         raise RecipeError(
-            f"the model is quantized ({quantized[0]}), and a run begins from plain weights",
+            f"the model is quantized ({quantized[0]}), and a run needs unquantized weights",
             "name its source as the model, with load_in_4bit or load_in_8bit and lora",
         )
 
 
 def start_from(recipe: Recipe, opened: OpenedModel, folder: Path, on_event: Callable[[str], None]) -> Recipe:
-    """The recipe with a model that can be read again later, whose weights are those in memory.
+    """Returns the recipe with a model that can be loaded again later and has the weights in memory.
 
-    That is where they were loaded from, if they are still the same. Otherwise, as for a model of another run, they
-    are written to `start` in the run folder, in the dtype that they have.
+    That is the model's source, if the weights are unchanged. Otherwise, and for a model of another run, they are
+    written to `start` in the run folder, in their dtype.
     """
     check_start(recipe, opened)
     if opened.step is None and not opened.own_tokenizer and _is_source(opened):
@@ -53,7 +53,7 @@ def start_from(recipe: Recipe, opened: OpenedModel, folder: Path, on_event: Call
         for name, theirs in TORCH_NAMES.items()
         if f"torch.{theirs}" == str(next(opened.decoder.parameters()).dtype)
     )
-    place = folder.absolute() / START
+    place = folder.absolute() / START_FOLDER
     files = save_folder(
         opened.decoder,
         place,
@@ -63,7 +63,7 @@ def start_from(recipe: Recipe, opened: OpenedModel, folder: Path, on_event: Call
     )
     opened.tokenizer.save(place)
     size = sum(file.stat().st_size for file in files)
-    on_event(f"the run begins from the model's weights in memory: {place} ({dtype}, {format_bytes(size)})")
+    on_event(f"the run starts from the model's weights in memory: {place} ({dtype}, {format_bytes(size)})")
     return _named(recipe, str(place), None)
 
 

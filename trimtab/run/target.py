@@ -1,5 +1,7 @@
-"""What `trimtab plan` is asked about: a recipe, or a model by name with a method, on the device that is there or on
-another. Needs no torch, no data and, for known models, no network."""
+"""Resolves the target of `trimtab plan`: a recipe, or a model with a method, on this machine or another device.
+
+Needs no torch, no data and, for models of the catalogue, no network.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ from trimtab.recipe import Recipe, build, load, loads
 from trimtab.recipe.shipped import shipped
 from trimtab.run.device import detect, threads
 from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
-from trimtab.run.prepare import REPLAY, Prepared, check_rates, default_length, prepare, replay_refused
+from trimtab.run.prepare import (
+    REPLAY,
+    Prepared,
+    check_embedding_learning_rate,
+    default_length,
+    prepare,
+    replay_error,
+)
 from trimtab.run.resolve import resolve_recipe
 
 METHODS = ("full", "lora", "qlora", "int8")
 NO_DATA = "your-data"
-"""Stands for the training data where only a model is named."""
+"""Placeholder for the training data if only a model is named."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +53,19 @@ class Target:
     device: DeviceFacts
     plan: Plan
     notes: tuple[str, ...] = ()
-    """What the user should know besides the plan's own notes: of the data and the model."""
+    """Notes on the data and the model, in addition to the plan's own."""
 
     def plan_for(self, recipe: Recipe, device: DeviceFacts) -> Plan:
-        """The same model with another recipe or on another device, every `auto` decided for it."""
+        """Plans the same model with another recipe or on another device, with every `auto` resolved for it."""
         return plan_shape(recipe, self.shape, device)
 
 
 def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
-    """A plan from a recipe and a shape alone: no files of the model are read."""
+    """Plans a recipe from the model's shape alone, without reading files of the model."""
     recipe = default_length(recipe, shape)
     num_threads = threads() if device.kind == "cpu" else 1
     plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
-    check_rates(plan)
+    check_embedding_learning_rate(plan)
     return plan
 
 
@@ -68,15 +77,15 @@ def read_target(
     method: str | None = None,
     host_memory: str | None = None,
 ) -> Target:
-    """What a name stands for, planned.
+    """Resolves and plans a target by name.
 
     Args:
         target: a recipe file or the name of one that ships with trimtab; or a model: a hub id of the catalogue, a
             config.json, a folder, a GGUF file, `starter`.
-        overrides: `key=value` of the recipe.
-        gpu: a name of the data sheets or an amount of memory; None for the device that is there.
-        method: full, lora, qlora or int8, over what the recipe says.
-        host_memory: free memory of the host, where a GPU is named that is not here.
+        overrides: `key=value` settings of the recipe.
+        gpu: a GPU of the data sheets or an amount of memory; None for this machine's device.
+        method: full, lora, qlora or int8; overrides the recipe's.
+        host_memory: free host memory, for a GPU of another machine.
 
     Example:
         >>> target = read_target("Qwen/Qwen3-8B", gpu="24GB", method="qlora")
@@ -88,7 +97,7 @@ def read_target(
 
 
 def named_recipe(target: str, overrides: Sequence[str] = (), method: str | None = None) -> Recipe:
-    """The recipe that a name stands for; of a model the recipe's defaults, without data."""
+    """The recipe of a target; for a model name the default recipe, without data."""
     if is_recipe(target):
         return with_method(load(target, overrides), method)
     text = f"model: {{name: {_quoted(target)}}}\ndata: {{train: {NO_DATA}}}"
@@ -98,10 +107,10 @@ def named_recipe(target: str, overrides: Sequence[str] = (), method: str | None 
 def plan_recipe(
     recipe: Recipe, *, gpu: str | None = None, method: str | None = None, host_memory: str | None = None
 ) -> Target:
-    """A recipe, planned; the shape of a model that the catalogue knows is taken from there.
+    """Plans a recipe; the shapes of models in the catalogue are taken from there.
 
     Args:
-        recipe: what is asked; with `NO_DATA` as its data only the model's shape is looked at.
+        recipe: the recipe; with `NO_DATA` as its data only the model's shape is read.
         gpu: as in `read_target`.
         method: as in `read_target`.
         host_memory: as in `read_target`.
@@ -109,7 +118,7 @@ def plan_recipe(
     recipe = with_method(recipe, method)
     device = planned_device(recipe, gpu, host_memory)
     missing = [name for name in missing_sources(recipe) if name != NO_DATA]
-    notes = [f"{name} does not exist here, so that training would stop at once" for name in missing]
+    notes = [f"{name} does not exist here, so training would fail immediately" for name in missing]
     found = known_shape(recipe)
     if found is None:
         prepared: Prepared = prepare(recipe, device=device)
@@ -123,7 +132,7 @@ def plan_recipe(
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:
-    """The shape of a recipe's model, by any name that `read_target` takes."""
+    """The shape of a recipe's model, by any name that `read_target` accepts."""
     found = known_shape(recipe)
     if found is not None:
         return found[0]
@@ -132,20 +141,24 @@ def shape_of_recipe(recipe: Recipe) -> ModelShape:
 
 
 def known_shape(recipe: Recipe) -> tuple[ModelShape, tuple[str, ...]] | None:
-    """(shape, notes) where files of the model need not be read: it is in the catalogue, or there is no data to train
-    on, so that its tokenizer does not matter; None otherwise."""
+    """(shape, notes) of a model of which no files need to be read; None for others.
+
+    It is in the catalogue, or there is no training data, so that its tokenizer does not matter.
+    """
     if recipe.data.train[0].source == NO_DATA:
         return model_shape(recipe.model.name)
     entry = _catalogued(recipe)
     if entry is None:
         return None
-    if recipe.data.replay is not None and any(one.source == REPLAY for one in recipe.data.replay.sources):
-        raise replay_refused(recipe)
+    if recipe.data.replay is not None and any(
+        source.source == REPLAY for source in recipe.data.replay.sources
+    ):
+        raise replay_error(recipe)
     return entry.shape, _entry_notes(entry)
 
 
 def planned_device(recipe: Recipe, gpu: str | None, host_memory: str | None = None) -> DeviceFacts:
-    """The GPU that is named, or the device that the recipe asks for on this machine."""
+    """The named GPU, or this machine's device as the recipe requests it."""
     free = _host_bytes(host_memory)
     if gpu is None:
         device = detect(recipe.device)
@@ -155,7 +168,7 @@ def planned_device(recipe: Recipe, gpu: str | None, host_memory: str | None = No
 
 
 def is_recipe(target: str) -> bool:
-    """Whether a name is meant as a recipe: a file that is no model, or one that ships with trimtab.
+    """Whether a name refers to a recipe: a file that is not a model, or a recipe that ships with trimtab.
 
     Example:
         >>> is_recipe("qwen3-8b-qlora"), is_recipe("my.yaml"), is_recipe("Qwen/Qwen3-8B"), is_recipe("starter")
@@ -164,7 +177,7 @@ def is_recipe(target: str) -> bool:
     if target == STARTER:
         return False
     if unusable_name(target) is not None:
-        return True  # loading it says what is wrong with the name
+        return True  # loading it raises an error that explains the name
     path = Path(target).expanduser()
     if path.suffix.lower() in (".yaml", ".yml") or target in shipped():
         return True
@@ -180,7 +193,7 @@ def is_recipe(target: str) -> bool:
 
 
 def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
-    """(shape of a model by any name, notes); nothing is downloaded."""
+    """(shape, notes) of a model by any name; nothing is downloaded."""
     path = Path(name).expanduser()
     if name == STARTER or path.exists():
         if path.suffix.lower() == ".json" and path.is_file():
@@ -197,13 +210,13 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
     meant = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise ModelError(
         f"{name} is not in trimtab's catalogue of models",
-        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; a recipe that names it fetches "
-        "that file from the hub",
+        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; for a recipe that names "
+        "it, that file is downloaded from the hub",
     )
 
 
 def with_method(recipe: Recipe, method: str | None) -> Recipe:
-    """The recipe with a training method over what it says; an adapter that it describes stays.
+    """The recipe with another training method; its adapter settings are kept.
 
     Example:
         >>> recipe = with_method(loads("model: a\\ndata: {train: x}"), "qlora")
@@ -224,7 +237,7 @@ def with_method(recipe: Recipe, method: str | None) -> Recipe:
 
 
 def _catalogued(recipe: Recipe) -> CatalogueEntry | None:
-    """The catalogue's entry of a recipe's model, where nothing but its shape matters and no local copy is named."""
+    """The catalogue's entry of a recipe's model if the plan needs only its shape and it is not a local path."""
     model = recipe.model
     if model.revision is not None or model.added_tokens or model.tokenizer is not None:
         return None
@@ -238,7 +251,7 @@ def _entry_notes(entry: CatalogueEntry) -> tuple[str, ...]:
 
 
 def _untrainable(name: str) -> str:
-    return f"trimtab cannot train {name} yet: memory is planned from its description, and its time was never validated"
+    return f"trimtab cannot train {name} yet: memory is planned from its config, and predicted time is not validated"
 
 
 def _has_config(path: Path) -> bool:
@@ -255,5 +268,5 @@ def _host_bytes(text: str | None) -> int | None:
 
 
 def _quoted(text: str) -> str:
-    """A name as a YAML string, whatever it holds."""
+    """A name as a quoted YAML string."""
     return "'" + text.replace("'", "''") + "'"

@@ -1,4 +1,4 @@
-"""What a run asks of torch for the whole process: threads, repeatable sums, the allocator."""
+"""Process-wide torch settings of a run: threads, deterministic algorithms, the allocator."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from trimtab.plan.resolved import Resolved
 
 
 def set_up_torch(resolved: Resolved) -> None:
-    """Once, before the model is made; within `torch_put_back` it ends with the run."""
+    """Applies a run's settings before the model is built; `torch_put_back` restores the previous ones."""
     torch.set_num_threads(resolved.threads)
     if resolved.device != "cuda":
         return
     if resolved.deterministic:
-        # cuBLAS repeats its sums only with workspaces of a fixed size, and reads them when it first runs.
+        # cuBLAS is deterministic only with workspaces of a fixed size; it reads the variable when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # A debugging aid that costs a pass over every new tensor.
+        # A debugging aid that fills every new tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # Either way: of what was chosen for a run that need not repeat its bits, some kernels cannot.
+    # Set in both cases: some kernels that were chosen for a nondeterministic run raise in deterministic mode.
     torch.use_deterministic_algorithms(resolved.deterministic)
-    if sys.platform == "linux" and not _own_allocator_settings():
-        # Without it, memory in pieces between tensors is lost to the step: tenths of a GiB of a few.
+    if sys.platform == "linux" and not _has_allocator_settings():
+        # Without it, fragmentation takes tenths of a GiB out of a few GiB.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
     cap = resolved.memory_plan.allocator_bytes
     if cap is not None:
         torch.cuda.empty_cache()
-        # Beside what the process holds already, and within what it is allowed.
+        # In addition to the memory that the process has reserved, and within its own limit.
         share = (max(cap, 0) + torch.cuda.memory_reserved()) / torch.cuda.mem_get_info()[1]
-        torch.cuda.set_per_process_memory_fraction(min(share, memory_share()))
+        torch.cuda.set_per_process_memory_fraction(min(share, memory_fraction()))
 
 
-def memory_share() -> float:
-    """Of a GPU's memory, what this process has been allowed; all of it where the allocator does not say."""
+def memory_fraction() -> float:
+    """The fraction of the GPU's memory that this process may use; 1 if the allocator does not report it."""
     if torch.cuda.is_initialized():
         with suppress(NotImplementedError, RuntimeError):
             return torch.cuda.get_per_process_memory_fraction()
@@ -50,8 +50,9 @@ def memory_share() -> float:
 
 
 def on_device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes the GPU that a module's parameters are on torch's current one: Triton launches kernels on that one, and
-    a process may have models on several. Changes nothing for a module on the CPU.
+    """Sets torch's current CUDA device to the one of a module's parameters; does nothing for a module on the CPU.
+
+    Triton launches kernels on the current device, and a process may have models on several.
 
     Example:
         >>> with on_device_of(torch.nn.Linear(2, 2)):
@@ -64,8 +65,9 @@ def on_device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def torch_put_back() -> Iterator[None]:
-    """What is set within is put back behind it, and the GPU's memory given back: a run begins as the one before it did,
-    with the same threads and nothing of that one's limits.
+    """Restores torch's settings at the end of the context and frees cached GPU memory.
+
+    The next run in this process starts with the same threads, determinism and memory limit as the one before it.
 
     Example:
         >>> with torch_put_back():
@@ -77,12 +79,12 @@ def torch_put_back() -> Iterator[None]:
     strict = torch.are_deterministic_algorithms_enabled()
     warned = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    share = memory_share()
+    share = memory_fraction()
     try:
         yield
     except BaseException as error:
         if torch.cuda.is_initialized():
-            release_frames(error)  # they hold the model for as long as somebody keeps the error
+            release_frames(error)  # they reference the model as long as the exception exists
         raise
     finally:
         torch.set_num_threads(threads)
@@ -90,16 +92,16 @@ def torch_put_back() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         if torch.cuda.is_initialized():
             torch.cuda.set_per_process_memory_fraction(share)
-            _give_back()
+            _free_cached_memory()
 
 
-def _give_back() -> None:
-    """Memory that nobody uses: else the next plan takes it for another program's."""
+def _free_cached_memory() -> None:
+    """Frees cached memory: the next plan would count it as another program's."""
     workspace.release()
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()  # models are in cycles
     torch.cuda.empty_cache()
 
 
-def _own_allocator_settings() -> bool:
+def _has_allocator_settings() -> bool:
     return any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
