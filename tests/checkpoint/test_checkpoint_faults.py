@@ -230,7 +230,9 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
     save_steps(small_disk, 1)
     said: list[str] = []
     store = Store(small_disk, on_event=said.append)
-    monkeypatch.setattr(store, "_make_room", lambda step, needed: None)  # the space went after it was checked
+    monkeypatch.setattr(
+        store, "_check_space", lambda step, needed: None
+    )  # the space went after it was checked
     store.save(2, {"w": torch.zeros(600_000)}, {})
     with pytest.raises(ResourceError, match=r"step 2 .*needs 2.* bytes\), .* are free"):
         store.wait()

@@ -172,10 +172,10 @@ def test_one_save_in_flight_the_second_waits_and_says_so(
 
 def test_host_buffers_are_reused() -> None:
     host = files.HostCopy()
-    first = host.take(state_of(1))
-    second = host.take(state_of(2))
+    first = host.copy(state_of(1))
+    second = host.copy(state_of(2))
     assert {n: t.data_ptr() for n, t in first.items()} == {n: t.data_ptr() for n, t in second.items()}
-    other = host.take({"model.weight": torch.ones(2)})
+    other = host.copy({"model.weight": torch.ones(2)})
     assert set(host._buffers) == {"model.weight"}  # what is no longer saved is let go
     assert torch.equal(other["model.weight"], torch.ones(2))
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, PromptCache, SamplingOptions, generate, generate_many, threads
-from trimtab.generate.sampling import pick_tokens
+from trimtab.generate.sampling import sample_tokens
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -327,7 +327,7 @@ def test_small_passes_run_on_one_thread(monkeypatch: pytest.MonkeyPatch, tokeniz
     decoder, used = make_decoder(), []
     decoder.register_forward_pre_hook(lambda *_: used.append(torch.get_num_threads()))
     prompt = "a prompt of more tokens than one"
-    monkeypatch.setattr(threads, "SMALL_PASS", 2 * decoder.shape.num_parameters)
+    monkeypatch.setattr(threads, "MAX_SINGLE_THREAD_WORK", 2 * decoder.shape.num_parameters)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -343,5 +343,5 @@ def test_small_passes_run_on_one_thread(monkeypatch: pytest.MonkeyPatch, tokeniz
 
 def test_a_temperature_near_zero_is_greedy() -> None:
     logits_BV = torch.tensor([[1.0, 30.0, 29.9]])
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-39), [(0, 0)]).tolist() == [1]
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-36), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1e-39), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1e-36), [(0, 0)]).tolist() == [1]

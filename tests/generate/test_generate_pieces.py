@@ -13,7 +13,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, SamplingKeywords, SamplingOptions, StopStrings
 from trimtab.generate.cache import PromptCache
-from trimtab.generate.sampling import pick_tokens, uniform
+from trimtab.generate.sampling import sample_tokens, uniform
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
@@ -69,7 +69,7 @@ def shares(options: SamplingOptions, logits: list[float], count: int = 4000) -> 
     logits_BV = torch.tensor([logits]).expand(count, -1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: (step + 0.5) / count)
-        drawn = pick_tokens(logits_BV, options, [(0, i) for i in range(count)])
+        drawn = sample_tokens(logits_BV, options, [(0, i) for i in range(count)])
     return {k: v / count for k, v in sorted(collections.Counter(drawn.tolist()).items())}
 
 
@@ -96,14 +96,14 @@ def test_shares_are_the_probabilities(options: dict, expected: dict[int, float])
 
 
 def test_greedy_takes_the_first_of_equals() -> None:
-    assert pick_tokens(torch.tensor([[1.0, 5.0, 5.0]]), SamplingOptions(), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(torch.tensor([[1.0, 5.0, 5.0]]), SamplingOptions(), [(0, 0)]).tolist() == [1]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
 def test_a_token_without_probability_never_comes(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: u)
     logits_BV = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1.0), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1.0), [(0, 0)]).tolist() == [1]
 
 
 def test_chance_depends_on_seed_prompt_and_step_alone() -> None:

@@ -257,7 +257,7 @@ case(
     follow_chat_model,
 )
 case(
-    "text/chat.py:ChatProcess._ask: use text, numbers, lists",
+    "text/chat.py:ChatProcess._request: use text, numbers, lists",
     lambda w: render_chats(CHAT, [[{"role": "user", "content": {1, 2}}]], {}),
     lambda w, remedy: in_turn(
         lambda kind: render_chats(CHAT, [[{"role": "user", "content": PLAIN[kind]}]], {}),
@@ -273,7 +273,7 @@ def endless(w: World) -> object:
 
 
 case(
-    "text/chat.py:_over: a sound template needs milliseconds; use another, or text without a template",
+    "text/chat.py:_limit_error: a sound template needs milliseconds; use another, or text without a template",
     endless,
     lambda w, remedy: (render_chats(CHAT, [TALK], {}), w.train(max_steps=1)),
 )

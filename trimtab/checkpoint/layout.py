@@ -6,7 +6,7 @@
     .replaced-…      the old one while a step is saved a second time; comes back if the new one did not arrive
     .writer.lock     locked while a process writes
 
-A kill between any two operations leaves a folder from which `clear_up` restores this picture. No torch.
+A kill between any two operations leaves a folder from which `recover` restores this picture. No torch.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tupl
 
     One of a later format raises TooNew: passing over it would silently rewind the run.
     """
-    good: list[tuple[Path, Manifest]] = []
+    valid: list[tuple[Path, Manifest]] = []
     for path in step_folders(root):
         try:
-            good.append((path, verify(path, checksums=False)))
+            valid.append((path, verify(path, checksums=False)))
         except Damaged as error:
             if report is not None:
                 report(f"skipping a damaged checkpoint: {error}")
-    return sorted(good, key=lambda entry: entry[1].sequence, reverse=True)
+    return sorted(valid, key=lambda entry: entry[1].sequence, reverse=True)
 
 
 def publish(root: Path, staging: Path, step: int) -> Path:
@@ -84,7 +84,7 @@ def publish(root: Path, staging: Path, step: int) -> Path:
     return target
 
 
-def point(root: Path) -> None:
+def update_pointers(root: Path) -> None:
     """Writes `latest` and one file per tag, each naming the newest checkpoint it applies to."""
     pointers = _pointers(by_age(root))
     for name, target in pointers.items():
@@ -105,26 +105,26 @@ def prune(root: Path, keep_last: int | None) -> list[str]:
         return []
     ordered = by_age(root)
     kept = {path for path, _ in ordered[:keep_last]} | set(_pointers(ordered).values())
-    gone = []
+    removed = []
     for path, _ in ordered:
         if path not in kept:
             discard(path)
-            gone.append(path.name)
-    return gone
+            removed.append(path.name)
+    return removed
 
 
 def discard(path: Path) -> None:
     """Deletes a folder; a kill in the middle leaves a `.tmp-` name, not half a checkpoint."""
-    doomed = path
+    trash = path
     if not path.name.startswith(_TEMPORARY):
-        doomed = path.parent / f"{_TEMPORARY}gone-{path.name.lstrip('.')}-{os.getpid()}"
-        os.rename(path, doomed)
-    shutil.rmtree(doomed)
+        trash = path.parent / f"{_TEMPORARY}gone-{path.name.lstrip('.')}-{os.getpid()}"
+        os.rename(path, trash)
+    shutil.rmtree(trash)
 
 
-def clear_up(root: Path) -> list[str]:
+def recover(root: Path) -> list[str]:
     """Finishes or undoes what dead writers left and returns what went; the caller holds the writer lock."""
-    gone = []
+    removed = []
     for path in sorted(root.iterdir()):
         original = root / path.name.removeprefix(_REPLACED)
         if path.name.startswith(_REPLACED) and not original.exists():
@@ -134,9 +134,9 @@ def clear_up(root: Path) -> list[str]:
                 discard(path)
             else:
                 path.unlink()
-            gone.append(path.name)
-    point(root)
-    return gone
+            removed.append(path.name)
+    update_pointers(root)
+    return removed
 
 
 def _read_pointer(path: Path) -> str:

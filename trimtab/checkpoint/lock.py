@@ -19,7 +19,7 @@ from trimtab.facts.errors import CheckpointError
 
 # msvcrt locks byte ranges and others then cannot read them: lock one far behind the holder's name.
 _LOCKED_BYTE = 2**30
-LOOK_SECONDS = 0.2
+PROBE_SECONDS = 0.2
 """Longer than it takes to test whether a file is locked."""
 
 
@@ -92,7 +92,7 @@ class FileLock:
             os.close(descriptor)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self._descriptor = descriptor
-        _HELD.add(self)
+        _ACQUIRED.add(self)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -104,7 +104,7 @@ class FileLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-            _HELD.discard(self)
+            _ACQUIRED.discard(self)
 
     def holder(self) -> str:
         """Who wrote its name into the lock file last: `process 4711 on host`."""
@@ -120,14 +120,14 @@ class FileLock:
             self._descriptor = None
 
 
-_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_ACQUIRED: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
     # A forked worker inherits the descriptor, and with it the lock: it would outlive a killed parent.
-    for lock in list(_HELD):
+    for lock in list(_ACQUIRED):
         lock._forget()
-    _HELD.clear()
+    _ACQUIRED.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -163,7 +163,7 @@ class RunLock:
                 self.folder.mkdir(parents=True, exist_ok=True)
             taken = self._lock.try_acquire()
             if not taken:  # it may only be looked at (`is_held`)
-                time.sleep(LOOK_SECONDS)
+                time.sleep(PROBE_SECONDS)
                 taken = self._lock.try_acquire()
         except FileNotFoundError:
             if not create:

@@ -36,11 +36,11 @@ class Ranks:
         self.group = None
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True on the rank that publishes and prunes."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
         """Everybody's results, by rank. The error of the first rank that has one is raised on all."""
         if self.group is None:
             assert self.count == 1, "a store that was closed is asked by several ranks"
@@ -53,12 +53,12 @@ class Ranks:
             failure = error
         reports: list[Any] = [None] * self.count
         dist.all_gather_object(reports, (result, failure), group=self.group)
-        for _, anybodys in reports:
-            if anybodys is not None:
-                raise anybodys
+        for _, error_of_rank in reports:
+            if error_of_rank is not None:
+                raise error_of_rank
         return [result for result, _ in reports]
 
-    def leader(self, work: Callable[[], T]) -> T:
+    def run_on_leader(self, work: Callable[[], T]) -> T:
         """The result of rank 0, which alone does the work, on every rank."""
-        results: list[T | None] = self.together(lambda: work() if self.leads else None)
+        results: list[T | None] = self.run_on_all(lambda: work() if self.is_leader else None)
         return results[0]  # type: ignore[return-value]

@@ -117,15 +117,15 @@ class Store:
         own = files.describe(tensors)
         state = plain.encode(scalars)
         if self._pending is not None and not self._pending[1].done():
-            self._tell(f"waiting until the checkpoint of step {self._pending[0]} is written")
+            self._notify(f"waiting until the checkpoint of step {self._pending[0]} is written")
         # What an earlier save ran into was announced when it happened; the state of now is worth its own try.
         with suppress(TrimtabError):
             self.wait()
-        table = {name: entry for part in self._ranks.together(lambda: own) for name, entry in part.items()}
+        table = {name: entry for part in self._ranks.run_on_all(lambda: own) for name, entry in part.items()}
         needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
         needed += len(state) + STATE_BYTES
-        self._ranks.leader(lambda: self._make_room(step, needed))
-        job = _Save(step, tuple(sorted(set(tags))), self._host.take(tensors), table, state, needed)
+        self._ranks.run_on_leader(lambda: self._check_space(step, needed))
+        job = _Save(step, tuple(sorted(set(tags))), self._host.copy(tensors), table, state, needed)
         self._pending = (step, self._thread.submit(self._write, job))
         if wait:
             self.wait()
@@ -174,12 +174,14 @@ class Store:
     def at(self, step: int, verify: bool = True) -> Found | None:
         """The good checkpoint of one step, or None."""
         self.wait()
-        return self._ranks.leader(lambda: self._search(None, verify, step))
+        return self._ranks.run_on_leader(lambda: self._search(None, verify, step))
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints whose manifest and file sizes are right, in order; bytes are not read."""
         self.wait()
-        return self._ranks.leader(lambda: sorted(entry.step for _, entry in layout.by_age(self.folder)))
+        return self._ranks.run_on_leader(
+            lambda: sorted(entry.step for _, entry in layout.by_age(self.folder))
+        )
 
     def prune(self, newest: Found) -> None:
         """Removes checkpoints beyond `keep_last`, as after a save; nothing if `newest` is not the newest one.
@@ -200,7 +202,7 @@ class Store:
             except OSError as error:  # whether there is room is checked before the next save
                 self._report(f"could not remove old checkpoints in {self.folder}: {error.strerror or error}")
 
-        self._ranks.leader(work)
+        self._ranks.run_on_leader(work)
 
     def load(
         self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
@@ -213,17 +215,19 @@ class Store:
         """
         self.wait()
         wanted = files.describe(tensors)
-        manifest = self._ranks.leader(lambda: manifests.verify(found.path, checksums=not found.verified))
+        manifest = self._ranks.run_on_leader(
+            lambda: manifests.verify(found.path, checksums=not found.verified)
+        )
         # The rank of a pipeline asks for its own stage only; what no rank asks for is a difference.
-        asked = {name for names in self._ranks.together(lambda: list(wanted)) for name in names}
+        requested = {name for names in self._ranks.run_on_all(lambda: list(wanted)) for name in names}
         have = {
             name: entry
             for name, entry in manifest.tensors.items()
-            if name in wanted or not (partial or name in asked)
+            if name in wanted or not (partial or name in requested)
         }
-        self._ranks.together(lambda: _compare(found.path, have, wanted))
+        self._ranks.run_on_all(lambda: _compare(found.path, have, wanted))
         self._published = None
-        if asked:
+        if requested:
             files.read(found.path, tensors, self._ranks)
         return self.scalars(found)
 
@@ -233,12 +237,12 @@ class Store:
 
     def _find(self, tag: str | None, verify: bool) -> Found | None:
         self.wait()
-        return self._ranks.leader(lambda: self._search(tag, verify))
+        return self._ranks.run_on_leader(lambda: self._search(tag, verify))
 
     def _search(self, tag: str | None, verify: bool, step: int | None = None) -> Found | None:
         if not self.folder.is_dir():
             return None
-        self._clear_up()
+        self._recover()
         for path, manifest in layout.by_age(self.folder, self._report):
             if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
                 continue
@@ -250,11 +254,11 @@ class Store:
             return Found(manifest.step, path, verified=verify)
         return None
 
-    def _clear_up(self) -> None:
+    def _recover(self) -> None:
         lock = FileLock(self.folder / layout.WRITER_LOCK)
         try:
             if lock.try_acquire():
-                for name in layout.clear_up(self.folder):
+                for name in layout.recover(self.folder):
                     self._report(f"removed {name}, left by an interrupted save")
         except OSError as error:
             # An archive that cannot be written, or a full disk, can still be read.
@@ -262,7 +266,7 @@ class Store:
         finally:
             lock.release()
 
-    def _make_room(self, step: int, needed: int) -> None:
+    def _check_space(self, step: int, needed: int) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
@@ -277,30 +281,30 @@ class Store:
         lock = FileLock(self.folder / layout.WRITER_LOCK)
         staging: Path | None = None
         try:
-            staging = self._ranks.leader(lambda: self._begin(job, lock))
+            staging = self._ranks.run_on_leader(lambda: self._begin(job, lock))
             files.write(staging, job.copies, self._ranks, self._file_bytes)
             assert staging is not None
             written: dict[str, FileDigest] = {}
-            for part in self._ranks.together(lambda: self._check(staging, job)):
+            for part in self._ranks.run_on_all(lambda: self._check(staging, job)):
                 written.update(part)
-            gone = self._ranks.leader(lambda: self._publish(staging, job, written))
+            gone = self._ranks.run_on_leader(lambda: self._publish(staging, job, written))
         except (OSError, TrimtabError) as error:
             known = (
                 _explain(error, self.folder, job.step, job.needed, self.keep_last)
                 if isinstance(error, OSError)
                 else error
             )
-            self._tell(f"the checkpoint of step {job.step} was not written: {known}")
+            self._notify(f"the checkpoint of step {job.step} was not written: {known}")
             raise known from error
         finally:
-            if self._ranks.leads:
+            if self._ranks.is_leader:
                 if staging is not None and staging.exists():
                     shutil.rmtree(staging, ignore_errors=True)
                 lock.release()
         size = format_bytes(sum(file.size for file in written.values()))
         took = format_seconds(time.monotonic() - started)
         removed = f", removed {', '.join(gone)}" if gone else ""
-        self._tell(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
+        self._notify(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
 
     def _begin(self, job: _Save, lock: FileLock) -> Path:
         if not lock.try_acquire():
@@ -308,7 +312,7 @@ class Store:
                 f"{lock.holder()} is writing a checkpoint in {self.folder}",
                 "let one run at a time use the folder",
             )
-        layout.clear_up(self.folder)
+        layout.recover(self.folder)
         staging = layout.staging_path(self.folder, job.step)
         staging.mkdir()
         return staging
@@ -336,16 +340,16 @@ class Store:
         self._published = layout.publish(self.folder, staging, job.step).name
         if self._on_published is not None:
             self._on_published(job.step)
-        layout.point(self.folder)
+        layout.update_pointers(self.folder)
         return layout.prune(self.folder, self.keep_last)
 
-    def _tell(self, message: str) -> None:
-        if self._ranks.leads:
+    def _notify(self, message: str) -> None:
+        if self._ranks.is_leader:
             self._report(message)
 
 
 def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEntry]) -> None:
-    """Raises CheckpointError with the first differences of a checkpoint's tensors from those asked for."""
+    """Raises CheckpointError with the first differences of a checkpoint's tensors from those requested."""
     both = [name for name in want if name in have]
     kinds = {
         "missing in the checkpoint": [name for name in want if name not in have],

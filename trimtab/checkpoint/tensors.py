@@ -66,15 +66,15 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's part of each tensor on the host, contiguous, sharing memory with nothing else."""
-        kept = self._buffers
+        previous = self._buffers
         self._buffers = {}
         copies: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 part = local(tensor)
-                buffer = kept.pop(name, None)
+                buffer = previous.pop(name, None)
                 if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
                     buffer = torch.empty(part.shape, dtype=part.dtype)
                 self._buffers[name] = buffer.copy_(part)
@@ -172,9 +172,9 @@ def read(folder: Path, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
         raise _first_cause(error) from error
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_kind = one.shape == other.shape and one.dtype == other.dtype
-    return same_kind and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_layout = a.shape == b.shape and a.dtype == b.dtype
+    return same_layout and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _first_cause(error: CheckpointException) -> BaseException:

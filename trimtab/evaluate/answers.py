@@ -74,12 +74,14 @@ def exact_answers(
         counts = by_topic.setdefault(problem.topic, [0, 0])
         counts[0] += right
         counts[1] += 1
-        kept = examples.setdefault(problem.topic, [])
-        kept.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
-    return AnswerResult(sum(results), len(problems), by_topic, _in_turn(examples, num_examples), results)
+        of_topic = examples.setdefault(problem.topic, [])
+        of_topic.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
+    return AnswerResult(sum(results), len(problems), by_topic, _round_robin(examples, num_examples), results)
 
 
-def _in_turn(examples: dict[str, list[Example]], count: int) -> list[Example]:
+def _round_robin(examples: dict[str, list[Example]], count: int) -> list[Example]:
     """The first of each topic, then the second of each, …"""
     longest = max(map(len, examples.values()), default=0)
-    return [kept[i] for i in range(longest) for kept in examples.values() if i < len(kept)][:count]
+    return [of_topic[i] for i in range(longest) for of_topic in examples.values() if i < len(of_topic)][
+        :count
+    ]

@@ -39,10 +39,10 @@ def log_likelihoods(
         [-18.2, -24.9]
     """
     ids = [tokenizer.encode_prompt(text) for text in texts]
-    for text, found in zip(texts, ids, strict=True):
-        if len(found) > decoder.shape.max_positions:
+    for text, text_ids in zip(texts, ids, strict=True):
+        if len(text_ids) > decoder.shape.max_positions:
             raise DataError(
-                f"a text of {len(found)} tokens is longer than the model's {decoder.shape.max_positions}: "
+                f"a text of {len(text_ids)} tokens is longer than the model's {decoder.shape.max_positions}: "
                 f"{text[:40]!r} …",
                 "shorten it",
             )
@@ -125,7 +125,7 @@ def _sums(decoder: Decoder, rows: list[Row]) -> torch.Tensor:
 
 
 def _targets(row: Sequence[int], counted: Sequence[bool]) -> list[int]:
-    return [token if on else IGNORE for token, on in zip(row[1:], counted[1:], strict=True)]
+    return [token if counts else IGNORE for token, counts in zip(row[1:], counted[1:], strict=True)]
 
 
 def probe_choices(
@@ -144,8 +144,8 @@ def probe_choices(
     scores = iter(log_likelihoods(decoder, tokenizer, texts, batch_size=batch_size))
     right: dict[str, list[bool]] = {}
     for item in items:
-        first, *others = [next(scores) for _ in item.alternatives]
-        right.setdefault(item.kind, []).append(all(first > other for other in others))
+        right_score, *wrong_scores = [next(scores) for _ in item.alternatives]
+        right.setdefault(item.kind, []).append(all(right_score > score for score in wrong_scores))
     return right
 
 

@@ -7,7 +7,7 @@ does not depend on how the windows were batched.
 
 The same losses are also summed document by document, so that two models can be compared on each of them.
 
-Legend: B windows, T tokens, N = B · T, S stretches of tokens of one piece (or of padding).
+Legend: B windows, T tokens, N = B · T, S segments of tokens of one piece (or of padding).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder
 
 IGNORE = -100
-FEW_DOCUMENTS = 10
+MIN_DOCUMENTS = 10
 """Below so many documents, as where one long text is evaluated, losses are kept by piece of a document instead."""
-MOST_UNITS = 2048
+MAX_UNITS = 2048
 """Beyond so many documents neighbours are added up, so that a log stays small however much text is evaluated."""
 
 
-class Windows(Protocol):
+class EvaluationBatch(Protocol):
     """What is needed of a batch (`trimtab.data.Batch`): labels already shifted, -100 for no target."""
 
     input_ids_BT: torch.Tensor
@@ -52,8 +52,8 @@ class Windows(Protocol):
 class UnitLosses:
     """Mean loss and number of target tokens of each document, in the order in which they were met.
 
-    Where there are fewer than `FEW_DOCUMENTS` the units are pieces of them (what fits into a window), where there are
-    more than `MOST_UNITS` groups of neighbouring documents.
+    Where there are fewer than `MIN_DOCUMENTS` the units are pieces of them (what fits into a sequence), where there are
+    more than `MAX_UNITS` groups of neighbouring documents.
     """
 
     unit: Literal["document", "piece", "group of documents"]
@@ -71,7 +71,7 @@ class LossResult:
     units: UnitLosses
 
 
-def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
+def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
     """The token-weighted mean loss over all batches; never holds logits, and reads the device once.
 
     Args:
@@ -88,7 +88,7 @@ def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
     was_training = decoder.training
     decoder.eval()
     sums: list[torch.Tensor] = []
-    stretches: list[_Stretches] = []
+    segments: list[_SegmentLosses] = []
     tokens = 0
     try:
         with torch.no_grad():
@@ -100,7 +100,7 @@ def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
                     moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout, reduction="none"
                 )
                 sums.append(losses_N.sum())
-                stretches.append(_Stretches(batch, losses_N))
+                segments.append(_SegmentLosses(batch, losses_N))
                 tokens += batch.num_targets
     finally:
         decoder.train(was_training)
@@ -116,13 +116,13 @@ def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
             f"the loss on the evaluation text is {mean}",
             "weights are not finite, or overflow in this dtype: try an earlier checkpoint or fp32",
         )
-    return LossResult(mean, math.exp(mean) if mean < 700 else math.inf, tokens, _units(stretches))
+    return LossResult(mean, math.exp(mean) if mean < 700 else math.inf, tokens, _units(segments))
 
 
-class _Stretches:
-    """Losses of one batch summed over stretches of one piece, which lie one behind another; left on the device."""
+class _SegmentLosses:
+    """Losses of one batch summed over segments of one piece, which lie one behind another; left on the device."""
 
-    def __init__(self, batch: Windows, losses_N: torch.Tensor) -> None:
+    def __init__(self, batch: EvaluationBatch, losses_N: torch.Tensor) -> None:
         documents_BT = batch.documents_BT.cpu().numpy()
         starts_BT = np.ones(documents_BT.shape, bool)
         starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -130,10 +130,8 @@ class _Stretches:
         lengths_S = np.diff(starts_S, append=documents_BT.size)
         targets_N = (batch.labels_BT.cpu().numpy() != IGNORE).reshape(-1)
         self.tokens_S = np.add.reduceat(targets_N, starts_S, dtype=np.int64)
-        windows_S = starts_S // documents_BT.shape[1]
-        self.pieces_S = list(
-            zip(windows_S.tolist(), documents_BT.reshape(-1)[starts_S].tolist(), strict=True)
-        )
+        rows_S = starts_S // documents_BT.shape[1]
+        self.pieces_S = list(zip(rows_S.tolist(), documents_BT.reshape(-1)[starts_S].tolist(), strict=True))
         self.origins = batch.origins
         self.sums_S = torch.segment_reduce(
             losses_N.double(), "sum", lengths=torch.from_numpy(lengths_S).to(losses_N.device), unsafe=True
@@ -142,26 +140,26 @@ class _Stretches:
     def pieces(self) -> Iterator[tuple[str, float, int]]:
         """(document, sum of losses, targets) of each piece that has a target."""
         sums = self.sums_S.cpu().tolist()
-        for (window, piece), total, tokens in zip(self.pieces_S, sums, self.tokens_S.tolist(), strict=True):
+        for (row, piece), total, tokens in zip(self.pieces_S, sums, self.tokens_S.tolist(), strict=True):
             if tokens:
-                yield self.origins[window][piece], total, tokens
+                yield self.origins[row][piece], total, tokens
 
 
-def _units(stretches: list[_Stretches]) -> UnitLosses:
+def _units(segments: list[_SegmentLosses]) -> UnitLosses:
     """Losses by document, or by piece where there are few, or by groups where there are many."""
-    pieces = [piece for batch in stretches for piece in batch.pieces()]
+    pieces = [piece for batch in segments for piece in batch.pieces()]
     documents: dict[str, tuple[float, int]] = {}
     for origin, total, tokens in pieces:
         before = documents.get(origin, (0.0, 0))
         documents[origin] = (before[0] + total, before[1] + tokens)
     unit: Literal["document", "piece", "group of documents"] = "document"
-    found = list(documents.values())
-    if len(found) < FEW_DOCUMENTS:
-        unit, found = "piece", [(total, tokens) for _, total, tokens in pieces]
-    if len(found) > MOST_UNITS:
+    units = list(documents.values())
+    if len(units) < MIN_DOCUMENTS:
+        unit, units = "piece", [(total, tokens) for _, total, tokens in pieces]
+    if len(units) > MAX_UNITS:
         unit = "group of documents" if unit == "document" else unit
-        found = _grouped(found, MOST_UNITS)
-    return UnitLosses(unit, [total / tokens for total, tokens in found], [tokens for _, tokens in found])
+        units = _grouped(units, MAX_UNITS)
+    return UnitLosses(unit, [total / tokens for total, tokens in units], [tokens for _, tokens in units])
 
 
 def _grouped(units: list[tuple[float, int]], count: int) -> list[tuple[float, int]]:

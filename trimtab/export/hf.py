@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 import torch
 
-from trimtab.export.reader import STORED_NAMES, read_tensors
+from trimtab.export.reader import SAFETENSORS_DTYPES, read_tensors
 from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import sha256_of
@@ -83,7 +83,7 @@ def export_hf(
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             config_extra={**_token_ids(tokenizer), **(config_extra or {})},
-            generation_config=generation_config or (first_and_last(tokenizer) if tokenizer else None),
+            generation_config=generation_config or (generation_token_ids(tokenizer) if tokenizer else None),
         )
         checks = [_check_layout(decoder, staging, dtype), _check_weights(decoder, staging, dtype)]
         check, token_ids, digest = _check_logits(decoder, staging, dtype)
@@ -122,16 +122,18 @@ def _check_layout(decoder: Decoder, folder: Path, dtype: str) -> Check:
         name
         for name in expected.keys() | stored.keys()
         if name not in stored
-        or stored[name].dims != expected.get(name)
-        or stored[name].format != STORED_NAMES[dtype]
+        or stored[name].shape != expected.get(name)
+        or stored[name].dtype != SAFETENSORS_DTYPES[dtype]
     ]
     if differing:
-        raise _not_the_model(
+        raise _export_mismatch(
             f"{len(differing)} tensors differ in name, shape or format, {min(differing)} first"
         )
     if read_shape(folder) != decoder.shape:
-        raise _not_the_model("config.json describes another shape")
-    return Check("names and shapes", f"{len(stored)} tensors in {STORED_NAMES[dtype]}, config.json agrees")
+        raise _export_mismatch("config.json describes another shape")
+    return Check(
+        "names and shapes", f"{len(stored)} tensors in {SAFETENSORS_DTYPES[dtype]}, config.json agrees"
+    )
 
 
 def _check_weights(decoder: Decoder, folder: Path, dtype: str) -> Check:
@@ -140,7 +142,7 @@ def _check_weights(decoder: Decoder, folder: Path, dtype: str) -> Check:
     for name, parameter in decoder.named_parameters():
         in_memory = parameter.detach().to("cpu", torch_dtype(dtype)).contiguous().view(-1).view(torch.uint8)
         if not np.array_equal(in_memory.numpy(), stored[name].raw()):
-            raise _not_the_model(f"{name} has other bytes in the file than in memory")
+            raise _export_mismatch(f"{name} has other bytes in the file than in memory")
     count = format_count(decoder.shape.num_parameters)
     return Check("weights", f"{count} numbers byte for byte, by a reader independent of the writer")
 
@@ -152,14 +154,14 @@ def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, li
     token_ids = probe_ids(decoder)
     num_tokens = len(token_ids)
     ids_BT = torch.tensor([token_ids], device=device)
-    expected_BTV = _logits(_cast(decoder, dtype, device), ids_BT)
+    expected_BTV = _logits(_in_dtype(decoder, dtype, device), ids_BT)
     reloaded = build(decoder.shape, dtype=dtype, device=device, kernels=decoder.kernels)
     load_weights(reloaded, folder)
-    found_BTV = _logits(reloaded, ids_BT)
-    if not torch.equal(found_BTV, expected_BTV):
-        worst = float((found_BTV - expected_BTV).abs().max())
-        raise _not_the_model(f"logits differ by up to {worst:.3g}")
-    digest = digest_of(found_BTV)
+    reloaded_BTV = _logits(reloaded, ids_BT)
+    if not torch.equal(reloaded_BTV, expected_BTV):
+        worst = float((reloaded_BTV - expected_BTV).abs().max())
+        raise _export_mismatch(f"logits differ by up to {worst:.3g}")
+    digest = digest_of(reloaded_BTV)
     backends = ", ".join(dict.fromkeys(kernels.unpacked_attention for kernels in decoder.kernels))
     detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {backends} attention"
     return Check("logits", detail), token_ids, digest
@@ -201,7 +203,7 @@ def _logits(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
         decoder.train(training)
 
 
-def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
+def _in_dtype(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
     """The decoder itself if it has this dtype throughout, otherwise a copy that has."""
     if all(parameter.dtype == torch_dtype(dtype) for parameter in decoder.parameters()):
         return decoder
@@ -215,11 +217,11 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> Check:
     """The saved tokenizer against the given one: same content, same ids for a text with everything in it."""
     reloaded = load_tokenizer(folder)
     if reloaded.encode(_PROBE_TEXT) != tokenizer.encode(_PROBE_TEXT):
-        raise _not_the_model("the saved tokenizer gives other ids")
+        raise _export_mismatch("the saved tokenizer gives other ids")
     if (reloaded.bos_id, reloaded.eos_id) != (tokenizer.bos_id, tokenizer.eos_id):
-        raise _not_the_model("the saved tokenizer has another beginning or end")
+        raise _export_mismatch("the saved tokenizer has another beginning or end")
     if reloaded.fingerprint != tokenizer.fingerprint:
-        raise _not_the_model("the saved tokenizer has another fingerprint")
+        raise _export_mismatch("the saved tokenizer has another fingerprint")
     return Check("tokenizer", f"{tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:16]}")
 
 
@@ -235,13 +237,13 @@ def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def first_and_last(tokenizer: Tokenizer) -> dict[str, Any]:
+def generation_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """Where writing begins and ends, as transformers reads it."""
     stops = sorted(tokenizer.stop_ids)
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
 
 
-def _not_the_model(cause: str) -> ModelError:
+def _export_mismatch(cause: str) -> ModelError:
     return ModelError(
         f"the files written are not the model: {cause}", "nothing was published; check the disk and try again"
     )

@@ -16,7 +16,7 @@ from trimtab.model.decoder import Decoder
 from trimtab.model.save import check_replaceable
 from trimtab.text import Tokenizer
 
-ALLOWED = 1e-4
+MAX_LOGITS_ERROR = 1e-4
 """Largest distance of the merged model's logits from those of base and adapter, as a share of the logits' rms, both
 in fp32: on SmolLM2's shape rounding alone gives 2e-6."""
 
@@ -42,10 +42,10 @@ def export_merged(
     """
     # Before anything is changed: merging cannot be undone.
     check_replaceable(Path(folder), bool(options.get("overwrite")))
-    loaded = decoder.model.embed_tokens.weight.dtype
-    if loaded != torch.float32:
+    loaded_dtype = decoder.model.embed_tokens.weight.dtype
+    if loaded_dtype != torch.float32:
         raise ModelError(
-            f"the model is loaded in {str(loaded).removeprefix('torch.')}, in which a merge rounds twice",
+            f"the model is loaded in {str(loaded_dtype).removeprefix('torch.')}, in which a merge rounds twice",
             'load it with dtype="fp32", or use `trimtab merge`',
         )
     expected_BTV = probe_logits(decoder)
@@ -56,13 +56,13 @@ def export_merged(
             "learning_rate",
         )
     merged = merge_adapters(decoder, dtype=dtype)
-    found_BTV = probe_logits(decoder)
+    merged_BTV = probe_logits(decoder)
     rms = float(expected_BTV.square().mean().sqrt())
-    worst = float((found_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
-    if not worst <= ALLOWED:
+    worst = float((merged_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
+    if not worst <= MAX_LOGITS_ERROR:
         raise ModelError(
             f"the merged model's logits are {worst:.3g} of their size from those of base and adapter, and at most "
-            f"{ALLOWED:g} is allowed: large changes lose digits when they are added to the weights",
+            f"{MAX_LOGITS_ERROR:g} is allowed: large changes lose digits when they are added to the weights",
             "nothing was written; use the adapter unmerged (`trimtab export peft` writes a run's), or merge an "
             "earlier checkpoint (--checkpoint)",
         )

@@ -16,7 +16,7 @@ import numpy as np
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
 
-STORED_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 _REMEDY = "check the disk and try again"
 
 
@@ -25,8 +25,8 @@ class StoredTensor:
     """One tensor's place in a file."""
 
     path: Path
-    dims: tuple[int, ...]
-    format: str
+    shape: tuple[int, ...]
+    dtype: str
     begin: int
     end: int
 
@@ -41,18 +41,18 @@ class StoredTensor:
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor in a folder's safetensors files; the index, if any, is checked against what they hold."""
-    found: dict[str, StoredTensor] = {}
-    homes: dict[str, str] = {}
+    tensors: dict[str, StoredTensor] = {}
+    weight_map: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in _read_header(path).items():
-            if name in found:
+            if name in tensors:
                 raise ModelError(f"{name} is stored twice in {folder}", _REMEDY)
-            found[name] = tensor
-            homes[name] = path.name
+            tensors[name] = tensor
+            weight_map[name] = path.name
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and read_json_object(index)["weight_map"] != homes:
+    if index.is_file() and read_json_object(index)["weight_map"] != weight_map:
         raise ModelError(f"{index} does not describe the files beside it", _REMEDY)
-    return found
+    return tensors
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

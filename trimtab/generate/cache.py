@@ -63,35 +63,35 @@ class KVCache:
         S counts the new tokens and all earlier ones, or those within the layer's sliding window.
         """
         T, window = k_BTKD.shape[1], self.windows[layer]
-        held = self._lengths[layer] - self._dropped[layer]
-        seen = held if window is None else min(held, window - 1)
-        if held - seen >= self.block:
-            self._drop(layer, held - seen)
-            held = seen
-        end = held + T
-        keys = self._keys[layer] = self._with_room(self._keys[layer], k_BTKD, held, end)
-        values = self._values[layer] = self._with_room(self._values[layer], v_BTKD, held, end)
-        keys[:, held:end] = k_BTKD
-        values[:, held:end] = v_BTKD
+        cached = self._lengths[layer] - self._dropped[layer]
+        attended = cached if window is None else min(cached, window - 1)
+        if cached - attended >= self.block:
+            self._drop(layer, cached - attended)
+            cached = attended
+        end = cached + T
+        keys = self._keys[layer] = self._with_capacity(self._keys[layer], k_BTKD, cached, end)
+        values = self._values[layer] = self._with_capacity(self._values[layer], v_BTKD, cached, end)
+        keys[:, cached:end] = k_BTKD
+        values[:, cached:end] = v_BTKD
         self._lengths[layer] += T
-        return keys[:, held - seen : end], values[:, held - seen : end]
+        return keys[:, cached - attended : end], values[:, cached - attended : end]
 
     def _drop(self, layer: int, count: int) -> None:
         """Frees the first `count` cached tokens of a layer."""
         end = self._lengths[layer] - self._dropped[layer]
-        for stored in (self._keys, self._values):
-            tensor = stored[layer]
+        for buffers in (self._keys, self._values):
+            tensor = buffers[layer]
             assert tensor is not None
-            stored[layer] = tensor[:, count:end].clone()
+            buffers[layer] = tensor[:, count:end].clone()
         self._dropped[layer] += count
 
     def select(self, rows: Sequence[int], *, start: int = 0) -> None:
         """Keep only these rows, in this order, without their first `start` tokens (padding that all of them have)."""
-        for held in (self._keys, self._values):
-            for layer, tensor in enumerate(held):
+        for buffers in (self._keys, self._values):
+            for layer, tensor in enumerate(buffers):
                 if tensor is not None:
                     first = max(start - self._dropped[layer], 0)
-                    held[layer] = tensor[torch.tensor(rows, device=tensor.device), first:]
+                    buffers[layer] = tensor[torch.tensor(rows, device=tensor.device), first:]
         self._lengths = [length - start for length in self._lengths]
         self._dropped = [max(dropped - start, 0) for dropped in self._dropped]
 
@@ -114,16 +114,16 @@ class KVCache:
         assert self.can_truncate(length), f"the window before token {length} was dropped"
         self._lengths = [length] * len(self._lengths)
 
-    def _with_room(
-        self, held: torch.Tensor | None, new: torch.Tensor, length: int, needed: int
+    def _with_capacity(
+        self, buffer: torch.Tensor | None, new: torch.Tensor, length: int, needed: int
     ) -> torch.Tensor:
-        if held is not None and held.shape[1] >= needed:
-            return held
+        if buffer is not None and buffer.shape[1] >= needed:
+            return buffer
         # Grow by half, so that a long text is copied a few times and not once per block.
         capacity = -(-max(needed, length + length // 2) // self.block) * self.block
         grown = new.new_empty(new.shape[0], capacity, *new.shape[2:])
-        if held is not None:
-            grown[:, :length] = held[:, :length]
+        if buffer is not None:
+            grown[:, :length] = buffer[:, :length]
         return grown
 
 
@@ -153,7 +153,7 @@ class WeightState:
         """Whether both identify the same, unchanged tensors."""
         pairs = zip(self._tensors, other._tensors, strict=False)
         return self._versions == other._versions and all(
-            mine() is not None and mine() is theirs() for mine, theirs in pairs
+            tensor() is not None and tensor() is other_tensor() for tensor, other_tensor in pairs
         )
 
 
@@ -195,8 +195,8 @@ class PromptCache:
         if self._cache is None:
             self._cache = KVCache(num_layers, windows=windows)
         shared = 0
-        for ours, theirs in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
-            if ours != theirs:
+        for cached_id, prompt_id in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
+            if cached_id != prompt_id:
                 break
             shared += 1
         if not self._cache.can_truncate(shared):

@@ -28,7 +28,7 @@ class Completion:
     """New tokens per second of the whole call (all its prompts), including the time for prefill."""
 
 
-class Writing:
+class GenerationState:
     """A row of the batch: its prompt, the generated tokens, and whether it is finished."""
 
     def __init__(
@@ -61,18 +61,18 @@ class Writing:
             self._finish("eos")
             return
         self.ids.append(token_id)
-        if self._show(self._detokenizer.push(token_id)):
+        if self._push_text(self._detokenizer.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.ids) >= self.max_new_tokens:
             self._finish("length")
 
     def _finish(self, reason: FinishReason) -> None:
-        stopped = self._show(self._detokenizer.finish())
+        stopped = self._push_text(self._detokenizer.finish())
         self.finish_reason = "stop" if stopped else reason
         if not stopped:
             self._emit(self._stops.finish())
 
-    def _show(self, piece: str) -> bool:
+    def _push_text(self, piece: str) -> bool:
         shown, stopped = self._stops.push(piece)
         self._emit(shown)
         return stopped

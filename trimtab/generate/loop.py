@@ -17,10 +17,10 @@ import torch
 from trimtab.facts.arguments import whole_number
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.generate.cache import KVCache, PromptCache, WeightState
-from trimtab.generate.completion import Completion, Writing
+from trimtab.generate.completion import Completion, GenerationState
 from trimtab.generate.options import SamplingOptions
-from trimtab.generate.sampling import pick_tokens
-from trimtab.generate.threads import threads_of_pass
+from trimtab.generate.sampling import sample_tokens
+from trimtab.generate.threads import limit_threads
 from trimtab.kernels.attention import Layout
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -60,8 +60,8 @@ def generate(
         >>> generate(decoder, tokenizer, "2 + 2 =", SamplingOptions(max_new_tokens=4)).text  # doctest: +SKIP
         ' 4'
     """
-    writings = _writings(decoder, tokenizer, [prompt], options, stream, index)
-    return _complete(decoder, writings, options, batch_size=1, kept=cache)[0]
+    states = _prepare_states(decoder, tokenizer, [prompt], options, stream, index)
+    return _complete(decoder, states, options, batch_size=1, prompt_cache=cache)[0]
 
 
 def generate_many(
@@ -86,8 +86,8 @@ def generate_many(
         raise RecipeError("prompts is one text", "give a list of texts, or call generate")
     batch_size = whole_number(batch_size, "batch_size", least=1)
     first_index = whole_number(first_index, "first_index")
-    writings = _writings(decoder, tokenizer, prompts, options, None, first_index)
-    return _complete(decoder, writings, options, batch_size=batch_size)
+    states = _prepare_states(decoder, tokenizer, prompts, options, None, first_index)
+    return _complete(decoder, states, options, batch_size=batch_size)
 
 
 def check_prompt(
@@ -110,23 +110,23 @@ def check_prompt(
     return max_new_tokens or min(DEFAULT_NEW_TOKENS, room)
 
 
-def _writings(
+def _prepare_states(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     options: SamplingOptions,
     stream: Callable[[str], None] | None,
     first_index: int,
-) -> list[Writing]:
+) -> list[GenerationState]:
     """Check everything that can be checked before the first token."""
     stop = tuple(options.stop or ())
-    writings = []
+    states = []
     for index, prompt in enumerate(prompts, first_index):
         ids = prompt_ids(tokenizer, prompt)
         name = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
         count = check_prompt(decoder, ids, options.max_new_tokens, name)
-        writings.append(Writing(index, ids, count, tokenizer, stop, stream))
-    return writings
+        states.append(GenerationState(index, ids, count, tokenizer, stop, stream))
+    return states
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
@@ -144,40 +144,40 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 
 def _complete(
     decoder: Decoder,
-    writings: list[Writing],
+    states: list[GenerationState],
     options: SamplingOptions,
     *,
     batch_size: int,
-    kept: PromptCache | None = None,
+    prompt_cache: PromptCache | None = None,
 ) -> list[Completion]:
     start = time.perf_counter()
     was_training = decoder.training
     decoder.eval()
     try:
-        for rows in _batches(writings, batch_size):
-            _run_batch(decoder, rows, options, kept)
+        for rows in _batches(states, batch_size):
+            _run_batch(decoder, rows, options, prompt_cache)
     finally:
         decoder.train(was_training)
     seconds = max(time.perf_counter() - start, 1e-9)
-    rate = sum(len(w.ids) for w in writings) / seconds
+    rate = sum(len(w.ids) for w in states) / seconds
     done = []
-    for w in writings:
+    for w in states:
         assert w.finish_reason is not None
         done.append(Completion(w.text, w.ids, w.finish_reason, rate))
     return done
 
 
-def _batches(writings: list[Writing], batch_size: int) -> Iterator[list[Writing]]:
+def _batches(states: list[GenerationState], batch_size: int) -> Iterator[list[GenerationState]]:
     """Rows of similar lengths: at most half of a batch is padding, unless the lengths differ by little."""
-    batch: list[Writing] = []
+    batch: list[GenerationState] = []
     total = 0
-    for writing in sorted(writings, key=lambda w: len(w.prompt)):
-        length = len(writing.prompt)
+    for state in sorted(states, key=lambda w: len(w.prompt)):
+        length = len(state.prompt)
         padded = batch and length - len(batch[0].prompt) > _SPREAD
         if len(batch) == batch_size or (padded and length * (len(batch) + 1) > 2 * (total + length)):
             yield batch
             batch, total = [], 0
-        batch.append(writing)
+        batch.append(state)
         total += length
     if batch:
         yield batch
@@ -185,24 +185,26 @@ def _batches(writings: list[Writing], batch_size: int) -> Iterator[list[Writing]
 
 @torch.no_grad()
 def _run_batch(
-    decoder: Decoder, rows: list[Writing], options: SamplingOptions, kept: PromptCache | None
+    decoder: Decoder, rows: list[GenerationState], options: SamplingOptions, prompt_cache: PromptCache | None
 ) -> None:
     parameters = decoder.shape.num_parameters
     windows = [block.mixer.window for block in decoder.shape.blocks]
     longest = max(len(row.prompt) for row in rows)
     padding = [longest - len(row.prompt) for row in rows]
     next_BT = [[0] * count + row.prompt for count, row in zip(padding, rows, strict=True)]
-    if kept is None:
+    if prompt_cache is None:
         cache = KVCache(len(windows), windows=windows)
     else:
-        assert len(rows) == 1, "a kept cache serves one prompt at a time"
-        cache = kept.begin(len(windows), rows[0].prompt, windows=windows, weights=WeightState(decoder))
+        assert len(rows) == 1, "a prompt cache serves one prompt at a time"
+        cache = prompt_cache.begin(
+            len(windows), rows[0].prompt, windows=windows, weights=WeightState(decoder)
+        )
         next_BT = [next_BT[0][cache.length :]]
     while True:
-        if kept is not None:
-            kept.ids += next_BT[0]
+        if prompt_cache is not None:
+            prompt_cache.ids += next_BT[0]
         logits_BV = _last_logits(decoder, next_BT, padding, cache, parameters)
-        drawn = pick_tokens(logits_BV, options, [(row.index, len(row.ids)) for row in rows]).tolist()
+        drawn = sample_tokens(logits_BV, options, [(row.index, len(row.ids)) for row in rows]).tolist()
         if not bool(torch.isfinite(logits_BV.amax(dim=-1)).all()):
             raise ModelError(
                 "the model's output is not finite", "get the weights again, or load the model in fp32"
@@ -236,7 +238,7 @@ def _last_logits(
         if any(padding):
             places_BT = torch.arange(start, end) - torch.tensor(padding)[:, None]
             positions_BT, layout = places_BT.clamp(min=0).to(device), Layout.left_padded(padding, end)
-        with threads_of_pass(parameters, part_BT.numel(), device):
+        with limit_threads(parameters, part_BT.numel(), device):
             hidden_BTC = decoder(part_BT.to(device), positions_BT, layout, cache)
-    with threads_of_pass(parameters, B, device):
+    with limit_threads(parameters, B, device):
         return decoder.logits(hidden_BTC[:, -1:])[:, 0]

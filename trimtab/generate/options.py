@@ -110,8 +110,8 @@ class SamplingOptions:
 def _in_range(value: object, name: str, remedy: str, most: float | None = None) -> float:
     """A temperature (from 0, finite), or with `most` a share (above 0, at most that)."""
     number = real_number(value, name, remedy)
-    good = 0 <= number < float("inf") if most is None else 0 < number <= most
-    if not good:
+    is_valid = 0 <= number < float("inf") if most is None else 0 < number <= most
+    if not is_valid:
         raise RecipeError(f"{name} is {number}", remedy)
     return number
 
@@ -120,9 +120,9 @@ def _stop_strings(stop: object, name: str) -> tuple[str, ...]:
     if stop is None:
         return ()
     texts = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [None]
-    found = tuple(one for one in texts if isinstance(one, str) and one)
-    if len(found) != len(texts):
+    strings = tuple(text for text in texts if isinstance(text, str) and text)
+    if len(strings) != len(texts):
         raise RecipeError(
             f"{name} is {described(stop)}", "give a text or a list of texts, none of them empty"
         )
-    return found
+    return strings

@@ -14,7 +14,7 @@ _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @contextlib.contextmanager
-def explained(repo_id: str, revision: str | None) -> Iterator[None]:
+def translated_errors(repo_id: str, revision: str | None) -> Iterator[None]:
     """Turn huggingface_hub's and the network's errors into `HubError`s."""
     try:
         yield

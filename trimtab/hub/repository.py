@@ -24,12 +24,12 @@ from trimtab.facts.errors import HubError, ResourceError
 from trimtab.facts.files import read_json_object, write_json
 from trimtab.facts.names import shortened, unusable_name
 from trimtab.facts.units import format_bytes
-from trimtab.hub.faults import explained
+from trimtab.hub.faults import translated_errors
 from trimtab.hub.local_files import COMMIT, check_name
 
 _VERSION = 1
 _SPARE_BYTES = 256 << 20
-_TRIES = 3
+_NUM_TRIES = 3
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Repository:
             )
         if absent:
             self._check_space(absent)
-            for tries_left in range(_TRIES - 1, -1, -1):
-                with explained(self.repo_id, self.revision):
+            for tries_left in range(_NUM_TRIES - 1, -1, -1):
+                with translated_errors(self.repo_id, self.revision):
                     try:
                         self._download(absent)
                         break
@@ -102,7 +102,7 @@ class Repository:
             cache_dir=self.access.cache_dir,
             endpoint=self.access.endpoint,
             max_workers=4,
-            tqdm_class=None if self.access.progress else _Silent,
+            tqdm_class=None if self.access.progress else _DisabledTqdm,
         )
 
     def _check_space(self, names: list[str]) -> None:
@@ -117,7 +117,7 @@ class Repository:
             )
 
 
-class _Silent(tqdm):
+class _DisabledTqdm(tqdm):
     """huggingface_hub's progress bar, switched off."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -142,14 +142,14 @@ def open_repository(
     if access.offline:
         return known or _from_cache(kind, repo_id, wanted, access)
     try:
-        return _ask(kind, repo_id, wanted, access)
+        return _query_hub(kind, repo_id, wanted, access)
     except hf.OfflineModeIsEnabled:  # the user has set HF_HUB_OFFLINE
         return open_repository(kind, repo_id, revision, dataclasses.replace(access, offline=True))
 
 
-def _ask(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
+def _query_hub(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
     api = HfApi(endpoint=access.endpoint, token=access.token)
-    with explained(repo_id, revision):
+    with translated_errors(repo_id, revision):
         commit = api.repo_info(repo_id, repo_type=kind, revision=revision, timeout=20).sha or ""
         tree = list(api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind))
     if not COMMIT.fullmatch(commit):
@@ -158,7 +158,7 @@ def _ask(kind: Literal["model", "dataset"], repo_id: str, revision: str, access:
         check_name(entry.path, repo_id): entry.size for entry in tree if isinstance(entry, RepoFile)
     }
     repository = Repository(kind, repo_id, revision, commit, sizes, access)
-    with explained(repo_id, revision):
+    with translated_errors(repo_id, revision):
         for key in {revision, commit}:
             _write_record(repository, key)
     return repository

@@ -65,9 +65,9 @@ def worked(topic: str, rng: random.Random, split: str) -> Worked:
         raise DataError(f"there is no split {split!r} of the mathematics", f"use one of {', '.join(SPLITS)}")
     make = TOPICS[topic]
     while True:
-        found = make(rng)
-        if found.split == split:
-            return found
+        problem = make(rng)
+        if problem.split == split:
+            return problem
 
 
 def math_documents(
@@ -104,10 +104,10 @@ def math_chats(
         rng = random.Random(derive(seed, "mathematics-chat", split, index))
         messages: list[dict[str, str]] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
-            found = worked(rng.choice(names), rng, split)
-            answer = f"{found.solution}\nAnswer: {found.answer}"
+            problem = worked(rng.choice(names), rng, split)
+            answer = f"{problem.solution}\nAnswer: {problem.answer}"
             messages += [
-                {"role": "user", "content": found.question},
+                {"role": "user", "content": problem.question},
                 {"role": "assistant", "content": answer},
             ]
         yield messages
@@ -124,14 +124,14 @@ def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) 
         raise DataError(f"{count} held-out problems are asked for", f"ask for at most {MAX_PROBLEMS}")
     names = list(topics)
     rng = random.Random(derive(seed, "mathematics-problems"))
-    found: dict[tuple[object, ...], Problem] = {}
+    problems: dict[tuple[object, ...], Problem] = {}
     turn = tries = 0
-    while len(found) < count:
-        one = worked(names[turn % len(names)], rng, "heldout")
-        new = (one.topic, one.key) not in found
+    while len(problems) < count:
+        drawn = worked(names[turn % len(names)], rng, "heldout")
+        is_new = (drawn.topic, drawn.key) not in problems
         tries += 1
-        if new:
-            found[one.topic, one.key] = one.problem
-        if new or tries == 50:  # a topic whose held-out problems are used up passes its turn
+        if is_new:
+            problems[drawn.topic, drawn.key] = drawn.problem
+        if is_new or tries == 50:  # a topic whose held-out problems are used up passes its turn
             turn, tries = turn + 1, 0
-    return list(found.values())
+    return list(problems.values())

@@ -94,13 +94,13 @@ class ChatProcess:
             "now": now,
             "limits": asdict(limits),
         }
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
         # -P: the worker's own folder does not become a place to import from.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(chat_worker.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
+            stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
         )
 
@@ -109,7 +109,7 @@ class ChatProcess:
     ) -> list[str]:
         """Each conversation as text."""
         plain = [[dict(message) for message in messages] for messages in conversations]
-        texts: list[str] = self._ask({"conversations": plain, "variables": dict(variables)})["texts"]
+        texts: list[str] = self._request({"conversations": plain, "variables": dict(variables)})["texts"]
         return texts
 
     def examples(
@@ -118,18 +118,20 @@ class ChatProcess:
         """Each conversation as text with what is trained on, or why the template does not take it."""
         plain = [
             {
-                "messages": [dict(message) for message in one.messages],
-                "tools": list(one.tools) if one.tools else None,
-                "skipped": list(one.skipped),
+                "messages": [dict(message) for message in conversation.messages],
+                "tools": list(conversation.tools) if conversation.tools else None,
+                "skipped": list(conversation.skipped),
             }
-            for one in conversations
+            for conversation in conversations
         ]
         request = {"examples": plain, "variables": dict(variables), "train_on": train_on}
         return [
-            _failed(one)
-            if "error" in one
-            else Rendered(one["text"], [(start, end) for start, end in one["spans"]], one["rewritten"])
-            for one in self._ask(request)["examples"]
+            _failed(result)
+            if "error" in result
+            else Rendered(
+                result["text"], [(start, end) for start, end in result["spans"]], result["rewritten"]
+            )
+            for result in self._request(request)["examples"]
         ]
 
     def kill(self) -> None:
@@ -140,7 +142,7 @@ class ChatProcess:
         """Ends the process and closes the pipes to it; idempotent."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
             assert stream is not None
             try:
                 stream.close()
@@ -153,7 +155,7 @@ class ChatProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             payload = chat_worker.frame(request)
         except (TypeError, ValueError) as error:
@@ -162,10 +164,10 @@ class ChatProcess:
             ) from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        late = threading.Event()
+        timed_out = threading.Event()
 
         def stop() -> None:
-            late.set()
+            timed_out.set()
             self._process.kill()
 
         timer = threading.Timer(self.limits.seconds + self.limits.patience, stop)
@@ -182,22 +184,22 @@ class ChatProcess:
         finally:
             timer.cancel()
         if answer is None:
-            raise self._died(late.is_set())
+            raise self._exit_error(timed_out.is_set())
         if "error" in answer:
             raise _failed(answer)
         return answer
 
-    def _died(self, late: bool) -> ModelError:
+    def _exit_error(self, timed_out: bool) -> ModelError:
         code, seconds = self._process.wait(), f"{self.limits.seconds:g} seconds"
-        if late:
-            return _over(f"took more than {seconds}")
+        if timed_out:
+            return _limit_error(f"took more than {seconds}")
         if code in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
-            return _over(f"took more than {seconds} of processor time")
+            return _limit_error(f"took more than {seconds} of processor time")
         # Out of memory where even the message for it found no room.
-        self._complaints.seek(0)
-        said = self._complaints.read().decode("utf-8", "replace").strip().splitlines()
-        last = said[-1] if said else f"its process ended with status {code}"
-        return _over(f"was stopped ({last[:200]})")
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+        last = lines[-1] if lines else f"its process ended with status {code}"
+        return _limit_error(f"was stopped ({last[:200]})")
 
 
 def render_chats(
@@ -222,7 +224,7 @@ def _failed(answer: dict[str, Any]) -> TemplateFailed:
     return TemplateFailed(f"the chat template failed: {answer['error']}", answer.get("remedy"))
 
 
-def _over(what: str) -> ModelError:
+def _limit_error(what: str) -> ModelError:
     return ModelError(
         f"the chat template {what}",
         "a sound template needs milliseconds; use another, or text without a template",

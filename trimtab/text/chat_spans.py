@@ -19,7 +19,7 @@ Span = tuple[int, int]
 Render = Callable[[list[Message], bool], str]
 """(messages, with the prompt for an answer) to text; raises what `failures` names."""
 
-_STAND_INS = ("\ufdd2answer\ufdd3", "\ufdd4another\ufdd5")
+_PLACEHOLDERS = ("\ufdd2answer\ufdd3", "\ufdd4another\ufdd5")
 """Noncharacters at both ends: they begin and end like no text, and no template trims them."""
 
 FAILS, DIFFERS = "the template refuses a part of the conversation", "the template writes a part otherwise"
@@ -34,7 +34,7 @@ def answers(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[in
     return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in skipped]
 
 
-def chosen_marks(marks: list[Span], every: list[int], chosen: list[int], last: bool) -> list[Span]:
+def select_marks(marks: list[Span], every: list[int], chosen: list[int], last: bool) -> list[Span]:
     """Of the stretches that a template marks, one or more for `every` answer, those of the chosen ones, or of their
     `last`."""
     chosen = chosen[-1:] if last else chosen
@@ -76,7 +76,7 @@ def find(
         found = _by_prefix(render, full, messages, i, failures)
         rewritten = rewritten or found == DIFFERS
         if isinstance(found, str):
-            found = _by_stand_in(render, full, messages, i, specials, failures)
+            found = _by_placeholder(render, full, messages, i, specials, failures)
         start, end = found
         if spans and start < spans[-1][1]:
             raise NotFound(f"answers {len(spans)} and {len(spans) + 1} overlap in what it writes")
@@ -99,7 +99,7 @@ def _by_prefix(
     return DIFFERS
 
 
-def _by_stand_in(
+def _by_placeholder(
     render: Render,
     full: str,
     messages: list[Message],
@@ -108,11 +108,11 @@ def _by_stand_in(
     failures: tuple[type[Exception], ...],
 ) -> Span:
     first, last = messages[:i], messages[i + 1 :]
-    stand_ins: list[Message] = [{"role": "assistant", "content": word} for word in _STAND_INS]
+    placeholders: list[Message] = [{"role": "assistant", "content": word} for word in _PLACEHOLDERS]
     try:
-        before, after = _around(render([*first, stand_ins[0], *last], False), _STAND_INS[0])
-        same = (before, after) == _around(render([*first, stand_ins[1], *last], False), _STAND_INS[1])
-        _, closing = _around(render([*first, stand_ins[0]], False), _STAND_INS[0])
+        before, after = _around(render([*first, placeholders[0], *last], False), _PLACEHOLDERS[0])
+        same = (before, after) == _around(render([*first, placeholders[1], *last], False), _PLACEHOLDERS[1])
+        _, closing = _around(render([*first, placeholders[0]], False), _PLACEHOLDERS[0])
     except failures as error:
         raise NotFound(f"it does not take another answer in place of number {i + 1} ({error})") from error
     if not same:
@@ -165,9 +165,9 @@ def _end_before(
     """The end of the previous message in `full`; the end of `full` if it cannot be located."""
     if i == 0:
         return 0
-    other = {**messages[i - 1], "content": _STAND_INS[0]}
+    other = {**messages[i - 1], "content": _PLACEHOLDERS[0]}
     try:
-        parts = render([*messages[: i - 1], other, *messages[i:]], False).split(_STAND_INS[0])
+        parts = render([*messages[: i - 1], other, *messages[i:]], False).split(_PLACEHOLDERS[0])
     except failures:
         return len(full)
     found = len(parts) == 2 and full.endswith(parts[1])

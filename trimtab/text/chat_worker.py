@@ -26,7 +26,7 @@ def limit_memory(memory_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def limit_seconds(seconds: float) -> None:
+def limit_cpu_time(seconds: float) -> None:
     """Processor time from now on; a process that takes more is ended by the system."""
     try:
         import resource
@@ -162,22 +162,22 @@ class Renderer:
         variables = {**request["variables"], "tools": example["tools"]}
         messages, which = example["messages"], request["train_on"]
 
-        known: dict[tuple[int, bool], str] = {}
+        rendered: dict[tuple[int, bool], str] = {}
 
         def prefix(part: list[Any], prompt: bool) -> str:
-            place = (len(part), prompt)
-            if any(one is not other for one, other in zip(part, messages, strict=False)):
+            key = (len(part), prompt)
+            if any(given is not original for given, original in zip(part, messages, strict=False)):
                 return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
-            if place not in known:
-                known[place] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
-            return known[place]
+            if key not in rendered:
+                rendered[key] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            return rendered[key]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
         chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
         if which == "all":
             spans: list[Any] = [(0, len(text))]
         elif marks is not None:
-            spans = chat_spans.chosen_marks(marks, chat_spans.answers(messages), chosen, which == "last")
+            spans = chat_spans.select_marks(marks, chat_spans.answers(messages), chosen, which == "last")
         else:
             specials = self.setup["specials"]
             asked = chosen[-1:] if which == "last" else chosen
@@ -227,8 +227,8 @@ def complaint(error: Exception) -> dict[str, Any]:
     if isinstance(error, MemoryError):
         return {"error": "it needs more memory than it may have", "remedy": "use another template"}
     if isinstance(error, jinja2.TemplateSyntaxError):
-        said = f"{error.message} (line {error.lineno})"
-        return {"error": said, "remedy": "correct the chat template"}
+        message = f"{error.message} (line {error.lineno})"
+        return {"error": message, "remedy": "correct the chat template"}
     if isinstance(error, jinja2.TemplateError):  # raise_exception, undefined names, the sandbox
         return {
             "error": str(error),
@@ -297,7 +297,7 @@ def main() -> None:
     limit_memory(setup["limits"]["memory_bytes"])
     renderer = Renderer(setup)
     while (request := read_frame(stdin)) is not None:
-        limit_seconds(setup["limits"]["seconds"])
+        limit_cpu_time(setup["limits"]["seconds"])
         stdout.write(frame(answer(renderer, request)))
         stdout.flush()
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import read_gguf_header
-from trimtab.text.pretokenizers import CUTS, Cut
+from trimtab.text.pretokenizers import SPLIT_RULES, SplitRule
 from trimtab.text.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -35,10 +35,10 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> Tokeniz
     if len(set(tokens)) != len(tokens):
         raise ModelError(f"{source}: the vocabulary holds a token twice", _REMEDY)
     if kind == "gpt2":
-        cut = _cut(metadata, source)
+        rule = _split_rule(metadata, source)
         backend, adds_bos = (
-            _byte_level(tokens, _strings(metadata, "merges", source), cut, source),
-            cut.adds_bos,
+            _byte_level(tokens, _strings(metadata, "merges", source), rule, source),
+            rule.adds_bos,
         )
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(metadata, tokens, source), True
@@ -76,26 +76,26 @@ def set_affixes(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None)
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(known.items()))
 
 
-def _cut(metadata: Mapping[str, Any], source: str) -> Cut:
+def _split_rule(metadata: Mapping[str, Any], source: str) -> SplitRule:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in CUTS:
-        known = ", ".join(sorted(CUTS))
+    if name not in SPLIT_RULES:
+        known = ", ".join(sorted(SPLIT_RULES))
         raise ModelError(f"{source}: the pre-tokenizer {name!r} is not one of {known}", _REMEDY)
-    return CUTS[name]
+    return SPLIT_RULES[name]
 
 
-def _byte_level(tokens: list[str], merges: list[str], cut: Cut, source: str) -> tokenizers.Tokenizer:
+def _byte_level(tokens: list[str], merges: list[str], rule: SplitRule, source: str) -> tokenizers.Tokenizer:
     pairs = []
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not (left and space and right) or " " in right:
             raise ModelError(f"{source}: {merge!r} is not a merge of two tokens", _REMEDY)
         pairs.append((left, right))
-    model = _bpe(tokens, pairs, source, ignore_merges=cut.whole_words)
+    model = _bpe(tokens, pairs, source, ignore_merges=rule.ignore_merges)
     backend = tokenizers.Tokenizer(model)
-    if (normalizer := cut.normalizer()) is not None:
+    if (normalizer := rule.normalizer()) is not None:
         backend.normalizer = normalizer
-    backend.pre_tokenizer = cut.pre_tokenizer()
+    backend.pre_tokenizer = rule.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -159,12 +159,12 @@ def _add_tokens(
 ) -> None:
     """Control tokens become special, user-defined ones stay whole; both keep their ids."""
     types = _types(tokens, metadata, source)
-    of = {
+    by_kind = {
         kind: [t for t, k in zip(tokens, types, strict=True) if k == kind and t]
         for kind in (_CONTROL, _USER_DEFINED)
     }
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in of[_CONTROL]])
-    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in of[_USER_DEFINED]])
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in by_kind[_CONTROL]])
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in by_kind[_USER_DEFINED]])
 
 
 def _types(tokens: list[str], metadata: Mapping[str, Any], source: str) -> list[int]:

@@ -39,14 +39,14 @@ class LongText:
         self._border: re.Pattern[str] | None = None
         added = backend.get_added_tokens_decoder().values()
         self._added = [t.content for t in added]
-        if any(t.lstrip or t.rstrip or t.single_word or not _starts_apart(t.content) for t in added):
+        if any(t.lstrip or t.rstrip or t.single_word or not _cannot_span_cut(t.content) for t in added):
             return  # an added token could reach across a cut
         pipeline = json.loads(backend.to_str())
         pipeline.update(padding=None, truncation=None)
         normalizer, pre_tokenizer = pipeline["normalizer"], pipeline["pre_tokenizer"]
-        if _without_prefix(pipeline):
+        if _drop_space_prefix(pipeline):
             # SentencePiece: no token joins a letter and a space after it; later pieces bring their own space.
-            if _spaces_lead(pipeline["model"]["vocab"]):
+            if _spaces_only_lead(pipeline["model"]["vocab"]):
                 self._border = _WORD_BORDER
                 self.later = tokenizers.Tokenizer.from_str(json.dumps(pipeline))
         elif pre_tokenizer is not None and (normalizer is None or normalizer["type"] in ("NFC", "NFKC")):
@@ -67,11 +67,11 @@ class LongText:
         at = start + PIECE_CHARS
         if self._border is not None and at < len(text):
             for found in itertools.islice(self._border.finditer(text, at), _TRIES):
-                if self._changes_nothing(text, found.start()):
+                if self._keeps_tokens(text, found.start()):
                     return found.start()
         return len(text)
 
-    def _changes_nothing(self, text: str, at: int) -> bool:
+    def _keeps_tokens(self, text: str, at: int) -> bool:
         if self._border is _WORD_BORDER:
             return True  # SentencePiece: decided by its vocabulary
         cutter = self.first.pre_tokenizer
@@ -81,12 +81,12 @@ class LongText:
         return whole == apart
 
 
-def _starts_apart(content: str) -> bool:
+def _cannot_span_cut(content: str) -> bool:
     """Whether an added token can neither begin at a cut nor hold one."""
     return bool(content) and not content[0].isalnum() and not any(c.isspace() for c in content)
 
 
-def _without_prefix(pipeline: dict[str, Any]) -> bool:
+def _drop_space_prefix(pipeline: dict[str, Any]) -> bool:
     """Take out the space that SentencePiece sets before a text; False for a pipeline of another kind."""
     normalizer, pre_tokenizer = pipeline["normalizer"], pipeline["pre_tokenizer"]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -100,6 +100,6 @@ def _without_prefix(pipeline: dict[str, Any]) -> bool:
     return False
 
 
-def _spaces_lead(vocabulary: dict[str, int]) -> bool:
+def _spaces_only_lead(vocabulary: dict[str, int]) -> bool:
     """Whether ▁ stands only at the beginning of tokens (a run of several counts as one beginning)."""
     return all(_SPACE not in token.lstrip(_SPACE) for token in vocabulary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 
-class Marked(Protocol):
+class HasChatTemplate(Protocol):
     """What is asked of a tokenizer here."""
 
     @property
@@ -19,7 +19,7 @@ class Marked(Protocol):
         ...
 
 
-def markers(tokenizer: Marked) -> dict[int, str]:
+def markers(tokenizer: HasChatTemplate) -> dict[int, str]:
     """Special tokens, and others that were added to the vocabulary and stand in the chat template, by id.
 
     Example:

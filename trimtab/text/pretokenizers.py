@@ -25,7 +25,7 @@ _GPT4O = rf"{_WORD[0]}{_CONTRACTIONS}?|{_WORD[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitRule:
     """One way to cut: GPT-2's own expression if `pattern` is None."""
 
     pattern: str | None = None
@@ -33,7 +33,7 @@ class Cut:
     """Each digit a word of its own, before anything else."""
     nfc: bool = False
     """Text is normalized to composed characters first."""
-    whole_words: bool = False
+    ignore_merges: bool = False
     """A word that is in the vocabulary is one token, whatever the merges say (`ignore_merges`)."""
     adds_bos: bool = False
     """What holds where the file does not say whether texts begin with the beginning token."""
@@ -53,12 +53,12 @@ class Cut:
         return normalizers.NFC() if self.nfc else None
 
 
-_GPT2 = Cut()
-_DIGITS = Cut(digits=True)
-_LLAMA_BPE = Cut(_LLAMA3, whole_words=True, adds_bos=True)
-_QWEN = Cut(_QWEN2, nfc=True)
+_GPT2 = SplitRule()
+_DIGITS = SplitRule(digits=True)
+_LLAMA_BPE = SplitRule(_LLAMA3, ignore_merges=True, adds_bos=True)
+_QWEN = SplitRule(_QWEN2, nfc=True)
 
-CUTS: dict[str, Cut] = {
+SPLIT_RULES: dict[str, SplitRule] = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "mpt": _GPT2,
@@ -72,11 +72,11 @@ CUTS: dict[str, Cut] = {
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
-    "dbrx": Cut(_LLAMA3),
-    "smaug-bpe": Cut(_LLAMA3),
+    "dbrx": SplitRule(_LLAMA3),
+    "smaug-bpe": SplitRule(_LLAMA3),
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
-    "tekken": Cut(_TEKKEN, whole_words=True, adds_bos=True),
-    "gpt-4o": Cut(_GPT4O),
-    "llama4": Cut(_GPT4O, adds_bos=True),
+    "tekken": SplitRule(_TEKKEN, ignore_merges=True, adds_bos=True),
+    "gpt-4o": SplitRule(_GPT4O),
+    "llama4": SplitRule(_GPT4O, adds_bos=True),
 }

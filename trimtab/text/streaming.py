@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from trimtab.text.tokenizer import Tokenizer
 
-_HALF = "\ufffd"
+_REPLACEMENT_CHARACTER = "\ufffd"
 """What a decoder shows for bytes that are no (or not yet a) UTF-8 character."""
 
 
@@ -31,25 +31,25 @@ class Detokenizer:
         self._skip_special = skip_special
         self._ids: list[int] = list(context)
         """Ids in view: the last ones given out, then those not yet given out."""
-        self._num_given = len(self._ids)
-        self._given_text = self._decode(self._ids)
+        self._num_emitted = len(self._ids)
+        self._emitted_text = self._decode(self._ids)
 
     def push(self, token_id: int) -> str:
         """The text this id completes; empty while a character is unfinished."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if len(text) <= len(self._given_text) or text.endswith(_HALF):
+        if len(text) <= len(self._emitted_text) or text.endswith(_REPLACEMENT_CHARACTER):
             return ""
-        piece = text[len(self._given_text) :]
-        self._ids = self._ids[self._num_given :]
-        self._num_given = len(self._ids)
-        self._given_text = self._decode(self._ids)
+        piece = text[len(self._emitted_text) :]
+        self._ids = self._ids[self._num_emitted :]
+        self._num_emitted = len(self._ids)
+        self._emitted_text = self._decode(self._ids)
         return piece
 
     def finish(self) -> str:
         """What is left when no id follows: an unfinished character shows as U+FFFD."""
-        text = self._decode(self._ids)[len(self._given_text) :]
-        self._ids, self._num_given, self._given_text = [], 0, ""
+        text = self._decode(self._ids)[len(self._emitted_text) :]
+        self._ids, self._num_emitted, self._emitted_text = [], 0, ""
         return text
 
     def _decode(self, ids: list[int]) -> str:

@@ -29,7 +29,7 @@ from trimtab.text.chat import DEFAULT_LIMITS, Limits, render_chats
 from trimtab.text.long_text import PIECE_CHARS, LongText
 from trimtab.text.surrogates import replace_surrogates
 
-_PIECES_AT_ONCE = 8
+_PIECES_PER_BATCH = 8
 """64 K characters each: about 100 MB while they are worked on, and work for eight cores."""
 
 Message = Mapping[str, Any]
@@ -123,7 +123,7 @@ class Tokenizer:
     def _encode_long(self, text: str) -> list[int]:
         ids: list[int] = []
         pieces = self._long_text.pieces(text)
-        while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
+        while group := list(itertools.islice(pieces, _PIECES_PER_BATCH)):
             # At most the first piece has a pipeline of its own, so a group is one call or two.
             for backend, parts in itertools.groupby(group, key=lambda piece: piece[0]):
                 encoded = backend.encode_batch_fast([part for _, part in parts], add_special_tokens=False)
