@@ -259,7 +259,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
     found, said = open_and_check(small_disk)
     assert found is not None
     assert found.step == 1
-    assert "could not clear up" in said[0]
+    assert "could not clean up" in said[0]
     with (
         Store(small_disk, on_event=lambda _: None) as store,
         pytest.raises(CheckpointError, match=r"step 2 .*Read-only file system"),

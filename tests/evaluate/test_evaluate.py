@@ -173,7 +173,7 @@ def test_loss_keeps_no_graph_and_builds_no_logits(decoder: Decoder, monkeypatch:
 
 def test_nothing_to_measure_is_an_error(decoder: Decoder) -> None:
     one = replace(batch_of([[[3]]], 4), num_targets=0)
-    with pytest.raises(DataError, match="no token to measure"):
+    with pytest.raises(DataError, match="no target token"):
         evaluate.loss(decoder, [one])
 
 

@@ -108,7 +108,7 @@ def test_a_receipt_tells_its_files_and_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "other bytes in the file than in memory"),
+        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "differs between file and memory"),
         (lambda raw: raw.replace(b"model.norm.weight", b"model.nord.weight"), "tensors differ"),
         (lambda raw: raw.replace(b'"F32"', b'"I32"'), "tensors differ"),
         (lambda raw: raw + b"\0", "belong to no tensor"),
@@ -141,7 +141,7 @@ def test_a_config_of_another_shape_is_caught(tmp_path: Path, monkeypatch: pytest
         return names
 
     monkeypatch.setattr(hf_module, "write_model", write_and_change)
-    with pytest.raises(ModelError, match=r"config\.json describes another shape"):
+    with pytest.raises(ModelError, match=r"config\.json describes another architecture"):
         export_hf(decoder(), None, tmp_path / "out", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 

@@ -194,7 +194,7 @@ def test_shards_are_those_the_index_names(hub: LoopbackHub, get) -> None:
     del files["model-00002-of-00002.safetensors"]
     del index["weight_map"]["c"]
     hub.add_model("owner/short", {**files, "model.safetensors.index.json": json.dumps(index)})
-    with pytest.raises(HubError, match="lacks the shard model-00002"):
+    with pytest.raises(HubError, match="does not have the shard model-00002"):
         get("owner/short")
 
 

@@ -251,7 +251,7 @@ def follow_chat_model(w: World, remedy: str) -> None:
 
 
 case(
-    "text/tokenizer.py:Tokenizer.render_chats: give plain text, use a model tuned for chat, or put a "
+    "text/tokenizer.py:Tokenizer.render_chats: use plain text or a model tuned for chat, or put a "
     "chat_template.jinja next to it",
     talk,
     follow_chat_model,
@@ -273,7 +273,7 @@ def endless(w: World) -> object:
 
 
 case(
-    "text/chat.py:_limit_error: a sound template needs milliseconds; use another, or text without a template",
+    "text/chat.py:_limit_error: a valid template needs milliseconds; use another one, or text without a template",
     endless,
     lambda w, remedy: (render_chats(CHAT, [TALK], {}), w.train(max_steps=1)),
 )
@@ -330,12 +330,12 @@ case(
     lambda w, remedy: refused_by("{% for m in messages %}{{ m.content }}{% endfor %}"),
 )
 case(
-    "text/chat_worker.py:complaint: see what the model's card says about the form of a conversation",
+    "text/chat_worker.py:complaint: see the model's card for the required form of a conversation",
     lambda w: refused_by(FUSSY, TALK[1:]),
     lambda w, remedy: refused_by(FUSSY, TALK),
 )
 case(
-    "text/chat_worker.py:complaint: check the roles and contents given to it",
+    "text/chat_worker.py:complaint: check the roles and contents of the messages",
     lambda w: refused_by(ADDING, [{"role": "user", "content": 5}]),
     lambda w, remedy: refused_by(ADDING, TALK),
 )

@@ -129,11 +129,11 @@ def test_vocab_size_is_the_largest_id_plus_one(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer.json"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "no JSON object"),
-        (lambda f: (f / "tokenizer.json").write_text("[]"), "no JSON object"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "not a JSON object"),
+        (lambda f: (f / "tokenizer.json").write_text("[]"), "not a JSON object"),
         (lambda f: (f / "tokenizer.json").write_text('{"model": 3}'), "not a tokenizer"),
-        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff\xfe\x00"), "no JSON object"),
-        (lambda f: (f / "tokenizer_config.json").write_text("nope"), "no JSON object"),
+        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff\xfe\x00"), "not a JSON object"),
+        (lambda f: (f / "tokenizer_config.json").write_text("nope"), "not a JSON object"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}'), "<gone>"),
     ],
 )

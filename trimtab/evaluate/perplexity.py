@@ -1,13 +1,12 @@
 """Loss and perplexity of a model on batches of text, weighted by tokens.
 
-    loss = Σ over all target tokens of −ln p(token | before it) / number of target tokens
+    loss = Σ over all target tokens of −ln p(token | previous tokens) / number of target tokens
 
-The sum runs over tokens and not over batches: a batch with few targets counts for little, and the result
-does not depend on how the windows were batched.
+The mean is over tokens, not over batches, so the result does not depend on how the sequences are batched.
 
-The same losses are also summed document by document, so that two models can be compared on each of them.
+The losses are also summed per document, so that two models can be compared document by document.
 
-Legend: B windows, T tokens, N = B · T, S segments of tokens of one piece (or of padding).
+Legend: B sequences, T tokens, N = B · T, S segments of consecutive tokens of one document (or of padding).
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from trimtab.model import Decoder
 
 IGNORE = -100
 MIN_DOCUMENTS = 10
-"""Below so many documents, as where one long text is evaluated, losses are kept by piece of a document instead."""
+"""With fewer documents (one long text, for instance) losses are reported per piece of a document."""
 MAX_UNITS = 2048
-"""Beyond so many documents neighbours are added up, so that a log stays small however much text is evaluated."""
+"""With more documents neighbours are grouped, to bound the size of the log."""
 
 
 class EvaluationBatch(Protocol):
-    """What is needed of a batch (`trimtab.data.Batch`): labels already shifted, -100 for no target."""
+    """The attributes of `trimtab.data.Batch` that are used here: labels are already shifted, -100 for no target."""
 
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
@@ -41,19 +40,19 @@ class EvaluationBatch(Protocol):
     documents_BT: torch.Tensor
     num_targets: int
     origins: list[list[str]]
-    """For each sequence, the document (`file:row`) of each of its pieces."""
+    """For each sequence, the source (`file:row`) of each document piece in it."""
 
     def to(self, device: Any) -> Any:
-        """The same windows on a device."""
+        """The batch on a device."""
         ...
 
 
 @dataclass(frozen=True)
 class UnitLosses:
-    """Mean loss and number of target tokens of each document, in the order in which they were met.
+    """Mean loss and number of target tokens of each document, in the order of evaluation.
 
-    Where there are fewer than `MIN_DOCUMENTS` the units are pieces of them (what fits into a sequence), where there are
-    more than `MAX_UNITS` groups of neighbouring documents.
+    With fewer than `MIN_DOCUMENTS` documents the units are pieces of documents (the part in one sequence), with more
+    than `MAX_UNITS` they are groups of neighbouring documents.
     """
 
     unit: Literal["document", "piece", "group of documents"]
@@ -63,7 +62,7 @@ class UnitLosses:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Mean loss in nats per token, its exponential, how many tokens were measured, and the losses by document."""
+    """Mean loss in nats per token, perplexity, number of target tokens, and losses per document."""
 
     loss: float
     perplexity: float
@@ -72,11 +71,11 @@ class LossResult:
 
 
 def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
-    """The token-weighted mean loss over all batches; never holds logits, and reads the device once.
+    """The token-weighted mean loss over all batches; materializes no logits and synchronizes with the device once.
 
     Args:
-        decoder: left in the mode (training or not) in which it came.
-        batches: windows of packed documents, input_ids_BT and the rest, on any device.
+        decoder: its training mode is restored afterwards.
+        batches: batches of packed sequences, on any device.
 
     Raises DataError if there is nothing to measure, TrainingError if the loss is not finite.
 
@@ -93,7 +92,7 @@ def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
     try:
         with torch.no_grad():
             for batch in batches:
-                # Built from the CPU tensor: its document offsets are then found without a synchronization.
+                # Built from the CPU tensor, so that finding document boundaries needs no synchronization.
                 layout = Layout.packed(batch.documents_BT)
                 moved = batch.to(device)
                 losses_N = decoder.loss(
@@ -106,10 +105,10 @@ def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
         decoder.train(was_training)
     if tokens == 0:
         raise DataError(
-            "there is no token to measure the loss on",
-            "give evaluation text of at least two tokens a document",
+            "the evaluation text has no target token",
+            "give evaluation text of at least two tokens per document",
         )
-    # fp64 on the host: thousands of fp32 sums of different sizes lose digits when added in fp32.
+    # fp64 on the host: adding thousands of fp32 sums of different magnitude in fp32 loses precision.
     mean = float(torch.stack(sums).cpu().double().sum()) / tokens
     if not math.isfinite(mean):
         raise TrainingError(
@@ -120,7 +119,7 @@ def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
 
 
 class _SegmentLosses:
-    """Losses of one batch summed over segments of one piece, which lie one behind another; left on the device."""
+    """Losses of one batch, summed per segment; the sums remain on the device."""
 
     def __init__(self, batch: EvaluationBatch, losses_N: torch.Tensor) -> None:
         documents_BT = batch.documents_BT.cpu().numpy()
@@ -138,7 +137,7 @@ class _SegmentLosses:
         )
 
     def pieces(self) -> Iterator[tuple[str, float, int]]:
-        """(document, sum of losses, targets) of each piece that has a target."""
+        """(document, sum of losses, number of targets) of each piece with a target."""
         sums = self.sums_S.cpu().tolist()
         for (row, piece), total, tokens in zip(self.pieces_S, sums, self.tokens_S.tolist(), strict=True):
             if tokens:
@@ -146,7 +145,7 @@ class _SegmentLosses:
 
 
 def _units(segments: list[_SegmentLosses]) -> UnitLosses:
-    """Losses by document, or by piece where there are few, or by groups where there are many."""
+    """Losses by document, by piece (few documents) or by group (many documents)."""
     pieces = [piece for batch in segments for piece in batch.pieces()]
     documents: dict[str, tuple[float, int]] = {}
     for origin, total, tokens in pieces:
@@ -163,7 +162,7 @@ def _units(segments: list[_SegmentLosses]) -> UnitLosses:
 
 
 def _grouped(units: list[tuple[float, int]], count: int) -> list[tuple[float, int]]:
-    """Neighbours added up until `count` are left.
+    """Sums over neighbouring units, in `count` groups.
 
     Example:
         >>> _grouped([(1.0, 2), (3.0, 4), (5.0, 6)], 2)

@@ -1,4 +1,4 @@
-"""A model with its adapters merged in, as a Hugging Face folder with a receipt."""
+"""Export of a model with its adapters merged, as a Hugging Face folder with a receipt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from trimtab.model.save import check_replaceable
 from trimtab.text import Tokenizer
 
 MAX_LOGITS_ERROR = 1e-4
-"""Largest distance of the merged model's logits from those of base and adapter, as a share of the logits' rms, both
-in fp32: on SmolLM2's shape rounding alone gives 2e-6."""
+"""Largest difference between the logits of the merged model and of base and adapter, relative to the logits' rms, in
+fp32; rounding alone causes 2e-6 with SmolLM2's shape."""
 
 
 def export_merged(
@@ -26,19 +26,19 @@ def export_merged(
 ) -> Receipt:
     """Merge a decoder's active adapters into its weights, in place, and write the result as `export_hf` does.
 
-    Before anything is written the merged weights must be finite and differ from the base's in `dtype`, and the merged
-    model's logits must be those of base and adapter.
+    Before anything is written, the merged weights are checked to be finite and to differ from the base's in `dtype`,
+    and the merged model's logits to match those of base and adapter.
 
     Args:
-        decoder: in fp32, with the adapters active; plain afterwards.
-        tokenizer: saved next to it.
+        decoder: in fp32, with the adapters active; without adapters afterwards.
+        tokenizer: saved with the model.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
         options: as in `export_hf`.
 
     Raises:
-        ModelError: the merge changes nothing, is not finite or changes the logits, or what was written is not the
-            model.
+        ModelError: the merge changes nothing, is not finite or changes the logits, or the verification of the
+            files failed.
     """
     # Before anything is changed: merging cannot be undone.
     check_replaceable(Path(folder), bool(options.get("overwrite")))
@@ -68,7 +68,7 @@ def export_merged(
         )
     check = Check(
         "merge",
-        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.elements)} numbers changed "
+        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.elements)} parameters changed "
         f"in {dtype}; logits within {worst:.2g} of base and adapter",
     )
     return export_hf(decoder, tokenizer, folder, dtype=dtype, kind="merge", checked=[check], **options)

@@ -1,4 +1,4 @@
-"""An adapter in peft's files, read back and compared before the folder appears."""
+"""Export of an adapter in PEFT's format, verified by reading it back before it is published."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def export_peft(
     overwrite: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> Receipt:
-    """Write a folder that peft loads, and prove that it is the adapter.
+    """Write a folder that peft loads, and verify it.
 
-    Before the folder appears under its name: an independent reader compares every tensor's bytes with the model in
-    memory, and the written adapter, loaded onto the same base, must give bit-identical logits.
+    Before the folder gets its final name, an independent reader compares every tensor's bytes with the model in
+    memory, and the written adapter, loaded onto the same base, must produce bitwise identical logits.
 
     Args:
         decoder: with the adapter on it.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold an adapter).
-        base: the weights that the adapter belongs to; `BaseWeights(NAME)` where no more is known.
-        base_name: another hub id or folder for peft to load the base from (`base_model_name_or_path`); the source's
+        base: the base model's weights; `BaseWeights(NAME)` if only the name is known.
+        base_name: another hub id or folder from which PEFT loads the base (`base_model_name_or_path`); the source's
             name if None.
-        adapter: which one.
-        receipt: where the receipt is written; None writes none.
-        source: what is known of the adapter's origin, for the receipt.
+        adapter: the adapter's name.
+        receipt: path of the receipt; None writes none.
+        source: the adapter's origin, for the receipt.
         overwrite: replace an adapter's folder.
-        tokenizer: saved next to the adapter, if it differs from the base's.
+        tokenizer: saved with the adapter, if it differs from the base's.
 
     Raises:
-        ModelError: the folder exists, what was written is not the adapter, or the model holds a rounded one.
+        ModelError: the folder exists, the verification failed, or loading rounded the adapter's weights.
     """
     folder = Path(folder)
-    # Revision and checksums of the source say nothing about another place.
+    # Revision and checksums of the source do not apply to another base.
     other_base = base_name not in (None, base.source)
     rounded = rounded_modules(decoder, adapter)
     if rounded:
@@ -115,7 +115,7 @@ def export_peft(
 
 @contextmanager
 def _only_adapter(decoder: Decoder, adapter: str) -> Iterator[None]:
-    """One adapter alone in use; afterwards the model is as it was."""
+    """Activate only this adapter; restore the active adapters afterwards."""
     restore = remember_adapters(decoder)
     use_adapters(decoder, adapter)
     try:
@@ -125,19 +125,22 @@ def _only_adapter(decoder: Decoder, adapter: str) -> Iterator[None]:
 
 
 def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:
-    """Names, sizes and bytes in the file against the model in memory."""
+    """Compare names, shapes and bytes of the file with the model in memory."""
     stored = read_tensors(folder)
     differing = sorted(stored.keys() ^ tensors.keys())
     if differing:
-        raise _export_mismatch(f"{differing[0]} is only in one of file and model")
+        raise _export_mismatch(f"{differing[0]} is only in the file or only in the model")
     for name, tensor in tensors.items():
         in_memory = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
         if stored[name].shape != tuple(tensor.shape) or not np.array_equal(
             in_memory.numpy(), stored[name].raw()
         ):
-            raise _export_mismatch(f"{name} is another in the file than in memory")
+            raise _export_mismatch(f"{name} differs between file and memory")
     count = format_count(sum(tensor.numel() for tensor in tensors.values()))
-    return Check("weights", f"{len(tensors)} tensors, {count} numbers byte for byte, by a reader of its own")
+    return Check(
+        "weights",
+        f"{len(tensors)} tensors, {count} parameters byte for byte, by a reader independent of the writer",
+    )
 
 
 def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, str]:

@@ -1,6 +1,6 @@
-"""A second reader of safetensors files, independent of the library that wrote them: struct, JSON and numpy.
+"""A safetensors reader that is independent of the safetensors library: struct, JSON and numpy.
 
-Format: the header's length in 8 bytes, the header in JSON, the numbers; offsets count from there.
+Format: header length (8 bytes), JSON header, tensor data; offsets are relative to the data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REMEDY = "check the disk and try again"
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor's place in a file."""
+    """Location of one tensor in a file."""
 
     path: Path
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class StoredTensor:
     end: int
 
     def raw(self) -> np.ndarray:
-        """Its bytes, mapped from the file, uint8."""
+        """The tensor's bytes as uint8, memory-mapped from the file."""
         if self.begin == self.end:
             return np.empty(0, dtype=np.uint8)
         return np.memmap(
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a folder's safetensors files; the index, if any, is checked against what they hold."""
+    """All tensors in a folder's safetensors files; the index file, if any, is validated against them."""
     tensors: dict[str, StoredTensor] = {}
     weight_map: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -51,7 +51,7 @@ def read_tensors(folder: Path) -> dict[str, StoredTensor]:
             weight_map[name] = path.name
     index = folder / "model.safetensors.index.json"
     if index.is_file() and read_json_object(index)["weight_map"] != weight_map:
-        raise ModelError(f"{index} does not describe the files beside it", _REMEDY)
+        raise ModelError(f"{index} does not match the files next to it", _REMEDY)
     return tensors
 
 

@@ -1,10 +1,10 @@
 """The generation loop, for one prompt or a batch.
 
 Prompts of different lengths share a batch by left padding: all rows end at the same column, each row has its own
-positions, and no token attends to padding. One prefill pass (in chunks, if the batch is large) reads all prompts
-into the KV cache, then each decoding pass adds one token per row. A row's result does not depend on the other
-rows, up to the rounding of matrix products of other shapes. Prompts are sorted so that rows of a batch have
-similar lengths. Legend: B rows, T tokens of a pass, C hidden size, V vocabulary.
+positions, and no token attends to padding. One prefill pass (in chunks, if the batch is large) fills the KV cache
+with all prompts, then each decoding pass adds one token per row. A row's result does not depend on the other
+rows, except that matrix products of other shapes may round differently. Prompts are sorted by length so that
+batches need little padding. Legend: B rows, T tokens of a pass, C hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Prompt = str | Sequence[int]
 DEFAULT_NEW_TOKENS = 128
 DEFAULT_OPTIONS = SamplingOptions()
 _SPREAD = 64
-"""Prompts whose lengths differ by no more share a batch, however much of it is padding."""
+"""Prompts may share a batch if their lengths differ by at most this many tokens, whatever the share of padding."""
 _PREFILL_TOKENS = 8192
-"""Tokens per prefill pass, padding included: it bounds the activations and the attention mask."""
+"""Tokens per prefill pass, padding included; bounds the memory of activations and attention mask."""
 
 
 def generate(
@@ -48,13 +48,13 @@ def generate(
 
     Args:
         decoder: the model, on any device.
-        tokenizer: its tokenizer; the model's stop ids end the text.
-        prompt: a text (it gets the tokenizer's own beginning), or ids used as they are.
-        options: length, sampling and stop strings; by default the likeliest token is always taken.
-        index: number of the prompt: with the seed, it determines what is sampled.
-        stream: called with each piece of text as it is certain; the pieces add up to the result's text.
-        cache: keeps keys and values between calls, so that a prompt that begins like the last one (the next
-            message of a conversation) is prefilled only from where they differ.
+        tokenizer: its tokenizer; its stop ids end the generation.
+        prompt: a text (the tokenizer's special tokens are added), or token ids used unchanged.
+        options: length, sampling and stop strings; greedy decoding by default.
+        index: number of the prompt; together with the seed it determines the samples.
+        stream: called with each piece of final text; the pieces concatenate to the result's text.
+        cache: prefix cache for several calls; a prompt that begins like the last one (the next message of a
+            conversation) is prefilled only from where they differ.
 
     Example:
         >>> generate(decoder, tokenizer, "2 + 2 =", SamplingOptions(max_new_tokens=4)).text  # doctest: +SKIP
@@ -73,10 +73,10 @@ def generate_many(
     first_index: int = 0,
     batch_size: int = 64,
 ) -> list[Completion]:
-    """Continue many prompts in batches, much faster than `generate` for each; results are in the prompts' order.
+    """Continue many prompts in batches, much faster than one `generate` call per prompt; results keep the order.
 
-    What is sampled for a prompt depends on the seed and its number, which counts from `first_index`, and not on the
-    batch size or the other prompts.
+    The samples of a prompt depend on the seed and on its number (counted from `first_index`), not on the batch size
+    or the other prompts.
 
     Example:
         >>> [c.text for c in generate_many(decoder, tokenizer, ["1 + 1 =", "2 + 3 ="])]    # doctest: +SKIP
@@ -93,7 +93,7 @@ def generate_many(
 def check_prompt(
     decoder: Decoder, ids: Sequence[int], max_new_tokens: int | None, name: str = "the prompt"
 ) -> int:
-    """How many tokens may follow a prompt; ModelError where the model has no room for them, or not these tokens."""
+    """Return how many tokens may follow a prompt; ModelError for too long a prompt or unknown token ids."""
     shape = decoder.shape
     if max(ids) >= shape.vocab_size or min(ids) < 0:
         raise ModelError(
@@ -118,7 +118,7 @@ def _prepare_states(
     stream: Callable[[str], None] | None,
     first_index: int,
 ) -> list[GenerationState]:
-    """Check everything that can be checked before the first token."""
+    """Tokenize and validate every prompt before generation begins."""
     stop = tuple(options.stop or ())
     states = []
     for index, prompt in enumerate(prompts, first_index):
@@ -130,7 +130,7 @@ def _prepare_states(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Tokens of a prompt; an empty one is the beginning token, and a ModelError where there is none."""
+    """Token ids of a prompt; an empty prompt becomes the BOS token, or a ModelError if the tokenizer has none."""
     ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
     if ids:
         return ids
@@ -168,7 +168,7 @@ def _complete(
 
 
 def _batches(states: list[GenerationState], batch_size: int) -> Iterator[list[GenerationState]]:
-    """Rows of similar lengths: at most half of a batch is padding, unless the lengths differ by little."""
+    """Batches of similar lengths: at most half of a batch is padding, unless the lengths differ by little."""
     batch: list[GenerationState] = []
     total = 0
     for state in sorted(states, key=lambda w: len(w.prompt)):
@@ -217,7 +217,7 @@ def _run_batch(
         if not live:
             return
         if 2 * len(live) <= len(rows):
-            # Finished rows stay in the batch until half are done: dropping them copies the cache.
+            # Finished rows remain in the batch until half are done: dropping rows copies the cache.
             rows, next_BT = [rows[i] for i in live], [next_BT[i] for i in live]
             unused = min(padding[i] for i in live)
             cache.select(live, start=unused)
@@ -227,7 +227,7 @@ def _run_batch(
 def _last_logits(
     decoder: Decoder, ids_BT: list[list[int]], padding: list[int], cache: KVCache, parameters: int
 ) -> torch.Tensor:
-    """Prefills tokens into the cache, in chunks if there are many; returns logits_BV after the last one."""
+    """Run the model on new tokens, in chunks if there are many; returns logits_BV of the last token."""
     device = decoder.head_weight.device
     B, T = len(ids_BT), len(ids_BT[0])
     chunk = T if B == 1 else max(1, _PREFILL_TOKENS // B)

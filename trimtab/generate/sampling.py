@@ -1,7 +1,7 @@
-"""From logits to the next token. Legend: B rows, V vocabulary, N candidates of a row, best first.
+"""Sampling of the next token from logits. Legend: B rows, V vocabulary, N candidates of a row, best first.
 
-Randomness is one number u in [0, 1) per token, a pure function of (seed, prompt, step): the token is the one at u
-of the cumulative distribution. So a text does not depend on the other prompts of its batch.
+Each token uses one uniform random number u in [0, 1), a pure function of (seed, prompt, step), and inverts the
+cumulative distribution at u. So a text does not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from trimtab.facts.randomness import derive
 from trimtab.generate.options import SamplingOptions
 
 MIN_TEMPERATURE = 1e-30
-"""Below it, logits overflow when divided by it; only the likeliest token would be sampled in any case."""
+"""Dividing logits by less would overflow; below it decoding is greedy."""
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:
-    """The random number in [0, 1) that one token is sampled with."""
+    """The uniform random number in [0, 1) for one token."""
     return derive(seed, "sample", prompt, step) / 2**63
 
 
 def sample_tokens(
     logits_BV: torch.Tensor, options: SamplingOptions, draws_B: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
-    """The next token of each row, int64 [B], from fp32 logits; `draws_B` are the (prompt, step) of each row.
+    """Sample the next token of each row, int64 [B], from fp32 logits; `draws_B` has (prompt, step) of each row.
 
     Example:
         >>> sample_tokens(torch.tensor([[0.0, 3.0, 1.0]]), SamplingOptions(), [(0, 0)]).tolist()

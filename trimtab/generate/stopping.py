@@ -1,4 +1,4 @@
-"""Stop strings: matched across token boundaries and never streamed, not even in part."""
+"""Stop strings, matched across token boundaries and never streamed, not even in part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StopStrings:
         self._buffer = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was found). Nothing after it is ever shown."""
+        """Returns (text to stream, whether a stop string was found); text from the stop string on is dropped."""
         self._buffer += piece
         positions = [at for stop in self._stops if (at := self._buffer.find(stop)) >= 0]
         if positions:
@@ -37,7 +37,7 @@ class StopStrings:
         return rest
 
     def _overlap(self, stop: str) -> int:
-        """How many characters at the end of the buffered text begin the stop string."""
+        """Length of the longest end of the buffer that is a beginning of the stop string."""
         for size in range(min(len(stop) - 1, len(self._buffer)), 0, -1):
             if self._buffer.endswith(stop[:size]):
                 return size

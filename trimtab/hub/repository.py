@@ -1,7 +1,7 @@
-"""One repository at one commit: its list of files, and the files themselves in huggingface_hub's cache.
+"""A hub repository at one commit: its list of files, and the files in huggingface_hub's cache.
 
-The list is stored next to the cached files, under the name of the requested revision. So a second use
-without network sees the same list, and can tell a complete download from a broken one.
+The list is cached next to the files, by requested revision. So a later use without network has the same list and can
+detect an incomplete download.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUM_TRIES = 3
 
 @dataclass(frozen=True)
 class Access:
-    """How the hub is reached. A token comes from here or from huggingface_hub's own store, nowhere else."""
+    """How to access the hub. A token is taken only from here or from huggingface_hub's token store."""
 
     token: str | None = None
     offline: bool = False
@@ -52,20 +52,20 @@ class Repository:
     revision: str
     commit: str
     sizes: dict[str, int | None]
-    """File names, all plain relative paths, with sizes where known."""
+    """Sizes by file name (plain relative paths); None if unknown."""
     access: Access
 
     @property
     def folder(self) -> Path:
-        """Where its files are, or will be."""
+        """The snapshot folder of the files in the cache."""
         return _storage(self.kind, self.repo_id, self.access) / "snapshots" / self.commit
 
     def missing(self, names: list[str]) -> list[str]:
-        """Those of the names that are not here yet."""
+        """The names that are not downloaded yet."""
         return [name for name in names if not (self.folder / name).is_file()]
 
     def fetch(self, names: list[str]) -> list[Path]:
-        """The files by these names, downloaded where they are not here; a cut connection is resumed."""
+        """Return the paths of these files and download missing ones; lost connections are retried."""
         absent = self.missing(names)
         if absent and self.access.offline:
             raise HubError(
@@ -80,7 +80,7 @@ class Repository:
                         self._download(absent)
                         break
                     except (hf.HTTPError, OSError) as error:
-                        # A lost connection is tried again; an answer of the hub or a full disk is not.
+                        # Retry lost connections, but not error responses of the hub or a full disk.
                         if (
                             tries_left == 0
                             or isinstance(error, hf.HfHubHTTPError)
@@ -89,7 +89,7 @@ class Repository:
                             raise
                 time.sleep(1)
             if absent := self.missing(names):
-                raise HubError(f"{absent[0]} of {self.repo_id} did not arrive", "try again")
+                raise HubError(f"{absent[0]} of {self.repo_id} was not downloaded", "try again")
         return [self.folder / name for name in names]
 
     def _download(self, names: list[str]) -> None:
@@ -112,13 +112,13 @@ class Repository:
         needed, free = sum(self.sizes[name] or 0 for name in names), shutil.disk_usage(place).free
         if needed + _SPARE_BYTES > free:
             raise ResourceError(
-                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} left",
+                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} free",
                 "free some, or set HF_HUB_CACHE to another disk",
             )
 
 
 class _DisabledTqdm(tqdm):
-    """huggingface_hub's progress bar, switched off."""
+    """huggingface_hub's progress bar, disabled."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
@@ -127,9 +127,9 @@ class _DisabledTqdm(tqdm):
 def open_repository(
     kind: Literal["model", "dataset"], repo_id: str, revision: str | None, access: Access
 ) -> Repository:
-    """The repository at the commit that the revision (a branch, tag or commit; None for main) names now.
+    """Open a repository at the commit to which the revision (branch, tag or commit; None for main) resolves now.
 
-    A full commit never changes: once its list is here, the hub is not asked again.
+    A full commit hash is immutable: once its list is cached, the hub is not queried again.
     """
     wanted = revision or "main"
     if unusable_name(_record_name(wanted)) is not None:
@@ -153,7 +153,7 @@ def _query_hub(kind: Literal["model", "dataset"], repo_id: str, revision: str, a
         commit = api.repo_info(repo_id, repo_type=kind, revision=revision, timeout=20).sha or ""
         tree = list(api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind))
     if not COMMIT.fullmatch(commit):
-        raise HubError(f"the hub names no commit for {repo_id}", "check that the endpoint is a hub")
+        raise HubError(f"the hub returned no commit for {repo_id}", "check that the endpoint is a hub")
     sizes: dict[str, int | None] = {
         check_name(entry.path, repo_id): entry.size for entry in tree if isinstance(entry, RepoFile)
     }
@@ -202,7 +202,7 @@ def _read_record(
 
 
 def _from_cache(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
-    """What another tool downloaded: the commit from the cache's refs, the list from the files there."""
+    """A repository that another tool downloaded: the commit from the cache's refs, the list from the cached files."""
     storage = _storage(kind, repo_id, access)
     ref = storage / "refs" / revision
     commit = revision if COMMIT.fullmatch(revision) else ref.read_text().strip() if ref.is_file() else ""

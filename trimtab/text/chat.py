@@ -1,8 +1,8 @@
-"""Chat templates: a model's own Jinja program, rendered in a process of its own with limits.
+"""Chat templates: a model's Jinja template, rendered in a sandboxed child process with limits.
 
-A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox (no
-attributes that lead out, no changes to what it is given), in a child process with limited processor time,
-address space and output; the parent also watches the clock. One child renders any number of conversations.
+A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox (no access to Python
+internals, no changes to its inputs), in a child process with limited CPU time, address space and output; the parent
+also enforces a wall-clock timeout. One child renders any number of conversations.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TrainOn = Literal["completions", "last", "all"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What rendering may take. Real templates need milliseconds and a few MB."""
+    """Resource limits of rendering. Real templates need milliseconds and a few MB."""
 
     seconds: float = 10.0
-    """Processor time of one request."""
+    """CPU time per request."""
     memory_bytes: int = 1 << 30
-    """Address space of the child (Linux; other systems have the limits on output and on single values)."""
+    """Address space of the child (Linux only; elsewhere only the limits on output and on single values apply)."""
     output_chars: int = 16 << 20
-    """Characters in one rendered conversation, and in any single string a template builds."""
+    """Maximum characters of a rendered conversation, and of any string that a template builds."""
     patience: float = 5.0
-    """Seconds on the clock beyond `seconds`, for a machine that is busy."""
+    """Wall-clock seconds in addition to `seconds`, for a busy machine."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -42,7 +42,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is given to a template: messages, the tools they may use, and answers that are not trained on."""
+    """Input of a template: messages, their tools, and the indices of answers that are not trained on."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
@@ -51,26 +51,26 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the (start, end) in characters of what is trained on."""
+    """A rendered conversation, and the character spans (start, end) that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
     rewritten: bool = False
-    """Whether the template writes what comes before an answer otherwise once the answer is there."""
+    """Whether the template renders the text before an answer differently once the answer is there."""
 
 
 class TemplateFailed(ModelError):
-    """A template that does not take a conversation."""
+    """A template raised an error for a conversation."""
 
 
 class ChatProcess:
-    """One template in one sandboxed process, which lives until `close`; for one thread at a time.
+    """A template in a sandboxed process, which runs until `close`; for one thread at a time.
 
     Args:
-        template: the Jinja program.
+        template: the Jinja template.
         specials: contents of the tokenizer's special tokens; one of them closes an answer.
-        now: an ISO date that `strftime_now` always gives, so that texts are the same on every day.
-        limits: what each request may take.
+        now: a fixed ISO date for `strftime_now`, so that texts are the same on every day.
+        limits: resource limits of each request.
 
     Example:
         >>> with ChatProcess("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}") as process:
@@ -95,19 +95,19 @@ class ChatProcess:
             "limits": asdict(limits),
         }
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        # -P: the worker's own folder does not become a place to import from.
+        # -P: do not add the worker's folder to sys.path.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(chat_worker.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
+            start_new_session=True,  # only the parent receives Ctrl-C; it then closes the pipe
         )
 
     def render(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
     ) -> list[str]:
-        """Each conversation as text."""
+        """Render each conversation as text."""
         plain = [[dict(message) for message in messages] for messages in conversations]
         texts: list[str] = self._request({"conversations": plain, "variables": dict(variables)})["texts"]
         return texts
@@ -115,7 +115,7 @@ class ChatProcess:
     def examples(
         self, conversations: Sequence[Conversation], variables: Mapping[str, Any], train_on: TrainOn
     ) -> list[Rendered | TemplateFailed]:
-        """Each conversation as text with what is trained on, or why the template does not take it."""
+        """Render each conversation with its training spans, or return the template's error for it."""
         plain = [
             {
                 "messages": [dict(message) for message in conversation.messages],
@@ -135,18 +135,18 @@ class ChatProcess:
         ]
 
     def kill(self) -> None:
-        """Kills the process, from any thread; a caller that waits for an answer gets an error."""
+        """Kill the process, from any thread; a waiting `render` or `examples` raises."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the process and closes the pipes to it; idempotent."""
+        """Kill the process and close its pipes; idempotent."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             assert stream is not None
             try:
                 stream.close()
-            except BrokenPipeError:  # bytes for a process that is gone
+            except BrokenPipeError:  # unflushed data for a dead process
                 continue
 
     def __enter__(self) -> ChatProcess:
@@ -160,7 +160,8 @@ class ChatProcess:
             payload = chat_worker.frame(request)
         except (TypeError, ValueError) as error:
             raise ModelError(
-                f"a conversation holds what is no plain data ({error})", "use text, numbers, lists"
+                f"a conversation contains values that are not plain data ({error})",
+                "use text, numbers, lists",
             ) from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -194,8 +195,8 @@ class ChatProcess:
         if timed_out:
             return _limit_error(f"took more than {seconds}")
         if code in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
-            return _limit_error(f"took more than {seconds} of processor time")
-        # Out of memory where even the message for it found no room.
+            return _limit_error(f"took more than {seconds} of CPU time")
+        # Out of memory, even for the error message.
         self._stderr.seek(0)
         lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
         last = lines[-1] if lines else f"its process ended with status {code}"
@@ -209,7 +210,7 @@ def render_chats(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[str]:
-    """Each conversation (a list of {"role", "content"}) through the template.
+    """Render each conversation (a list of {"role", "content"}) with the template.
 
     Example:
         >>> render_chats("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}",
@@ -227,5 +228,5 @@ def _failed(answer: dict[str, Any]) -> TemplateFailed:
 def _limit_error(what: str) -> ModelError:
     return ModelError(
         f"the chat template {what}",
-        "a sound template needs milliseconds; use another, or text without a template",
+        "a valid template needs milliseconds; use another one, or text without a template",
     )
