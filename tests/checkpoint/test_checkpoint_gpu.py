@@ -36,6 +36,6 @@ def test_the_copy_for_the_thread_takes_no_gpu_memory(tmp_path: Path) -> None:
     state = {"w": torch.randn(64 * 2**20, device="cuda")}
     with Store(tmp_path, on_event=lambda _: None) as store:
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         store.save(1, state, {}, wait=True)
-        assert torch.cuda.max_memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() == allocated

@@ -22,7 +22,7 @@ lock = RunLock(sys.argv[1])
 lock.acquire()
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
-print("held", os.getpid(), flush=True)
+print("locked", os.getpid(), flush=True)
 time.sleep(60)
 """
 
@@ -33,7 +33,7 @@ def start_holder(folder: Path, kind: str = "plain") -> subprocess.Popen[str]:
         [sys.executable, "-c", HOLDER, str(folder), kind], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("held")
+    assert process.stdout.readline().startswith("locked")
     return process
 
 

@@ -54,13 +54,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> text.Tokenizer:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("held", "stored"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(("loaded", "stored"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
 def test_transformers_finds_the_model(
-    held: str, stored: str, tokenizer: text.Tokenizer, tmp_path: Path
+    loaded: str, stored: str, tokenizer: text.Tokenizer, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = decoder(held)
+    model = decoder(loaded)
     receipt = export_hf(
         model, tokenizer, tmp_path / "out", dtype=stored, receipt=tmp_path / "receipts/export-hf-1.json"
     )

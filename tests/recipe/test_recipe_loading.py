@@ -404,10 +404,10 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
         load("nothing-like-it")
     assert "own-text, qwen3-0.6b-math, qwen3-0.6b-qlora" in str(raised.value)
     Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
-    assert load("own-text").output_dir == "mine", "a person's own file comes first"
+    assert load("own-text").output_dir == "mine", "the user's file has precedence"
 
 
-def test_beside_an_adapter_to_start_from_no_defaults_are_written() -> None:
+def test_with_an_initial_adapter_no_lora_defaults_are_written() -> None:
     recipe = build({"model": "starter", "data": {"train": ["notes.txt"]}, "lora": {"adapter": "./mine"}})
     text = dump(recipe)
     assert "adapter: ./mine" in text
@@ -419,7 +419,7 @@ def test_early_stopping_needs_a_domain_set() -> None:
     text = "model: a\ndata: {train: x, eval: {general: g}, eval_share: 0}\neval_steps: 2\nearly_stopping_patience: 2\n"
     assert "name data.eval.domain or set data.eval_share" in message(text)
     loads(text, ["data.eval_share=0.1"])
-    loads(text, ["data.eval.domain=held.jsonl"])
+    loads(text, ["data.eval.domain=heldout.jsonl"])
 
 
 def test_grouping_by_length_needs_lengths() -> None:
