@@ -34,7 +34,6 @@ SKIPPED = (
     "tests/tools/test_starter_general.py",
 )
 UNFINISHED: tuple[str, ...] = (
-    "README.md",
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/exit-codes.md",

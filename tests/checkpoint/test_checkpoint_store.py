@@ -278,7 +278,7 @@ def test_an_empty_or_missing_folder_has_no_latest(tmp_path: Path, events: list[s
     assert events == []
 
 
-def test_errors_of_the_thread_are_told_and_do_not_keep_the_next_save_from_being_tried(
+def test_errors_of_the_thread_are_reported_and_do_not_prevent_the_next_save(
     store: Store, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(1, state_of(1), {}, wait=True)

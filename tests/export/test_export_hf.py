@@ -1,4 +1,4 @@
-"""An export is read back before it appears, and transformers finds the same model in it."""
+"""Exports are verified before they are published, and transformers loads the same model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decoder(dtype: str = "fp32", shape: ModelShape = SHAPE) -> Decoder:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> text.Tokenizer:
-    """Byte-level BPE without merges: 256 bytes and an end token."""
+    """Byte-level BPE without merges: 256 bytes and an EOS token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +55,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> text.Tokenizer:
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(("loaded", "stored"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
-def test_transformers_finds_the_model(
+def test_transformers_loads_the_same_model(
     loaded: str, stored: str, tokenizer: text.Tokenizer, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -84,7 +84,7 @@ def test_transformers_finds_the_model(
     assert loaded.encode("f(x) = 3·x²", add_special_tokens=False) == tokenizer.encode("f(x) = 3·x²")
 
 
-def test_a_receipt_tells_its_files_and_the_logits(tmp_path: Path) -> None:
+def test_a_receipt_has_files_and_logits(tmp_path: Path) -> None:
     import hashlib
 
     first = export_hf(
