@@ -162,7 +162,7 @@ GGUF = "use the model's Hugging Face folder, or set model.tokenizer to a folder 
 for function, wrong in {
     "tokenizer_from_metadata": metadata(tokens=["a", "a"]),
     "tokenizer_from_metadata ": metadata(model="bert"),
-    "_cut": metadata(pre="unheard-of"),
+    "_split_rule": metadata(pre="unheard-of"),
     "_byte_level": metadata(merges=["abc"]),
     "_sentencepiece": metadata(model="llama", scores=[1.0]),
     "_bpe": metadata(merges=["zzz qqq"]),
@@ -173,7 +173,9 @@ for function, wrong in {
     case(
         f"text/from_gguf.py:{function.strip()}: {GGUF}",
         lambda w, wrong=wrong: tokenizer_from_metadata(wrong, "m.gguf"),
-        lambda w, remedy, trained=function == "_cut": follow_gguf_tokenizer(w, remedy, trained=trained),
+        lambda w, remedy, trained=function == "_split_rule": follow_gguf_tokenizer(
+            w, remedy, trained=trained
+        ),
     )
 case(
     "text/source.py:load: name the folder with tokenizer.json in it",

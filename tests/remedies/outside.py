@@ -1,4 +1,4 @@
-"""Remedies that a test cannot follow, by the reason: what they ask for is outside of the program."""
+"""Remedies that a test cannot follow, by reason: they require actions outside of the program."""
 
 from __future__ import annotations
 

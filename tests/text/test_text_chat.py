@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's environment, and limits that hold."""
+"""Chat templates: Hugging Face's environment and resource limits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_template_names_the_remedy(tmp_path: Path) -> None:
         ("{{ messages[77].role }}", "no element 77"),
     ],
 )
-def test_what_a_template_does_wrong_is_said(template: str, message: str) -> None:
+def test_template_errors_are_reported(template: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         render(template)
 

@@ -1,4 +1,4 @@
-"""Where the answers stand in what chat templates write: spans checked by hand, for templates of every kind."""
+"""Spans of answers in rendered conversations, for templates of every kind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ THOUGHTFUL = chat(
         ("CHATML", chat("Hi", ""), ["<|im_end|>"]),
     ],
 )
-def test_answers_with_what_ends_them(
+def test_answers_include_their_closing_tokens(
     template: str, messages: list[dict[str, Any]], expected: list[str]
 ) -> None:
     assert trained(getattr(templates, template), messages) == expected
@@ -204,7 +204,7 @@ words = st.text(st.sampled_from("ab <|>/\nü𝄞"), min_size=1, max_size=12).fil
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_whatever_is_said_answers_are_found_and_nothing_else(
+def test_spans_of_random_conversations(
     processes: dict[str, ChatProcess], name: str, turns: list[tuple[str, str]]
 ) -> None:
     messages = chat(*[text for turn in turns for text in turn])
