@@ -2,8 +2,8 @@
 
     python -m benchmarks.adamw8bit_configurations
 
-Needs a CUDA device and about half a minute, most of it compiling. Prints milliseconds, the share of the copy's
-rate, and what the host takes to launch. `trimtab.kernels.adamw8bit.spec.configuration` holds what was chosen.
+Needs a CUDA device and about half a minute, most of it compiling. Prints milliseconds and the share of the
+rate of a copy. `trimtab.kernels.adamw8bit.spec.configuration` has the chosen one.
 """
 
 from __future__ import annotations

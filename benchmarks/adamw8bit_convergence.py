@@ -1,14 +1,14 @@
-"""Which 8-bit code trains like fp32 AdamW? A small transformer, one optimizer after another.
+"""Convergence of 8-bit codes for AdamW's moments, compared with fp32 AdamW on a small transformer.
 
     python benchmarks/adamw8bit_convergence.py --commit $(git rev-parse --short HEAD)
 
 Writes benchmarks/results/adamw8bit-convergence.json and prints it as a table:
-  gap       held-out loss of a small transformer minus fp32's, mean over seeds and the worst seed; the noise
-            floor is fp32 from a start perturbed by 1e-6
-  distance  least squares with columns of different scale: how far the weights end from fp32's, as a share of
-            the way that fp32 went
-  largest   biggest update, in units of the rate, of a block whose gradients span ten orders of magnitude,
-            half of them vanishing midway (fp32: 1.3)
+  gap       held-out loss of a small transformer minus fp32's, mean over seeds and worst seed; the noise floor is
+            fp32 from initial weights perturbed by 1e-6
+  distance  least squares with columns of different scale: distance of the final weights from fp32's, relative to
+            the distance that fp32 moved
+  largest   largest update, in units of the learning rate, of a block whose gradients span ten orders of magnitude
+            and half of which become zero midway (fp32: 1.3)
 """
 
 # B sequences, T tokens, V vocabulary, C width, H heads, D head size
@@ -37,7 +37,7 @@ HYPER = {"beta1": BETA1, "beta2": BETA2, "eps": EPS}
 
 
 def dynamic_table(signed: bool) -> list[float]:
-    """bitsandbytes' dynamic tree: seven decades below 1, with twice the entries in each higher one."""
+    """bitsandbytes' dynamic tree: seven decades below 1, each with twice the entries of the one below."""
     table = [0.0, 1.0]
     for decade in range(7):
         items = 2**decade if signed else 2 ** (decade + 1)
@@ -47,20 +47,20 @@ def dynamic_table(signed: bool) -> list[float]:
 
 
 def linear_table(signed: bool) -> list[float]:
-    """Evenly spaced: −128/127 (never used), −1 … 1; or 0, 1/255 … 1."""
+    """Uniformly spaced: −128/127 (never used), −1 … 1; or 0, 1/255 … 1."""
     return [(i - 128) / 127 for i in range(256)] if signed else [i / 255 for i in range(256)]
 
 
 class TableCode:
-    """Any 256 ascending numbers."""
+    """A code of any 256 ascending values."""
 
     peak = 1.0
 
     def __init__(self, values: list[float]) -> None:
         self.table = torch.tensor(values, dtype=torch.float64).float()
         self.zero = int(self.table.abs().argmin())
-        # the upper 16 bits of a number name a cell with at most one entry in it: a lookup and a comparison
-        # find the entry below, in a tenth of a binary search's time
+        # The upper 16 bits of a value select a cell with at most one table entry: a lookup and a comparison find the
+        # entry below ten times as fast as a binary search.
         cells = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).roll(1 << 15) << 16
         ends = torch.stack([cells, cells | 0xFFFF]).view(torch.float32)
         ends = torch.where(ends.isnan(), ends[0].nan_to_num(), ends)
@@ -76,7 +76,7 @@ class TableCode:
         return self.table.index_select(0, codes_N.reshape(-1).int()).view(codes_N.shape)
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """The entry below, or above where the share of the way to it is more than `fraction_N`."""
+        """The entry below, or the one above if the relative position between them exceeds `fraction_N`."""
         flat_N = value_N.reshape(-1)
         below_N = self.lowest.index_select(0, (flat_N.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
         below_N += flat_N >= self.table.index_select(0, below_N + 1)
@@ -86,14 +86,14 @@ class TableCode:
 
 
 class Nearest:
-    """The same entries, rounded to nearest; `no_zero`: a positive number never becomes zero."""
+    """A code with rounding to nearest; `no_zero`: a positive value never becomes zero."""
 
     def __init__(self, code: Code, no_zero: bool = False) -> None:
         self.code, self.no_zero, self.zero, self.decode = code, no_zero, code.zero, code.decode
         self.peak = code.peak
 
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
-        """A fraction of one half is the midpoint."""
+        """Rounding to nearest is a fraction of one half."""
         codes_N = self.code.encode(value_N, torch.full_like(fraction_N, 0.5))
         return torch.maximum(codes_N, (value_N > 0).to(codes_N.dtype)) if self.no_zero else codes_N
 
@@ -102,10 +102,10 @@ SHIPPED_NAME = "quartic √v, random"
 
 
 def formats() -> dict[str, Format]:
-    """The candidates, by the name the table prints."""
+    """The candidates by their names in the table."""
     linear1, linear2 = TableCode(linear_table(True)), TableCode(linear_table(False))
     dynamic1, dynamic2 = TableCode(dynamic_table(True)), TableCode(dynamic_table(False))
-    even1 = TableCode([-1.0, *dynamic_table(True)[1:]])  # bitsandbytes' ends at −0.993
+    even1 = TableCode([-1.0, *dynamic_table(True)[1:]])  # bitsandbytes' table begins at −0.993
     return {
         "linear v, nearest": Format(Nearest(linear1), Nearest(linear2), root=False),
         "linear √v, nearest, no zero": Format(Nearest(linear1), Nearest(linear2, no_zero=True), root=True),
@@ -141,7 +141,7 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """A byte-level decoder of 150 thousand parameters."""
+    """A byte-level decoder with 150,000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Model(torch.nn.Module):
 
 
 def corpus(seed: int, tokens: int) -> torch.Tensor:
-    """A second-order Markov text: Zipf-distributed bytes, so that rare ones get rare gradients."""
+    """Text of a second-order Markov chain with Zipf-distributed bytes, so that rare bytes have rare gradients."""
     generator = torch.Generator().manual_seed(1000 + seed)
     weight = 1.0 / torch.arange(1, VOCABULARY + 1)
     successors = torch.multinomial(weight.expand(VOCABULARY * 4, -1), 6, generator=generator).tolist()
@@ -241,7 +241,7 @@ def train(name: str, fmt: Format | None, seed: int, steps: int, text: torch.Tens
 
 
 def adversarial(fmt: Format, steps: int = 200) -> float:
-    """Largest update in units of the rate, with ε too small to save anything."""
+    """Largest update in units of the learning rate, with ε too small to have an effect."""
     generator = torch.Generator().manual_seed(0)
     size = torch.logspace(0, -10, 256)
     weight = torch.zeros(1, 256)
@@ -258,7 +258,7 @@ def adversarial(fmt: Format, steps: int = 200) -> float:
 
 
 def least_squares(optimizer: Any, weight: torch.nn.Parameter, steps: int = 500) -> torch.Tensor:
-    """The weight after training on 128 inputs whose scales span two orders of magnitude."""
+    """The final weight after least squares on 128 inputs whose scales span two orders of magnitude."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 128, generator=generator) * torch.logspace(0, -2, 128)
     targets = inputs @ torch.randn(128, 64, generator=generator)
@@ -275,14 +275,14 @@ def optimizer_for(name: str, fmt: Format | None, params: list[torch.nn.Parameter
 
 
 def study(seeds: int, steps: int) -> list[dict[str, Any]]:
-    """One row for each candidate."""
+    """Evaluate all candidates, one row each."""
     candidates: dict[str, Format | None] = {"fp32": None, "fp32, perturbed start": None, **formats()}
     try:
         import bitsandbytes  # noqa: F401
 
         candidates["bitsandbytes"] = None
     except ImportError:
-        print("bitsandbytes is not installed: its row is left out")
+        print("bitsandbytes is not installed: its row is omitted")
     texts = [corpus(seed, 40_000) for seed in range(seeds)]
     start = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)) * 0.02
     rows: list[dict[str, Any]] = []
@@ -312,9 +312,9 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the study on one thread and keep its data."""
+    """Run the study on one thread and save its data."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--commit", default="unknown", help="commit to record with the results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/adamw8bit-convergence.json"))

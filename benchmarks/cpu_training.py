@@ -2,11 +2,11 @@
 
     python benchmarks/cpu_training.py --threads 2 --commit $(git rev-parse --short HEAD)
 
-The model is the embedded starter (4.7 million parameters, fp32, AdamW with torch's fused kernel, clipping). Each
-kind is a process of its own; they take turns of a few steps while the others wait, so that whatever else the
-machine does meets all of them, and the ratio is taken within a turn. `plain` sequences are cut from one stream of
-tokens and see no document borders, as the Trainer trains them; `packed` are trimtab's own sequences with isolated
-documents. The losses of Trainer and `plain` must agree, otherwise nothing is written.
+The model is the starter (4.7 million parameters, fp32, torch's fused AdamW, gradient clipping). Each kind has a
+process; the processes alternate every few steps, so that other load on the machine affects all of them, and ratios are
+taken within a round. `plain` sequences are slices of one token stream without document boundaries, as the Trainer
+trains them; `packed` are trimtab's packed sequences with isolated documents. The losses of Trainer and `plain` must
+agree, otherwise nothing is written.
 Results: benchmarks/results/cpu-training-THREADS.json
 """
 
@@ -32,7 +32,7 @@ LOSS_TOLERANCE = 1e-4
 MARK = "@@ "
 
 
-def windows(count: int) -> list[list[int]]:
+def token_sequences(count: int) -> list[list[int]]:
     """`count` sequences of mathematics, the same for both: concatenated documents, cut every 256 tokens."""
     from trimtab import text
     from trimtab.starter import base_folder, math_documents
@@ -48,18 +48,18 @@ def windows(count: int) -> list[list[int]]:
 
 
 class Turns:
-    """Times steps in turns of LOGGING, and waits for a line on standard input before each but the first."""
+    """Times groups of LOGGING steps, and waits for a line on standard input before each group but the first."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.begin()
 
     def begin(self) -> None:
-        """The clocks start."""
+        """Start the clocks."""
         self.wall, self.processor = time.perf_counter(), time.process_time()
 
     def tick(self) -> None:
-        """A step is over; after the last of a turn, say how long it took and wait."""
+        """Count a step; after the last one of a group, print its time and wait."""
         self.steps += 1
         if self.steps % LOGGING == 0:
             took = {
@@ -72,7 +72,7 @@ class Turns:
 
 
 def with_transformers(batch: int, steps: int, turns: Turns, folder: Path) -> list[float]:
-    """Trains with the Trainer; returns its logged losses, each the mean of LOGGING steps."""
+    """Train with the Trainer; returns its logged losses, each the mean of LOGGING steps."""
     import torch
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -87,7 +87,10 @@ def with_transformers(batch: int, steps: int, turns: Turns, folder: Path) -> lis
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
     model = AutoModelForCausalLM.from_pretrained(base_folder(), dtype=torch.float32)
-    rows = [{"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)} for ids in windows(batch * steps)]
+    rows = [
+        {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
+        for ids in token_sequences(batch * steps)
+    ]
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=batch,
@@ -107,11 +110,11 @@ def with_transformers(batch: int, steps: int, turns: Turns, folder: Path) -> lis
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-class PlainWindows:
+class PlainSequences:
     """A loader of the Trainer's sequences."""
 
     def __init__(self, batch: int, steps: int) -> None:
-        self.rows, self.batch, self.at = windows(batch * steps), batch, 0
+        self.rows, self.batch, self.at = token_sequences(batch * steps), batch, 0
 
     def next_step(self) -> list[Any]:
         """One microbatch."""
@@ -125,19 +128,19 @@ class PlainWindows:
         return [collate([[Piece(np.array(ids), "stream")] for ids in rows], SEQUENCE)]
 
     def position(self) -> dict[str, Any]:
-        """The next step."""
+        """The position, for checkpoints."""
         return {"at": self.at}
 
     def restore(self, position: dict[str, Any]) -> None:
-        """Goes there."""
+        """Set the position."""
         self.at = position["at"]
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Does nothing."""
 
 
 def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: bool) -> list[float]:
-    """Trains through trimtab's own run; returns means of LOGGING steps."""
+    """Train with trimtab; returns losses, each the mean of LOGGING steps."""
     import torch
 
     from trimtab import text
@@ -190,7 +193,7 @@ def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: boo
     )
     assert torch.get_num_threads() == prepared.resolved.threads
     if not packed:
-        run.setup.loader = PlainWindows(batch, steps)
+        run.setup.loader = PlainSequences(batch, steps)
     run.setup.after_step = lambda step: turns.tick()
     run.train()
     lines = run.folder.metrics.read_text().splitlines()
@@ -199,7 +202,7 @@ def with_trimtab(batch: int, steps: int, turns: Turns, folder: Path, packed: boo
 
 
 def work(kind: str, batch: int, num_turns: int, threads: int) -> None:
-    """One kind in this process, turn by turn; its losses last."""
+    """Run one kind in this process, group by group; prints the losses at the end."""
     import torch
 
     torch.set_num_threads(threads)
@@ -213,7 +216,7 @@ def work(kind: str, batch: int, num_turns: int, threads: int) -> None:
 
 
 class Worker:
-    """A process of one kind, seen from the one that calls the turns."""
+    """The process of one kind, as seen by the main process."""
 
     def __init__(self, kind: str, batch: int, options: argparse.Namespace) -> None:
         command = [sys.executable, __file__, "--kind", kind, "--batch", str(batch)]
@@ -224,7 +227,7 @@ class Worker:
         )
 
     def answer(self) -> Any:
-        """Its next line of results."""
+        """The next line of results."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
@@ -233,7 +236,7 @@ class Worker:
         raise SystemExit(f"a process failed:\n{self.errors.read()}")
 
     def go(self) -> None:
-        """Lets it take its next turn."""
+        """Start the next group of steps."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -242,9 +245,9 @@ class Worker:
 def take_turns(
     batch: int, options: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """Seconds of each turn after the first, which warms up, and the losses, by kind."""
+    """Seconds of each round after the warm-up round, and the losses, by kind."""
     workers: dict[str, Worker] = {}
-    for kind in KINDS:  # one after the other: loading and warming up are not measured
+    for kind in KINDS:  # sequentially: loading and warm-up are not measured
         workers[kind] = Worker(kind, batch, options)
         workers[kind].answer()
     rounds: list[dict[str, Any]] = []
@@ -309,11 +312,13 @@ def place(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure in turns, compare, print, keep."""
+    """Measure, compare, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--commit", default="unknown", help="commit to record with the results")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=9, help=f"of {LOGGING} steps each; the first warms up")
+    parser.add_argument(
+        "--turns", type=int, default=9, help=f"rounds of {LOGGING} steps; the first is warm-up"
+    )
     parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--batch", type=int, help="one batch size only")
     options = parser.parse_args()
@@ -321,7 +326,7 @@ def main() -> None:
         work(options.kind, options.batch, options.turns, options.threads)
         return
     results = [compare(batch, options) for batch in ([options.batch] if options.batch else [4, 16])]
-    print(f"{'batch':8} {'':15} {'tokens/s':>9} {'ratio':>7} {'(quartiles)':>13} {'by processor time':>18}")
+    print(f"{'batch':8} {'':15} {'tokens/s':>9} {'ratio':>7} {'(quartiles)':>13} {'by CPU time':>18}")
     for result in results:
         for kind, entry in result["kinds"].items():
             low, high = entry["wall"]["ratio_quartiles"]

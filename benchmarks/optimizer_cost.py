@@ -1,9 +1,9 @@
-"""Nanoseconds per element of an optimizer step, compared with torch's and bitsandbytes' own.
+"""Nanoseconds per element of an optimizer step, compared with torch's and bitsandbytes' optimizers.
 
     python benchmarks/optimizer_cost.py --commit $(git rev-parse --short HEAD)
 
-Writes benchmarks/results/optimizer-cost-<device>.json and prints it as a table. CPU times are of one
-thread and the process's own, so that other programs disturb them little; best and median of several steps.
+Writes benchmarks/results/optimizer-cost-<device>.json and prints it as a table. CPU times are the process's
+CPU time on one thread, which other programs disturb little; best and median of several steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trimtab.optim import OPTIMIZERS, build
 
 
 def parameters(dtype: torch.dtype, device: str, count: int) -> dict[str, torch.nn.Parameter]:
-    """Square matrices with their biases, gradients set."""
+    """Square matrices and biases with gradients."""
     width = 1024
     params = {}
     for i in range(max(1, count // width**2)):
@@ -35,7 +35,7 @@ def parameters(dtype: torch.dtype, device: str, count: int) -> dict[str, torch.n
 
 
 def candidates(params: dict[str, torch.nn.Parameter]) -> dict[str, Callable[[], Any]]:
-    """Steps by name; each has its own states."""
+    """Optimizer steps by name."""
     steps: dict[str, Callable[[], Any]] = {}
     for name in OPTIMIZERS:
         steps[f"trimtab {name}"] = build(name, params.items(), lr=1e-5).step
@@ -47,27 +47,27 @@ def candidates(params: dict[str, torch.nn.Parameter]) -> dict[str, Callable[[], 
 
         steps["bitsandbytes AdamW8bit"] = bitsandbytes.optim.AdamW8bit(values, lr=1e-5).step
     except ImportError:
-        print("bitsandbytes is not installed: its row is left out")
+        print("bitsandbytes is not installed: its row is omitted")
     return steps
 
 
 def seconds(step: Callable[[], Any], device: str, repeats: int) -> list[float]:
-    """Of each of `repeats` steps, after two that warm up."""
+    """Seconds of each of `repeats` steps, after two warm-up steps."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     return [time_once(step, device, clock) for _ in range(repeats + 2)][2:]
 
 
 def main() -> None:
-    """Measure, print, keep."""
+    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--commit", default="unknown", help="commit to record with the results")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--millions", type=int, help="parameters, in millions (4 on a CPU, 512 on a GPU)")
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    # glibc learns from a large block being freed not to give memory back after each operation; a training
-    # process has freed many, a fresh one would be measured with page faults (1.7 times slower)
+    # Once a large block was freed, glibc no longer returns memory to the system after each operation. Training
+    # processes have freed many; a new process would be measured with page faults (1.7 times slower).
     torch.empty(7 << 20)
     millions = options.millions or (4 if options.device == "cpu" else 512)
     rows = []

@@ -2,11 +2,11 @@
 
     python -m benchmarks.quantized_linear --commit $(git rev-parse --short HEAD)          (a CUDA GPU, a minute)
 
-q, k, v from one input, o from another, and the feed-forward layer with its gate from a third; all gradients of inputs
-and adapters. Every contestant has the same codes and the same adapters (fp32), computes in bf16, and is compared with
-the same in fp64 before it is timed. Peers run as their libraries do: bitsandbytes' layer under adapters as peft adds
-them, in autocast; Unsloth's fused functions, which here may not overwrite their inputs. Appends one JSON line a
-contestant to benchmarks/results/quantized-linear-<device>.jsonl.
+q, k and v have one input, o another, and the gated MLP a third; gradients of all inputs and adapters are computed. All
+contestants have the same codes and the same adapters (fp32), compute in bf16, and are compared with fp64 before they
+are timed. Peers run as in their libraries: bitsandbytes' layer with PEFT's adapters, in autocast; Unsloth's fused
+functions, configured not to overwrite their inputs. Appends one JSON line per contestant to
+benchmarks/results/quantized-linear-<device>.jsonl.
 """
 
 # T tokens, C hidden size, I intermediate size, R rank
@@ -48,7 +48,7 @@ def llama_8b() -> Sizes:
 
 @dataclass
 class Layer:
-    """Everything that all contestants share."""
+    """Weights, adapters, inputs and upstream gradients, shared by all contestants."""
 
     adapted: dict[str, LoRALinear]
     inputs: dict[str, torch.Tensor]
@@ -57,7 +57,7 @@ class Layer:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What gradients are asked of: the inputs, then each A and B."""
+        """The tensors that need gradients: the inputs, then each A and B."""
         factors = [factor for name in NAMES for factor in self.adapted[name].factors("default")]
         return [*self.inputs.values(), *factors]
 
@@ -71,7 +71,7 @@ class Layer:
 
 
 def make_layer(sizes: Sizes, tokens: int, rank: int, device: str) -> Layer:
-    """Random weights, adapters that do something, inputs and gradients, from one seed."""
+    """Random weights, nonzero adapters, inputs and gradients, from one seed."""
     impl = spec_quantized.choose_quantized_kernels(device=device).impl
     generator = torch.Generator(device).manual_seed(0)
 
@@ -101,13 +101,13 @@ def make_layer(sizes: Sizes, tokens: int, rank: int, device: str) -> Layer:
 
 
 def step(layer: Layer, forward: Callable[[dict[str, torch.Tensor]], Outputs]) -> list[torch.Tensor]:
-    """Outputs and all gradients of one pass."""
+    """Outputs and all gradients of a forward and backward pass."""
     outputs = forward(layer.inputs)
     return [*outputs, *torch.autograd.grad(outputs, layer.leaves, layer.grads)]
 
 
 def ours(layer: Layer, *, fused: bool) -> Callable[[dict[str, torch.Tensor]], Outputs]:
-    """The layers of this project, in groups or one by one."""
+    """trimtab's layers, fused in groups or one by one."""
     at = layer.adapted
 
     def group(x: torch.Tensor, names: tuple[str, ...]) -> Outputs:
@@ -123,7 +123,7 @@ def ours(layer: Layer, *, fused: bool) -> Callable[[dict[str, torch.Tensor]], Ou
 
 
 def plain(layer: Layer, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same in torch's own operations on dequantized weights, in one dtype."""
+    """The same computation with torch operations on dequantized weights, in one dtype."""
     weights = {name: at.dense_weight().to(dtype) for name, at in layer.adapted.items()}
     factors = {
         name: [f.detach().to(dtype).requires_grad_(True) for f in layer.adapted[name].factors("default")]
@@ -166,7 +166,7 @@ def their_layers(layer: Layer) -> dict[str, Any]:
 
 
 def bitsandbytes_and_peft(layer: Layer) -> Callable[[dict[str, torch.Tensor]], Outputs]:
-    """As peft and transformers' trainer compute it: fp32 adapters next to the layer, bf16 autocast."""
+    """As in PEFT and transformers' Trainer: fp32 adapters added to the layer, bf16 autocast."""
     bases = their_layers(layer)
     device = layer.grads[0].device.type
 
@@ -184,7 +184,7 @@ def bitsandbytes_and_peft(layer: Layer) -> Callable[[dict[str, torch.Tensor]], O
 
 
 def unsloth_functions(layer: Layer) -> Callable[[dict[str, torch.Tensor]], Outputs]:
-    """Unsloth's own fused functions; importing it patches other libraries, so it comes last."""
+    """Unsloth's fused functions; importing it patches other libraries, so it is built last."""
     import unsloth  # noqa: F401 (its kernels cannot be imported without it)
     from unsloth.kernels.fast_lora import LoRA_MLP, LoRA_QKV, LoRA_W
     from unsloth.kernels.swiglu import swiglu_DWf_DW_dfg_kernel, swiglu_fg_kernel
@@ -208,7 +208,7 @@ def unsloth_functions(layer: Layer) -> Callable[[dict[str, torch.Tensor]], Outpu
 
 
 def bare(layer: Layer) -> Callable[[], object]:
-    """Only the products with bf16 weights, twice seven of them: what no adapter and no quantization would cost."""
+    """Only the 14 matrix products with bf16 weights: the cost without adapters and quantization."""
     weights = {name: at.dense_weight() for name, at in layer.adapted.items()}
     tokens = layer.grads[0].shape[1]
     x = {name: weight.new_zeros(tokens, weight.shape[1]).normal_() for name, weight in weights.items()}
@@ -217,7 +217,7 @@ def bare(layer: Layer) -> Callable[[], object]:
 
 
 def orders(layer: Layer) -> dict[str, Callable[[], object]]:
-    """Which goes first into an output, the adapter's thin product or the weight's: the largest projection, forward."""
+    """Both orders of accumulating the adapter's and the weight's product into the output of the largest projection."""
     at = layer.adapted["up"]
     a_RI, b_OR = (factor.detach().bfloat16() for factor in at.factors("default"))
     weight_OI, x_NI = at.dense_weight(), layer.inputs["mlp"].detach()[0]
@@ -229,7 +229,7 @@ def orders(layer: Layer) -> dict[str, Callable[[], object]]:
 
 
 def build(layer: Layer) -> Bench:
-    """The contestants, each with its comparison."""
+    """The contestants, each with its correctness check."""
     truth, reference = plain(layer, torch.float64), plain(layer, torch.bfloat16)
     contestants: dict[str, Contestant] = {}
     absent: dict[str, str] = {}
@@ -269,7 +269,7 @@ def main() -> None:
     for name, verdict in verdicts.items():
         print(f"{name}: {'agrees' if verdict is None else verdict}")
     for name, reason in bench.absent.items():
-        print(f"{name}: left out, {reason}")
+        print(f"{name}: skipped, {reason}")
     agreeing = {name: c.run for name, c in bench.contestants.items() if verdicts[name] is None}
     others = {"products on bf16 weights alone": bare(layer), **orders(layer)}
     times = time_together({**agreeing, **others}, budget_ms=500)
@@ -295,7 +295,7 @@ def main() -> None:
         print(f"{name}: {timing.median_ms:.2f} ms ({timing.low_ms:.2f}–{timing.high_ms:.2f}){peak}")
     print(f"floor: {flops / measured.matmul_flops_per_s * 1e3:.2f} ms")
     if failed := [name for name, c in bench.contestants.items() if c.ours and verdicts[name] is not None]:
-        raise SystemExit(f"not timed, wrong: {', '.join(failed)}")
+        raise SystemExit(f"error: wrong results, not timed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The reference job on one GPU: what it needs, how long it takes, what bf16 gradients cost in loss.
+"""The reference job on one GPU: memory, time, and the loss that bf16 gradients cost.
 
     python -m benchmarks.reference_job --work work --commit $(git rev-parse --short HEAD)
 
-`recipes/qwen3-0.6b-math.yaml` as it stands, with what the hub would give replaced: random weights of
+`recipes/qwen3-0.6b-math.yaml` unchanged, with replacements for files of the hub: random weights of
 Qwen3-0.6B's shape with the starter's tokenizer, 10,000 generated documents, the starter's general text. One
-case a process, one line of JSON a finished case in benchmarks/results/reference-job.jsonl; a second call goes
-on where the first ended. The cases:
+process per case, one line of JSON per finished case in benchmarks/results/reference-job.jsonl; a second call
+resumes an interrupted run. The cases:
 
-    job                   the whole recipe, evaluation and checkpoints included
+    job                   the full recipe, with evaluation and checkpoints
     gradients-FORMAT-N    the first steps with `gradient_dtype: FORMAT` and seed N
 """
 
@@ -38,12 +38,12 @@ REFERENCE = {
 
 
 def cases(seeds: int) -> list[str]:
-    """Their names, in order."""
+    """The names of the cases, in order."""
     return ["job", *(f"gradients-{kind}-{seed}" for seed in range(1, seeds + 1) for kind in ("fp32", "bf16"))]
 
 
 def prepare(work: Path) -> None:
-    """The model folder and the documents, once."""
+    """Write the model folder and the documents, unless they exist."""
     from tools.starter.stories import general_documents
     from trimtab.starter import base_folder, math_documents
 
@@ -66,7 +66,7 @@ def prepare(work: Path) -> None:
 
 
 def overrides(case: str, work: Path, steps: int) -> list[str]:
-    """What differs from the recipe."""
+    """The recipe keys that a case changes."""
     changes = [
         f"model.name={work / 'model'}",
         f'data.train=[{{"source": "{work / "documents.jsonl"}"}}]',
@@ -82,7 +82,7 @@ def overrides(case: str, work: Path, steps: int) -> list[str]:
 
 
 def run_case(case: str, work: Path, steps: int) -> dict[str, Any]:
-    """Trains one case in this process; what its log and the allocator say."""
+    """Train one case in this process; returns figures from its log and the allocator."""
     import torch
 
     from trimtab import launch
@@ -115,15 +115,18 @@ def run_case(case: str, work: Path, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run what is missing, keep it, print a line each."""
+    """Run the missing cases in processes and record them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--work", type=Path, default=Path("work"), help="folder for model, data and runs")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the lines of results")
-    parser.add_argument("--commit", default="unknown", help="commit to record beside the numbers")
+    parser.add_argument("--commit", default="unknown", help="commit to record with the results")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of the cases that compare gradients")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the cases that compare gradients")
     parser.add_argument(
-        "--together", type=int, default=1, help="comparing cases at once; their times then mean little"
+        "--together",
+        type=int,
+        default=1,
+        help="gradient cases that run concurrently; their times are then not meaningful",
     )
     parser.add_argument("--case", help="run this one in this process (used by the script itself)")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Writes the measurements of the H200 that ship with the package, from the records under `benchmarks/results`.
+"""Writes the shipped calibration of the H200 from the records in `benchmarks/results`.
 
     python -m benchmarks.shipped_calibration
 
-Kernels were timed one by one (`kernels-h200.jsonl`); products and additions are taken from profiles of whole training
-steps (`step-profiles-h200.txt`), at the clock that the device holds under load. A calibration of a machine
-(`trimtab plan --calibrate`) has the same form and takes precedence.
+Kernels were timed individually (`kernels-h200.jsonl`); matrix products and additions are from profiles of whole
+training steps (`step-profiles-h200.txt`), at the clock rate under load. A machine's own calibration
+(`trimtab plan --calibrate`) has the same format and takes precedence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Product = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Profiled:
-    """Products that one kernel of a profile computed: what share of its time is theirs follows from their FLOPs."""
+    """Matrix products that one kernel of a profile computed; its time is divided among them by FLOPs."""
 
     heading: str
     kernel: str
@@ -46,11 +46,11 @@ class Profiled:
     """((m, n, k), calls)."""
     backward: bool = False
     other_ms: float = 0.0
-    """Of its time, what went into products of the loss."""
+    """The part of its time that was spent on products of the loss."""
 
 
 def _square(tokens: int) -> tuple[tuple[Product, int], ...]:
-    """q, k, v, o and down of 32 layers of Llama-8B."""
+    """Products of q, k, v, o and down in 32 layers of Llama-8B."""
     N = tokens
     return (((N, 4096, 4096), 64), ((N, 1024, 4096), 64), ((N, 4096, 14336), 32))
 
@@ -90,7 +90,7 @@ PROFILED = (
 
 
 def _qwen(heading: str, tokens: int, loss_ms: float) -> Iterator[Profiled]:
-    """Forward, gradients of inputs and of weights of 28 layers of Qwen3-0.6B."""
+    """Forward products, input gradients and weight gradients of 28 layers of Qwen3-0.6B."""
     N, layers = tokens, 28
     forward = (((N, 2048, 1024), 28), ((N, 1024, 1024), 56), ((N, 1024, 2048), 28), ((N, 3072, 1024), 56),
                ((N, 1024, 3072), 28))  # fmt: skip
@@ -126,7 +126,7 @@ ATTENTION = (
 
 
 def _profiled_attention(profiles: dict[str, dict[str, tuple[int, float]]]) -> Iterator[KernelSample]:
-    """Inside a training step, where the clock is lower than in a benchmark of attention alone."""
+    """Attention within a training step, where the clock rate is lower than in a benchmark of attention alone."""
     for heading, layers, (B, T, H, K, D) in ATTENTION:
         for backward, names in CUDNN.items():
             rows = profiles[heading].items()
@@ -145,8 +145,7 @@ LOSS_PRODUCTS = ("320x128_64x3_1x2_h_bz_coopB_TNT", "256x128_64x4_1x2_h_bz_coopA
 
 
 def _loss_product_ms(rows: dict[str, tuple[int, float]]) -> float:
-    """The third product of the loss, the hidden states' gradient, has as many FLOPs and no row of its own: the mean of
-    the other two."""
+    """Time of the hidden states' gradient, which has no row: the mean of the loss's other two products."""
     return sum(rows[name][1] for name in LOSS_PRODUCTS) / len(LOSS_PRODUCTS)
 
 
@@ -158,24 +157,24 @@ def main() -> None:
 
 
 def measured() -> Calibration:
-    """What the records hold."""
+    """Build the calibration from the records."""
     rows = [json.loads(line) for line in (RESULTS / "kernels-h200.jsonl").read_text().splitlines()]
     ceilings = max((row["ceilings"] for row in rows), key=lambda one: one["matmul_flops_per_s"])
     flops, copy = ceilings["matmul_flops_per_s"], ceilings["copy_bytes_per_s"]
     samples = [sample for row in rows for sample in _kernel_samples(row)]
     profiles = _profiles((RESULTS / "step-profiles-h200.txt").read_text())
     qwen = [
-        one
+        profiled
         for heading, tokens in ((QWEN_4K, 4096), (QWEN_16K, 16384))
-        for one in _qwen(heading, tokens, _loss_product_ms(profiles[heading]))
+        for profiled in _qwen(heading, tokens, _loss_product_ms(profiles[heading]))
     ]
-    for one in (*PROFILED, *qwen):
-        samples += _product_samples(one, profiles[one.heading])
+    for profiled in (*PROFILED, *qwen):
+        samples += _product_samples(profiled, profiles[profiled.heading])
     samples += _profiled_attention(profiles)
     for heading, tokens, width in ((QWEN_4K, 4096, 1024), (QWEN_16K, 16384, 1024), (LLAMA_4K, 4096, 4096)):
         calls, ms = profiles[heading]["vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add"]
         samples.append(KernelSample(Kind.ADD, "bf16", 0.0, 3.0 * 2 * tokens * width, ms / calls / 1e3))
-    calls, ms = profiles[LLAMA_4K]["_rope_kernel"]  # forward and backward take the same
+    calls, ms = profiles[LLAMA_4K]["_rope_kernel"]  # forward and backward take the same time
     rotated = float(rope_spec.bytes_moved(4096, 32, 8, 128, "bf16"))
     for backward in (False, True):
         samples.append(
@@ -242,7 +241,7 @@ def _attention_sample(case: str, impl: str, seconds: float, flops: float, backwa
 
 
 def _profiles(text: str) -> dict[str, dict[str, tuple[int, float]]]:
-    """By heading: kernel → (calls, milliseconds); of a heading that occurs twice the last."""
+    """By heading: kernel → (calls, milliseconds); the last profile of a heading is used."""
     found: dict[str, dict[str, tuple[int, float]]] = {}
     rows: dict[str, tuple[int, float]] = {}
     for line in text.splitlines():
@@ -256,7 +255,7 @@ def _profiles(text: str) -> dict[str, dict[str, tuple[int, float]]]:
 
 
 def _product_samples(one: Profiled, rows: dict[str, tuple[int, float]]) -> Iterator[KernelSample]:
-    """The time of a kernel, shared out among its products as their FLOPs or bytes are."""
+    """Divide a kernel's time among its products in proportion to their FLOPs."""
     _, ms = rows[one.kernel]
     kernels = [(Kernel.product(*dims, width=2), calls) for dims, calls in one.products]
     total = sum(kernel.flops * calls for kernel, calls in kernels)

@@ -1,4 +1,4 @@
-"""Where a training step's time goes: whole steps timed, then one step's kernels by name.
+"""Profiles training steps: time and memory of whole steps, then the kernels of one step by name.
 
     python -m benchmarks.step_profile JOB [JOB …] [--limit GiB] [--set KEY=VALUE] [--weights DIR] [--out FILE]
 
@@ -27,7 +27,7 @@ from trimtab.trainer.graphs import WARM_UP
 
 
 def job_of(name: str) -> Job:
-    """The job of a name.
+    """Parse a job's name.
 
     Example:
         >>> job_of("llama-8b qlora 2×2048 packed").rows
@@ -35,7 +35,7 @@ def job_of(name: str) -> Job:
     """
     found = re.fullmatch(r"(\S+) (full|qlora) (\d+)[×x](\d+)( packed)?", name)
     if found is None:
-        raise SystemExit(f"{name!r} is no job: MODEL full|qlora ROWS×TOKENS [packed]")
+        raise SystemExit(f"error: {name!r} is not a job; write MODEL full|qlora ROWS×TOKENS [packed]")
     model, method, rows, tokens, packed = found.groups()
     return Job(model, method, int(rows), int(tokens), packed is not None)
 
@@ -56,11 +56,11 @@ def report(job: Job, options: argparse.Namespace, device: str) -> list[str]:
     lines.append(f"median {statistics.median(timed):.1f} ms, least {min(timed):.1f}, first {times[0]:.2f} s")
     if device == "cuda":
         free, total = torch.cuda.mem_get_info()
-        held = torch.cuda.memory_reserved()
+        reserved = torch.cuda.memory_reserved()
         lines.append(
-            f"tensors {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB at the peak, "
-            f"{chosen['predicted_bytes'] / 2**30:.2f} predicted with what is beside them; "
-            f"allocator {held / 2**30:.2f}, beside it {(total - free - held) / 2**30:.2f}"
+            f"peak of tensors {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB, "
+            f"{chosen['predicted_bytes'] / 2**30:.2f} predicted for the whole process; "
+            f"reserved {reserved / 2**30:.2f}, outside the allocator {(total - free - reserved) / 2**30:.2f}"
         )
     lines.append(f"losses {[round(loss, 4) for loss in losses]}")
     lines.append(f"chosen {chosen}")
@@ -71,12 +71,12 @@ def main() -> int:
     """0, or 1 if a job failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("jobs", nargs="+", metavar="JOB")
-    parser.add_argument("--limit", type=float, help="GiB of tensors")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe")
+    parser.add_argument("--limit", type=float, help="memory limit for tensors, GiB")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the recipe")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--weights", type=Path, default=Path("~/.cache/trimtab/benchmarks").expanduser())
-    parser.add_argument("--out", type=Path, help="a file to write to the end of")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
+    parser.add_argument("--out", type=Path, help="file to append to")
+    parser.add_argument("--commit", help="the measured commit, if this is no git checkout")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     failed = False

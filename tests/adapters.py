@@ -1,4 +1,4 @@
-"""Entry points for the study's own tests: each names what they ask for, wherever it lives in trimtab."""
+"""Entry points for external tests: functions under the names that these tests expect."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Functi
 
 
 def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
-    """The same function over the Triton kernels."""
+    """The same function with Triton kernels."""
     from trimtab.kernels.attention.impl_triton import FlashAttention
 
     return FlashAttention

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of real ones, written for these tests: every way in which they differ."""
+"""Chat templates for tests, which cover the differences between real ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line in this process: what it answers, and what it says on both channels."""
+"""Runs the command line in this process and captures its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared fixtures, and what tests may not do: reach the network, or use a GPU that is not there."""
+"""Shared fixtures; blocks network access and skips GPU tests without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ settings.load_profile("any machine")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The same numbers whichever tests ran before: a test that fails for some draws fails always, or never."""
+    """Seed the random generators, so that results do not depend on earlier tests."""
     torch.manual_seed(0)
 
 

@@ -1,4 +1,4 @@
-"""A machine without memory: operations that are called from one place find none."""
+"""Simulates out-of-memory errors of operations that are called from a given function."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MESSAGE = (
     "in use. Of the allocated memory 15.00 GiB is allocated by PyTorch, and 1.25 GiB is reserved by PyTorch but "
     "unallocated. If reserved but unallocated memory is large try setting …"
 )
-"""As torch's CUDA allocator words it."""
+"""The error message of torch's CUDA allocator."""
 
 SMALL = (
     "CUDA out of memory. Tried to allocate 64.00 KiB. GPU 0 has a total capacity of 2.00 MiB of which 512 bytes is "

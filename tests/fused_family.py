@@ -1,4 +1,4 @@
-"""A family whose files hold q, k, v and gate, up as one matrix each, as Phi-3's do; it is no family of trimtab's."""
+"""A test family with fused qkv and gate-up weights, as in Phi-3, which trimtab does not support."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILY = base.Family(
 
 
 def register(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the family known for one test."""
+    """Register the family for one test."""
     monkeypatch.setitem(FAMILIES, FAMILY.name, FAMILY)
 
 
@@ -75,7 +75,7 @@ def phi3_model(**settings: Any) -> Any:
 
 
 def load(folder: Path, **options: Any) -> Decoder:
-    """The decoder of a folder."""
+    """Load the decoder of a folder."""
     decoder = build(
         read_shape(folder), **{"dtype": "fp32", "device": "cpu", "attention": "reference", **options}
     )
@@ -84,7 +84,7 @@ def load(folder: Path, **options: Any) -> Decoder:
 
 
 def fused(shape: ModelShape) -> ModelShape:
-    """The same model with stacked matrices."""
+    """Build the same model with fused matrices."""
     blocks = tuple(
         dataclasses.replace(
             block,
@@ -100,7 +100,7 @@ STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 
 
 def stacked(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A tensor of a model with stacked matrices, from those of one with separate matrices."""
+    """Compute a fused tensor from the separate ones."""
     for last, parts in STACKED.items():
         if f".{last}." in name:
             return torch.cat([tensors[name.replace(last, part)] for part in parts])
@@ -109,7 +109,7 @@ def stacked(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_stacked(source: Decoder, decoder: Decoder) -> Decoder:
-    """The values of a decoder with separate matrices in one with stacked ones."""
+    """Copy the weights of a decoder with separate matrices to one with fused ones."""
     found = dict(source.named_parameters())
     for name, parameter in decoder.named_parameters():
         parameter.copy_(stacked(found, name))

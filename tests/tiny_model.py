@@ -1,4 +1,4 @@
-"""A model and texts small enough for whole runs in a second: made on the spot, the same every time."""
+"""A deterministic tiny model and texts, for complete runs in a second."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write_texts(path: Path, seed: int, count: int) -> Path:
 
 
 def write_recipe(folder: Path, **changes: object) -> Path:
-    """A whole recipe over a tiny model: packing, replay, two evaluated sets, two epochs."""
+    """A full recipe for a tiny model: packing, replay, two evaluation sets, two epochs."""
     from ruamel.yaml import YAML
 
     model = folder / "model"

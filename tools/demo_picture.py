@@ -1,4 +1,4 @@
-"""Draws the terminal of a run as an SVG picture, for the README: plan, progress and the last screen.
+"""Renders the terminal output of a run as SVG for the README: plan, progress and final report.
 
 python tools/demo_picture.py runs/demo docs/demo.svg --width 92
 """
@@ -20,7 +20,7 @@ from trimtab.report.closing import closing
 from trimtab.report.progress import Training
 from trimtab.report.rundata import RunData
 
-# rich's frame loads a font from a public server; a picture that refers to nothing takes the reader's own.
+# rich's template loads a web font; without it the viewer's own font is used.
 RICHS_FRAME = inspect.signature(Console.export_svg).parameters["code_format"].default
 FRAME = re.sub(r"@font-face \{\{.*?\}\}\n?", "", RICHS_FRAME, flags=re.DOTALL)
 

@@ -1,7 +1,7 @@
-"""Writes what is generated again: docs/reference/*.md, docs/recipe.schema.json and the figures in README.md.
+"""Regenerates docs/reference/*.md, docs/recipe.schema.json and the tables in README.md.
 
-`python tools/docs.py` writes them, `python tools/docs.py --check` only says which are out of date. The command
-line's page is made from the verbs' own docstrings, arguments and options; a test compares. Needs no torch.
+`python tools/docs.py` writes them, `python tools/docs.py --check` only reports which are out of date. The command line
+reference is generated from the verbs' docstrings, arguments and options; a test compares. Needs no torch.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ without a traceback.
 
 _KERNELS = """\
 <!-- Made by `python tools/docs.py` from benchmarks/results/kernels-h200.jsonl. -->
-# What the kernels measured
+# Kernel benchmarks
 
-`python -m benchmarks.kernels` on a CUDA GPU: every implementation and every peer that can be imported gets the same
-inputs, is compared with truth in higher precision, and is then timed in turns with the others. A result outside the
-allowed error gets no time. Ours are bold.
+`python -m benchmarks.kernels` on a CUDA GPU: every implementation and every installed peer gets the same inputs, is
+compared with ground truth in higher precision, and is then timed alternately with the others. Contestants outside the
+allowed error are not timed. trimtab's kernels are bold.
 
-"ms" is the median of the device's own time, inputs read from memory and not from the cache; an empty kernel takes 0.003
-in this harness. "peer / this" is the time of the fastest exact peer divided by this one: above 1 it is faster than all.
-"of floor" is the share of the least time that the device's measured ceilings allow for the bytes and FLOPs of the
-operation. "MiB" is what a run holds above its inputs, results included.
+"ms" is the median device time with a cold cache; an empty kernel takes 0.003 in this harness. "peer / this" is the time
+of the fastest exact peer divided by this one: above 1 means faster than all peers. "of floor" is the ratio of the lower
+bound to the measured time; the bound follows from the operation's bytes and FLOPs and the device's measured ceilings.
+"MiB" is the peak memory above the inputs, results included.
 
 """
 
@@ -60,23 +60,23 @@ _END_TO_END = """\
 # Whole training steps
 
 `python -m benchmarks.end_to_end` on a CUDA GPU: one micro-step (forward, backward, 8-bit AdamW) of trimtab and of the
-peers, each contestant in a process of its own, on the same random weights, windows and first adapter; medians of
-synchronized steps. "trimtab" has all of the memory, "trimtab tight" the `memory_limit` that the thriftiest peer needed.
-A ratio above 1 says how many times as fast as that peer ours is. The floor is the step's products at the rate of the
-device's best product. Packed windows hold documents of 400 tokens on average, none of which sees another. Unsloth ran
-without xformers and flash-attn, on torch's attention, which costs it most where windows are packed. Not all cases
-of a row were measured on one day: the data names commit and time of each, and the machine was of the same kind.
+peers, each contestant in a separate process, with the same random weights, sequences and initial adapter; medians of
+synchronized steps. "trimtab" may use the whole GPU; "trimtab tight" has the lowest-memory peer's peak as its limit.
+Ratios above 1 mean that trimtab is faster. The floor is the time of the step's matrix products at the device's best
+measured matmul rate. Packed sequences contain documents of 400 tokens on average with isolated attention. Unsloth ran
+without xformers and flash-attn, on torch's attention, which costs it most on packed sequences. The cases of a row were
+measured on different days: the data has commit and time of each, and the machines were of the same kind.
 
-The longest contexts are those that the plan's arithmetic finds for a card of so many GB (0.7 of them for CUDA's own
-context): with all the host memory that it takes, and "here", with what this host has. A real step under a cap of the
-allocator confirms, of the whole model or, where that would take more than ten minutes, of 8 of its 32 layers, each
-as in the whole model, under a cap that is less by what the others take. The first step holds compiling kernels and
-pinning the host's memory.
+The longest contexts are planned for a GPU with so many GB (0.7 GB of which are for the CUDA context): "by arithmetic"
+with unlimited host memory, "proposed here" with the memory of this host. A real step under a cap of the allocator
+confirms the length, with the full model or, where that would take more than ten minutes, with 8 of its 32 layers under
+a cap reduced by the memory of the others. The time of the first step includes compiling kernels and pinning host
+memory.
 
-Losses of adapters agree step by step. Where all weights are trained they are bf16, and the peers round each update to
-the nearest: at a learning rate of 1e-5 most of it is lost. trimtab rounds by chance, so that nothing is lost on average
-and the loss falls faster; "trimtab nearest" is the same step with the peers' rounding, for its losses alone. The loss
-of every step, a line a contestant:
+With adapters, losses agree step by step. In full fine-tuning the weights are bf16 and the peers round each update to
+nearest, which loses most of it at a learning rate of 1e-5. trimtab rounds stochastically, so that no update is lost on
+average and the loss falls faster; "trimtab nearest" is the same step with rounding to nearest, only to compare losses.
+The loss of every step, one line per contestant:
 
 ![losses of the same steps](end-to-end-losses.svg)
 
@@ -85,16 +85,16 @@ of every step, a line a contestant:
 _BEGIN, _END = "<!-- made by tools/docs.py -->", "<!-- end -->"
 
 _SIGNALS = (
-    ("130", "stopped by Ctrl-C (SIGINT); a run that had begun to train is saved"),
-    ("141", "whoever read the output closed it, as `| head` does"),
-    ("143", "stopped by SIGTERM; a run that had begun to train is saved"),
+    ("130", "stopped by Ctrl-C (SIGINT); a run that was training is saved"),
+    ("141", "the reader of the output closed it, as `| head` does"),
+    ("143", "stopped by SIGTERM; a run that was training is saved"),
 )
 _KINDS = {str: "TEXT", int: "NUMBER", float: "NUMBER", Path: "PATH", bool: ""}
 
 
 def exit_codes() -> list[tuple[str, str]]:
-    """(code, meaning) for every way the command line ends, from the error classes themselves."""
-    found = [("0", "done"), ("1", "failed in a way that has no code of its own")]
+    """(code, meaning) of every exit code, from the error classes."""
+    found = [("0", "success"), ("1", "failed, without a specific code")]
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.TrimtabError) and kind.exit_code > 1:
             meaning = (kind.__doc__ or "").splitlines()[0].rstrip(".")
@@ -103,7 +103,7 @@ def exit_codes() -> list[tuple[str, str]]:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """("train", command), …, ("export hf", command): every verb and every verb below a verb."""
+    """("train", command), …, ("export hf", command): all verbs and their subcommands."""
     for verb in VERBS:
         command = typer.main.get_command(import_module(f"trimtab.cli.{verb}").app)
         below = getattr(command, "commands", None)
@@ -115,7 +115,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def cli_page() -> str:
-    """The page of the command line, as Markdown."""
+    """The command line reference as Markdown."""
     found = list(commands())
     rows = [f"| [`{name}`](#{_anchor(name)}) | {_first_sentence(command)} |" for name, command in found]
     parts = [_HEAD + "\n".join(rows) + "\n"]
@@ -126,12 +126,12 @@ def cli_page() -> str:
 
 
 def kernels_page() -> str:
-    """The page of what the kernels measured, from the benchmark's data."""
+    """The kernel benchmarks as Markdown."""
     return _KERNELS + page(list(read(RESULTS / "kernels-h200.jsonl").values()))
 
 
 def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
-    """(path, text) of everything that is generated under a docs folder."""
+    """(path, text) of every generated file."""
     yield folder / "reference" / "cli.md", cli_page()
     yield folder / "reference" / "kernels.md", kernels_page()
     records = end_to_end.read(RESULTS / "end-to-end-h200.jsonl")
@@ -142,7 +142,7 @@ def files(folder: Path = DOCS) -> Iterator[tuple[Path, str]]:
 
 
 def with_figures(text: str, records: dict[str, dict[str, Any]]) -> str:
-    """The README with the tables between its two marks made again."""
+    """The README with the tables between its two marks regenerated."""
     before, rest = text.split(_BEGIN)
     _, after = rest.split(_END)
     return f"{before}{_BEGIN}\n{end_to_end.summary(records)}{_END}{after}"
@@ -189,7 +189,7 @@ def _flags(option: Any, kind: str) -> str:
 
 
 def _kinds(command: Any) -> dict[str, str]:
-    """What each parameter takes, from the function's own annotations: typer's internals differ by version."""
+    """The kind of each parameter, from the function's annotations, because typer's internals differ by version."""
     found = {}
     for name, hint in get_type_hints(unwrap(command.callback)).items():
         if name == "return":
@@ -214,7 +214,7 @@ def _cell(text: str | None) -> str:
 
 
 def _fenced(text: str) -> str:
-    """Indented examples of a docstring as fenced blocks."""
+    """Convert indented examples of a docstring to fenced blocks."""
 
     def fence(match: re.Match[str]) -> str:
         lines = [line[4:] for line in match[0].strip("\n").splitlines()]
@@ -224,7 +224,7 @@ def _fenced(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Writes or checks; 1 when a page was out of date."""
+    """Write or check the files; returns 1 if the check finds a stale one."""
     stale = 0
     for path, text in files():
         if path.is_file() and path.read_text(encoding="utf-8") == text:

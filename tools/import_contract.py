@@ -24,7 +24,7 @@ ANYWHERE = re.compile(r"the modules (?P<names>[\w, ]+) of others")
 
 @dataclass(frozen=True)
 class Row:
-    """What a package may import: whole packages (None: all of them), and modules by their first word."""
+    """Allowed imports of a package: packages (None for all), and modules by the first word of their name."""
 
     packages: frozenset[str] | None
     modules: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ def read_table(text: str) -> dict[str, Row]:
 
 
 def violations(rows: dict[str, Row]) -> Iterator[str]:
-    """Every difference between the table and the code, in a line each."""
+    """Differences between the table and the code, one line each."""
     graph = grimp.build_graph("trimtab")
     packages = {name.split(".")[1] for name in graph.find_children("trimtab") if graph.find_children(name)}
     yield from (f"{name}/ has no row" for name in sorted(packages - rows.keys()))
@@ -77,9 +77,9 @@ def violations(rows: dict[str, Row]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Prints the differences; 1 if there are any."""
+    """Print the differences; returns 1 if there are any."""
     found = list(violations(read_table(TABLE.read_text(encoding="utf-8"))))
-    print("\n".join(found) or f"imports are as {TABLE.name} has them")
+    print("\n".join(found) or f"all imports match {TABLE.name}")
     return 1 if found else 0
 
 

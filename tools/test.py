@@ -1,4 +1,4 @@
-"""Runs every test this machine can run and says what was left out and why. Called by `make test`."""
+"""Runs every test that this machine can run and reports the skipped ones. Called by `make test`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import subprocess
 import sys
 
 
-def left_out() -> list[str]:
+def skipped() -> list[str]:
     notes = []
     if shutil.which("nvidia-smi") is None:
-        notes.append("GPU tests: no NVIDIA GPU here (run `pytest -m gpu` on a machine that has one)")
+        notes.append("GPU tests: no NVIDIA GPU (run `pytest -m gpu` on a machine that has one)")
     if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
         notes.append("browser tests: no chromium on the PATH (Debian: apt-get install chromium)")
     return notes
 
 
 def main() -> int:
-    for note in left_out():
-        print(f"left out: {note}", flush=True)
-    # One thread a worker: two workers on two cores, and bit-equal results whatever the machine's core count.
+    for note in skipped():
+        print(f"skipped: {note}", flush=True)
+    # One thread per worker: results are bitwise identical whatever the core count.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     workers = str(max(1, min(4, os.cpu_count() or 1)))
     command = [sys.executable, "-m", "pytest", "-n", workers, "--dist", "loadfile", *sys.argv[1:]]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.end_to_end [--only TEXT] [--out FILE.jsonl] [--weights DIR] [--minutes N] [--tiny]
 
-Each case is a process of its own and one JSON line of the file, with device, versions and commit; a command that was
-cut short resumes where it stopped, the most telling cases first. `--tiny` runs what a CPU can, in seconds
-per case.
+Each case runs in a separate process and is one JSON line of the file, with device, versions and commit. The most
+important cases run first, and an interrupted command resumes where it stopped. `--tiny` runs tiny models on a CPU, in
+seconds per case.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trimtab.lab.records import append_record, checkout_commit, file_name, is_re
 RESULTS = Path(__file__).parents[1] / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft", "bitsandbytes", "liger_kernel", "unsloth")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
-"""Nothing is fetched: the peers would look for newer files, and one of them reports its use."""
+"""No network access: peers would look for newer files, and one of them sends usage statistics."""
 
 
 def limits_of(records: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The memory, GiB, of the lowest-memory peer for each job: measured in this file, or once before."""
+    """Peak memory in GiB of the lowest-memory peer for each job, from this file or an earlier run."""
     limits = dict(PEER_GIB)
     for record in records.values():
         case = record.get("case") or {}
@@ -49,13 +49,13 @@ def _job(fields: dict[str, Any]) -> Any:
 
 
 def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
-    """The cases of each process: one, or with `share` all that need the same model from the same contestant."""
+    """Group cases by process: one each, or with `share` all cases with the same contestant and model."""
     if not share:
         yield from ([case] for case in wanted)
         return
     together: dict[tuple[Any, ...], list[Case]] = {}
     for case in wanted:
-        # Under a cap, with other limits or an empty cache a process must be fresh.
+        # A memory cap, another limit or an empty cache needs a new process.
         alone = case.cap_gb is not None or bool(case.start) or case.contestant == "trimtab tight"
         key = (model_of(case), case.name if alone else "")
         together.setdefault(key, []).append(case)
@@ -63,8 +63,8 @@ def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
 
 
 def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
-    """Runs cases in a process of their own; (their records, whether Ctrl-C stopped it). A case without a record failed,
-    or was not begun."""
+    """Run cases in a separate process; returns (records, whether Ctrl-C stopped it). Cases without a record failed or
+    were not started."""
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "order.json", Path(folder) / "results.jsonl"
         paths[0].write_text(json.dumps(order | {"cases": [asdict(case) for case in batch]}))
@@ -99,7 +99,7 @@ def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[l
 
 
 def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measures what the file does not have for this commit and these versions; returns all records."""
+    """Measure the cases without a record for this commit and these versions; returns all records."""
     device = "cpu" if options.tiny else "cuda"
     where = {"commit": options.commit or checkout_commit(), "versions": versions(PACKAGES)}
     if sys.platform == "linux":
@@ -110,7 +110,7 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
     until = time.monotonic() + 60 * options.minutes
     for batch in processes(left, options.share_processes):
         if time.monotonic() > until:
-            print(f"out of time: {batch[0].name} and what follows is left out", file=sys.stderr)
+            print(f"out of time: {batch[0].name} and all later cases are not run", file=sys.stderr)
             break
         print(", ".join(case.name for case in batch), file=sys.stderr, flush=True)
         order = {
@@ -130,7 +130,7 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             append_record(path, record)
             print("  " + _line(record), file=sys.stderr, flush=True)
         if stopped:
-            print("stopped: what is measured is kept, and the next call goes on", file=sys.stderr)
+            print("stopped: finished cases are saved, and the next call continues", file=sys.stderr)
             break
     return records
 
@@ -155,32 +155,30 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="TEXT",
-        help="the case of that name, or those that hold it",
+        help="the case of that name, or those whose name contains it",
     )
     made.add_argument("--out", type=Path, help="data (benchmarks/results/end-to-end-<device>.jsonl)")
     weights = Path("~/.cache/trimtab/benchmarks")
-    made.add_argument("--weights", type=Path, default=weights, help="where random models are kept (16 GB)")
-    made.add_argument("--minutes", type=float, default=1e9, help="no process is begun after so many")
+    made.add_argument("--weights", type=Path, default=weights, help="folder for random models (16 GB)")
+    made.add_argument("--minutes", type=float, default=1e9, help="start no process after this time")
     made.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     made.add_argument(
         "--share-processes", action="store_true", help="load a contestant's model once for its lengths"
     )
     made.add_argument("--tokens", action="append", default=[], metavar="GB=N", help="longest: try N tokens")
     made.add_argument(
-        "--most-tokens", type=int, default=2**19, help="longest: no step longer than this is tried"
+        "--most-tokens", type=int, default=2**19, help="longest: maximum sequence length to try"
     )
-    made.add_argument("--commit", help="what is measured, where git cannot tell")
-    made.add_argument("--fresh", action="store_true", help="measure again what the file already has")
-    made.add_argument(
-        "--missing", action="store_true", help="leave alone what the file has of other commits and versions"
-    )
-    made.add_argument("--list", action="store_true", help="name the cases and stop")
-    made.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's tables and stop")
+    made.add_argument("--commit", help="the measured commit, if this is no git checkout")
+    made.add_argument("--fresh", action="store_true", help="repeat cases that the file already has")
+    made.add_argument("--missing", action="store_true", help="keep records of other commits and versions")
+    made.add_argument("--list", action="store_true", help="list the cases and exit")
+    made.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's tables and exit")
     return made
 
 
 def chosen(found: list[Case], texts: list[str]) -> list[Case]:
-    """Those that `--only` names: all without one; for each text the case of that name, or all whose names hold it."""
+    """The cases selected by `--only` (all without it): for each text the case of that name, or all that contain it."""
     names = {case.name for case in found}
     return [
         case
@@ -190,7 +188,7 @@ def chosen(found: list[Case], texts: list[str]) -> list[Case]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 if all is right, 1 if a case of ours failed or a loss is off, 2 where there is no GPU."""
+    """Returns 0, 1 if a trimtab case failed or losses differ, 2 without a GPU or a case."""
     options = parser().parse_args(words)
     if options.table:
         print(markdown(read(options.table)), end="")
@@ -201,11 +199,11 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(case.name for case in wanted))
         return 0
     if not wanted:
-        print(f"error: no case holds {' or '.join(options.only)}; --list names them", file=sys.stderr)
+        print(f"error: no case matches {' or '.join(options.only)}; --list names them", file=sys.stderr)
         return 2
     slug = "cpu-tiny" if options.tiny else _gpu()
     if slug is None:
-        print("error: no CUDA device here; --tiny, --list and --table need none", file=sys.stderr)
+        print("error: no CUDA device; --tiny, --list and --table need none", file=sys.stderr)
         return 2
     records = run_all(wanted, options.out or RESULTS / f"end-to-end-{slug}.jsonl", options)
     print(markdown(records), end="")
@@ -216,7 +214,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _gpu() -> str | None:
-    """The GPU's name for a file, asked in a process of its own: this one leaves the device alone."""
+    """The GPU's name for the file, queried in a child process: this process must not initialize CUDA."""
     code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     return file_name(done.stdout) or None

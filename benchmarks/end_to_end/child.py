@@ -1,4 +1,4 @@
-"""One process of the benchmark: loads a model once, runs its cases, writes a JSON line for each.
+"""A process of the benchmark: loads a model once, runs its cases, writes one JSON line per case.
 
 python -m benchmarks.end_to_end.child ORDER.json RESULTS.jsonl
 """
@@ -24,23 +24,23 @@ from trimtab.lab.records import append_record
 from trimtab.lab.timing import ceilings, synchronize, time_once
 
 STEPS = 10
-"""After the first: so many, or as many as the seconds allow."""
+"""Maximum number of timed steps within `BUDGET_S` seconds."""
 BUDGET_S = 6.0
 FEWEST = 2
 TRIES = 3
 CUT = 0.97
-"""A length that was proposed and does not fit is cut by this."""
+"""Factor that reduces a proposed length that does not fit."""
 
 
 def read_order(path: Path) -> dict[str, Any]:
-    """The order with its cases as objects."""
+    """Read the order and parse its cases."""
     order: dict[str, Any] = json.loads(path.read_text())
     order["cases"] = [Case(**{**case, "job": Job(**case["job"])}) for case in order["cases"]]
     return order
 
 
 def main(words: list[str]) -> int:
-    """Runs the order's cases; what a case raises is its result, and the next one still runs."""
+    """Run the order's cases; an exception is recorded as a case's result, and the next case runs."""
     order, results = read_order(Path(words[0])), Path(words[1])
     device = order["device"]
     if order.get("ceilings"):
@@ -54,7 +54,7 @@ def main(words: list[str]) -> int:
         except torch.OutOfMemoryError:
             record["failed"] = "out of memory"
             kept.clear()
-        except Exception as error:  # noqa: BLE001 - whatever a contestant raises is its result
+        except Exception as error:  # noqa: BLE001 - recorded as the result
             record["failed"] = f"{type(error).__name__}: {first_line(error)}"
         record["process_s"] = round(time.perf_counter() - started, 2)
         append_record(results, record)
@@ -63,7 +63,7 @@ def main(words: list[str]) -> int:
 
 
 def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
-    """One case's numbers; `kept` holds a peer's model for its next length."""
+    """Measure one case; `kept` caches a peer's model for its next length."""
     root = Path(order["weights"])
     folder = world.model_folder(root, case.job.model, device)
     adapter = world.adapter_folder(root, case.job.model)
@@ -76,7 +76,7 @@ def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) ->
         return {"absent": absent}
     tokens = world.make_tokens(case.job)
     started = time.perf_counter()
-    longest = max(one.job.tokens for one in order["cases"])
+    longest = max(other.job.tokens for other in order["cases"])
     step = peers.build(case, folder, adapter, tokens, device, kept, longest)
     return _measured(step, case, device, started)
 
@@ -104,7 +104,7 @@ def _ours(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device
 
 
 def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device: str) -> dict[str, Any]:
-    """Arithmetic proposes a length, one real step under the allocator's cap confirms it."""
+    """The planner proposes a length, and one real step under the allocator's cap confirms it."""
     from benchmarks.end_to_end import ours
     from trimtab.facts.devices import host_memory
 
@@ -142,14 +142,14 @@ def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], dev
 
 
 def _positions(model: str) -> int:
-    """How long a sequence of the model may be."""
+    """The model's maximum sequence length."""
     return int(config_of(model)["max_position_embeddings"])
 
 
 def _measured(
     step: peers.Step, case: Case, device: str, started: float, *, recorded: bool = False
 ) -> dict[str, Any]:
-    """Times of synchronized steps after the first ones, losses of all, and the most memory that tensors took."""
+    """Times of synchronized steps after warm-up, losses of all steps, and peak memory of tensors."""
     synchronize(device)
     loaded = time.perf_counter()
     load_peak = _peak(device)
@@ -162,8 +162,8 @@ def _measured(
     first = once()
     if not case.start:
         if case.job.tokens < LONG or recorded:
-            once()  # allocators and autotuners have their say a second time
-            once()  # and a step is recorded
+            once()  # allocator and autotuner warm-up
+            once()  # CUDA graph capture
         until = time.perf_counter() + BUDGET_S
         while len(times) < FEWEST or (len(times) < STEPS and time.perf_counter() < until):
             times.append(once())
@@ -187,7 +187,7 @@ def _ceilings(device: str) -> dict[str, Any]:
 
 
 def _peak(device: str) -> int | None:
-    """Since the last call."""
+    """Peak memory since the last call."""
     if device != "cuda":
         return None
     peak = torch.cuda.max_memory_allocated()
@@ -199,7 +199,7 @@ def _clean_up(device: str) -> None:
     gc.collect()
     torch._dynamo.reset()
     if device == "cuda":
-        with contextlib.suppress(RuntimeError):  # after an illegal access the next case says so itself
+        with contextlib.suppress(RuntimeError):  # after an illegal access the next case reports the error
             torch.cuda.set_per_process_memory_fraction(1.0)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The jobs, who runs them, in which order. No torch: the runner never touches the device itself."""
+"""Jobs, contestants and the order of the cases. No torch: the runner itself never initializes CUDA."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
 GB = 10**9
 BESIDE_GB = 0.7
-"""Of a card's memory, for the CUDA context: what is left is the allocator's cap."""
+"""Part of a GPU's memory for the CUDA context; the rest is the allocator's cap."""
 LONGEST_ATTENTION = "triton"
-"""cuDNN's backward has extra fp32 accumulators, 16 KB per token here; ours has none, and is slower."""
+"""cuDNN's backward needs additional fp32 accumulators, 16 KB per token here; trimtab's needs none, but is slower."""
 LONG = 20_000
-"""Tokens from which a step takes seconds."""
+"""From this sequence length on a step takes seconds."""
 DOCUMENT_TOKENS = 400
 """The average document length in packed sequences; lengths are exponentially distributed."""
 
@@ -32,7 +32,7 @@ _SMALL = {
     "vocab_size": 256,
     "max_position_embeddings": 4096,
 }
-# the same families, small enough for a CPU
+# tiny models of the same families for a CPU
 CONFIGS = MODELS | {f"tiny-{name}": config | _SMALL for name, config in MODELS.items()}
 
 
@@ -67,33 +67,32 @@ class Job:
 
 @dataclass(frozen=True)
 class Case:
-    """A job as one contestant runs it, in a process of its own."""
+    """A job of one contestant, measured in a separate process."""
 
     job: Job
     contestant: str
     limit_s: int = 90
     cap_gb: float | None = None
-    """Longest context: the memory of the card that is imitated; the job's tokens are then what arithmetic proposes."""
+    """Longest context: the memory of the emulated GPU; the planner then proposes the job's tokens."""
     start: str = ""
     """"cold" or "warm": the first step only, with an empty or a filled cache of compiled code."""
 
     @property
     def name(self) -> str:
-        """What a record is found by."""
+        """The key of the case's record."""
         if self.cap_gb is not None:
             return f"{self.job.model} longest {self.cap_gb:g} GB/{self.contestant}"
         return f"{self.job.name}/{self.contestant}" + (f" {self.start}" if self.start else "")
 
 
 OURS = ("trimtab", "trimtab tight", "trimtab eager")
-"""With all the memory there is; within that of the peer that takes least; and every kernel handed over by itself."""
+"""With the whole GPU; within the lowest-memory peer's peak; and without CUDA graphs and torch.compile."""
 NEAREST = "trimtab nearest"
-"""Ours, for its losses: bf16 weights rounded to the nearest as the peers round them, which loses small updates."""
+"""trimtab with bf16 weights rounded to nearest, as in the peers, which loses small updates; for comparing losses."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
 CAPS_GB = dict.fromkeys((8, 12, 16, 24, 40), "llama-8b") | dict.fromkeys((48, 80), "llama-8b/8")
-"""Of imitated cards, and what confirms the length: the model, or so many of its layers where a step of all would take
-more than ten minutes, each as it is in the whole model, under a cap that is less by what the plan counts for the
-others."""
+"""Memory of emulated GPUs to the model that confirms the length: the full model or, where its step would take more than
+ten minutes, some of its layers with the same memory plan, under a cap reduced by the memory planned for the others."""
 
 PEER_GIB = {
     "qwen3-0.6b full 4×1024": 3.7,
@@ -103,7 +102,7 @@ PEER_GIB = {
     "llama-8b qlora 1×32768": 14.0,
     "llama-8b qlora 1×65536": 22.0,
 }
-"""The lowest-memory peer in an earlier run on an H200: limit of "trimtab tight" until the file has one."""
+"""Peak GiB of the lowest-memory peer in an earlier run on an H200: limit of "trimtab tight" until the file has one."""
 
 QWEN_SHORT, QWEN_LONG = (Job("qwen3-0.6b", "full", 4, tokens) for tokens in (1024, 4096))
 LLAMA_SHORT = Job("llama-8b", "qlora", 2, 2048)
@@ -112,14 +111,14 @@ JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 
 
 def card_bytes(cap_gb: float, device: str) -> int:
-    """A recipe's memory limit that leaves the allocator a card's memory minus what lies outside it."""
+    """The recipe's memory limit for which the allocator's cap is the GPU's memory minus the CUDA context."""
     return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
 
 
 def recipe_of(
     job: Job, folder: str | Path, adapter: Path | None, device: str, limit_bytes: int | None
 ) -> dict[str, Any]:
-    """What a user would write for the job; gradients in the weights' dtype, as in the peers."""
+    """The recipe of a job; gradients have the weights' dtype, as in the peers."""
     recipe: dict[str, Any] = {
         "model": {"name": str(folder)},
         "data": {"train": [{"source": "starter:math"}]},
@@ -145,13 +144,13 @@ def recipe_of(
 
 
 def model_of(case: Case) -> str:
-    """Equal for cases that share a loaded model: transformers switches gradient checkpointing at run time."""
+    """Key of the loaded model that cases share; transformers can switch gradient checkpointing on a loaded model."""
     loaded = "hf" if case.contestant == "hf recompute" else case.contestant
     return f"{loaded} {case.job.model} {case.job.method}"
 
 
 def cases() -> list[Case]:
-    """All of them, the most telling first: what a short session leaves out is at the end."""
+    """All cases, the most important first, since a short session does not reach the last ones."""
     found: list[Case] = []
     for job in JOBS[:4]:
         found += [_case(job, name) for name in ("unsloth recompute", "trimtab", "trimtab tight")]
@@ -178,7 +177,7 @@ def cases() -> list[Case]:
 
 
 def _fits(job: Job, contestant: str) -> bool:
-    """Unsloth keeps nothing but block inputs of quantized models: it has no other way to run them."""
+    """Unsloth supports quantized models only with gradient checkpointing."""
     return not (job.method == "qlora" and contestant == "unsloth")
 
 
@@ -191,7 +190,7 @@ def _case(job: Job, contestant: str) -> Case:
 
 
 def tiny_cases() -> list[Case]:
-    """What a CPU can run of it, in seconds: every piece of code but the peers' CUDA kernels."""
+    """Cases for a CPU, in seconds: all code except the peers' CUDA kernels."""
     full = Job("tiny-qwen3-0.6b", "full", 2, 64)
     qlora = Job("tiny-llama-8b", "qlora", 2, 64)
     found = [Case(job, name) for job in (full, qlora) for name in ("hf", "hf recompute", *OURS[:2])]

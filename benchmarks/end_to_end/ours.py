@@ -1,4 +1,4 @@
-"""trimtab's micro-step, put together by the functions that `trimtab train` calls."""
+"""trimtab's training step, built with the functions that `trimtab train` uses."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prepared_for(
     limit_gib: float | None,
     more: dict[str, Any] | None = None,
 ) -> Prepared:
-    """Every `auto` decided. `limit_gib` is of tensors; what CUDA itself takes comes on top. `more` are keys of the
-    recipe."""
+    """Prepare a run with every `auto` resolved. `limit_gib` limits the tensors, without the CUDA context; `more` are
+    additional recipe keys."""
     limit = None
     if case.cap_gb is not None:
         limit = card_bytes(case.cap_gb, device)
@@ -42,7 +42,7 @@ def prepared_for(
     prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared
-    # The peers' memory is what their tensors allocated, not what was reserved; ours is measured alike.
+    # The peers' memory is allocated, not reserved memory; trimtab's is measured alike.
     memory = replace(prepared.resolved.memory_plan, allocator_bytes=None)
     return replace(prepared, resolved=replace(prepared.resolved, memory=memory))
 
@@ -50,7 +50,7 @@ def prepared_for(
 def build(
     prepared: Prepared, folder: Path, tokens: Tokens, *, nearest: bool = False
 ) -> tuple[Step, dict[str, Any]]:
-    """The micro-step, and what was chosen for it. `nearest` rounds weights in 16 bits to the nearest."""
+    """Build the training step; returns it with the resolved choices. `nearest` disables stochastic rounding."""
     resolved = prepared.resolved
     batch = Batch(
         tokens.ids_BT,
@@ -78,7 +78,7 @@ def build(
 
 
 def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
-    """Tokens of one row that arithmetic says fit under the case's cap; 0 if none do."""
+    """The longest sequence that fits under the case's cap according to the planner; 0 if none fits."""
     assert case.cap_gb is not None
     short = replace(case, job=replace(case.job, tokens=256))
     prepared = prepared_for(short, folder, adapter, device, None)
@@ -88,10 +88,10 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
 def part_of(
     case: Case, folders: tuple[Path, Path], adapters: tuple[Path, Path], device: str
 ) -> tuple[float, dict[str, Any]]:
-    """What some of the layers need to run as they do in the whole model: (the cap in GB, keys of the recipe).
+    """Memory cap (GB) and recipe keys with which a part of the layers runs as in the full model.
 
-    What each layer keeps is in the proportions of the whole model's choice, and the cap is less by what the plan counts
-    for the layers left out. `folders` and `adapters` are those of the whole model and of the part.
+    Recompute policies have the same proportions as in the full model, and the cap is reduced by the planned memory of
+    the omitted layers. `folders` and `adapters` are those of the full model and of the part.
     """
     assert case.cap_gb is not None
     whole, part = (
@@ -108,7 +108,7 @@ def part_of(
 
 
 def proportion(counts: dict[str, int], total: int) -> dict[str, int]:
-    """About the same shares of fewer layers: each kind once at least, what is left over of the most frequent one.
+    """Scale counts to a new total: each policy at least once, the remainder to the most frequent one.
 
     Example:
         >>> proportion({"offload": 28, "block": 3, "selective": 1}, 8)

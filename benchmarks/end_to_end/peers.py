@@ -1,7 +1,7 @@
-"""The peers as their own documentation runs them: transformers, peft, bitsandbytes, Liger, Unsloth.
+"""The peers, set up as in their documentation: transformers, PEFT, bitsandbytes, Liger, Unsloth.
 
-Adapters in fp32 under bf16 autocast, as their trainers have it; bitsandbytes' 8-bit AdamW; labels shifted and loss
-averaged by the model. Each function returns one micro-step as a callable that returns the loss.
+Adapters in fp32 under bf16 autocast, as in their trainers; bitsandbytes' 8-bit AdamW; the model shifts labels and
+averages the loss. `build` returns a training step as a callable that returns the loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGES = {
 
 
 def missing(contestant: str) -> str | None:
-    """Why a peer cannot take part here; None if it can."""
+    """Why a peer cannot run here; None if it can."""
     family = contestant.split()[0]
     names = dict.fromkeys((*PACKAGES["hf"], *PACKAGES[family]))
     absent = [name for name in names if importlib.util.find_spec(name) is None]
@@ -40,7 +40,7 @@ def missing(contestant: str) -> str | None:
 def build(
     case: Case, folder: Path, adapter: Path, tokens: Tokens, device: str, kept: dict[str, Any], longest: int
 ) -> Step:
-    """A peer's micro-step, the model loaded; a quantized one is kept for the next length, its adapter set back."""
+    """Load a peer's model and return its training step; quantized models are cached, with adapters reset."""
     job, key = case.job, model_of(case)
     if key not in kept:
         kept.clear()
@@ -79,7 +79,7 @@ def _load(case: Case, folder: Path, adapter: Path, device: str, longest: int) ->
 
 
 def _recomputes(case: Case) -> bool:
-    # Liger's users recompute where activations are large, as its own examples do.
+    # As in Liger's examples, activations are recomputed where they are large.
     liger = case.contestant == "liger" and case.job.method == "qlora"
     return liger or case.contestant.endswith(" recompute")
 
@@ -89,7 +89,7 @@ def _recompute(model: torch.nn.Module, job: Job, on: bool) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.gradient_checkpointing_disable()
-    # Recomputed blocks of a frozen model need an input with a gradient; else it only costs.
+    # Checkpointed blocks of a frozen model need inputs that require gradients; otherwise these only cost time.
     wanted, there = on and job.method == "qlora", getattr(model, "inputs_have_gradients", False)
     if wanted and not there:
         model.enable_input_require_grads()
@@ -142,7 +142,7 @@ def _apply_liger(job: Job) -> None:
 
 
 def _unsloth(job: Job, folder: Path, adapter: Path, recompute: bool, longest: int) -> torch.nn.Module:
-    from unsloth import FastLanguageModel  # first: it rewrites the others as it is imported
+    from unsloth import FastLanguageModel  # import it first: it patches the other libraries
 
     way: Any = "unsloth" if recompute else False
     full = job.method == "full"

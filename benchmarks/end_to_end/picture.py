@@ -1,4 +1,4 @@
-"""The losses of the same steps, drawn: a line a contestant, a chart a job. Where all agree there is one line to see."""
+"""Loss curves as SVG: one chart per job, one line per contestant; equal losses coincide in one line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ COLOURS = {
     "trimtab": "#1864ab",
 }
 FEWEST = 5
-"""Steps that two contestants at least must have made for a chart."""
+"""A chart needs at least two contestants with this many steps."""
 COLUMNS, WIDTH, HEIGHT = 2, 430, 300
 
 
 def losses(records: Records) -> str:
-    """SVG of every job with some steps, the jobs in the tables' order."""
+    """SVG of all jobs with enough steps, in the order of the tables."""
     jobs = {
         job.name: {name: of_job[name]["losses"] for name in COLOURS if name in of_job}
         for job, of_job in by_job(records).items()
     }
-    jobs = {name: lines for name, lines in jobs.items() if _is_told(lines)}
+    jobs = {name: lines for name, lines in jobs.items() if _has_enough_steps(lines)}
     rows = -(-len(jobs) // COLUMNS)
     size = f"{COLUMNS * WIDTH} {rows * HEIGHT}"
     parts = [
@@ -42,7 +42,7 @@ def losses(records: Records) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _is_told(lines: dict[str, list[float]]) -> bool:
+def _has_enough_steps(lines: dict[str, list[float]]) -> bool:
     return sum(len(found) >= FEWEST for found in lines.values()) > 1
 
 

@@ -1,4 +1,4 @@
-"""Tables of the runner's data: times and memory side by side, losses, first steps, longest contexts."""
+"""Tables of the runner's data: times and memory, losses, first steps, longest contexts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from trimtab.run.resolve import resolve_backends
 
 FIRST_LOSS_OFF = 5e-3
 LAST_LOSS_OFF = 3e-2
-"""How far first and last losses of contestants may lie apart; they differ in rounding. Last ones of bf16 weights are
-compared with those of ours that round to nearest, as the peers do: with stochastic rounding, our default, no update
-is lost, and losses fall faster."""
+"""Maximum differences of the contestants' first and last losses, which differ by rounding. For bf16 weights, last
+losses are compared with trimtab's round-to-nearest variant, as the peers round: with stochastic rounding, trimtab's
+default, no update is lost, and losses fall faster."""
 
 TITLES = {
     "llama-8b": "Llama 3.1 8B",
@@ -42,7 +42,9 @@ TITLES = {
     "liger": "Liger",
     "unsloth": "Unsloth",
 }
-LONGEST = "The longest window of Llama 3.1 8B with QLoRA on a card of so much memory, confirmed by a step under a cap"
+LONGEST = (
+    "The longest context of Llama 3.1 8B with QLoRA by GPU memory, confirmed by a step under a memory cap"
+)
 
 Records = dict[str, dict[str, Any]]
 
@@ -53,14 +55,14 @@ def read(path: Path) -> Records:
 
 
 def page(records: Records) -> str:
-    """The tables with where and with what they were measured: the body of a page."""
+    """All tables with device, commits and versions: the body of the page."""
     measured = [record for record in records.values() if "commit" in record]
     commits = ", ".join(dict.fromkeys(record["commit"] for record in measured))
     last = max(measured, key=lambda record: record["time"])
     names = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     device = records["device"]
     rate = device["matmul_flops_per_s"]
-    ceiling = f"; a bf16 product {rate / 1e12:.0f} TFLOP/s" if rate else ""
+    ceiling = f"; bf16 matmul {rate / 1e12:.0f} TFLOP/s" if rate else ""
     host = max((record.get("host_total_bytes", 0) for record in measured), default=0)
     ceiling += f"; a host with {host / 2**30:.0f} GiB" if host else ""
     return (
@@ -69,9 +71,9 @@ def page(records: Records) -> str:
 
 
 def markdown(records: Records) -> str:
-    """All tables, those without a row left out."""
+    """All tables that have rows."""
     tables = {
-        "Whole steps: ms @ GiB of tensors at the peak": _steps(records),
+        "Whole steps: ms @ peak GiB of tensors": _steps(records),
         "Losses of the same steps": _losses(records),
         "The first step": _first_steps(records),
         "Longest context, batch 1": _longest(records),
@@ -82,7 +84,7 @@ def markdown(records: Records) -> str:
 
 
 def problems(records: Records) -> list[str]:
-    """What must not be: a case of ours that failed, losses that are apart."""
+    """Failed trimtab cases, and losses of contestants that differ too much."""
     found = [
         f"{record['name']}: {record['failed']}"
         for record in records.values()
@@ -99,29 +101,29 @@ def problems(records: Records) -> list[str]:
             apart = max(losses.values()) - min(losses.values())
             if not apart <= allowed:
                 found.append(
-                    f"{job.name}: losses are {apart:.4f} apart after {count if which else 1}: {losses}"
+                    f"{job.name}: losses differ by {apart:.4f} after step {count if which else 1}: {losses}"
                 )
     return found
 
 
 def floor_s(job: Job, flops_per_s: float) -> float:
-    """The least time of a micro-step: its products at the rate of the device's best product.
+    """Lower bound of a step's time: its matrix products at the device's best measured matmul rate.
 
-    Frozen weights have no gradients of their own, so two of three products; attention's as they are.
+    Frozen weights need no weight gradients, which saves one of three products; attention's FLOPs are unchanged.
 
     Example:
         >>> round(1e3 * floor_s(Job("llama-8b", "qlora", 2, 2048), 780e12))
         181
     """
     shape = shape_from_config(config_of(job.model), job.model)
-    a_token = flops_per_token(shape, job.tokens)
+    flops = flops_per_token(shape, job.tokens)
     if job.method == "qlora":
-        a_token -= flops_per_token(shape, 1, training=False)
-    return a_token * job.rows * job.tokens / flops_per_s
+        flops -= flops_per_token(shape, 1, training=False)
+    return flops * job.rows * job.tokens / flops_per_s
 
 
 def by_job(records: Records) -> dict[Job, Records]:
-    """Finished cases by job and contestant, the jobs in their records' order."""
+    """Finished cases by job and contestant, the jobs sorted by packing, model and length."""
     found: dict[Job, Records] = {}
     for record in records.values():
         case = record.get("case")
@@ -140,7 +142,13 @@ def _cell(record: dict[str, Any] | None) -> str:
 
 def _steps(records: Records) -> list[list[str]]:
     ceiling = records.get("device", {}).get("matmul_flops_per_s")
-    head = ["job", *PEERS, *(f"**{name}**" for name in OURS), "fastest peer / ours", "thriftiest / tight"]
+    head = [
+        "job",
+        *PEERS,
+        *(f"**{name}**" for name in OURS),
+        "fastest peer / ours",
+        "lowest-memory peer / tight",
+    ]
     rows = [[*head, "floor ms", "of floor"]]
     why = {r["name"]: r.get("absent") or r.get("failed") for r in records.values()}
     for job, of_job in by_job(records).items():
@@ -150,10 +158,10 @@ def _steps(records: Records) -> list[list[str]]:
             for name in (*PEERS, *OURS)
         ]
         fastest = min((r["median_ms"] for r in peers), default=None) if not _untried(job, records) else None
-        thrifty = min(peers, key=lambda r: r["peak_bytes"] or 0, default=None)
+        lowest = min(peers, key=lambda r: r["peak_bytes"] or 0, default=None)
         ratios = [
             _ratio(fastest, of_job.get("trimtab")),
-            _ratio(thrifty and thrifty["median_ms"], of_job.get("trimtab tight")),
+            _ratio(lowest and lowest["median_ms"], of_job.get("trimtab tight")),
         ]
         least = None if not ceiling or job.packed else 1e3 * floor_s(job, ceiling)
         share = "–"
@@ -164,13 +172,13 @@ def _steps(records: Records) -> list[list[str]]:
 
 
 def _untried(job: Job, records: Records) -> set[str]:
-    """Peers that have a case for the job and no record: which of them is the fastest is not known then."""
+    """Peers with a case but no record for the job: the fastest peer is then unknown."""
     wanted = {case for case in cases() if case.job == job and case.contestant in PEERS}
     return {case.contestant for case in wanted if case.name not in records}
 
 
 def _short(reason: str | None) -> str:
-    """Why a cell is empty, in a word or two."""
+    """Short text of an empty cell."""
     if reason is None:
         return "–"
     return "out of memory" if "out of memory" in reason.lower() else reason[:24]
@@ -191,7 +199,7 @@ def _losses(records: Records) -> list[list[str]]:
 
 
 def _first_steps(records: Records) -> list[list[str]]:
-    """Ours alone compiles; the peers' first steps are shown next to it."""
+    """First steps, with compile times for trimtab (the peers do not compile)."""
     rows = [["job", "contestant", "load s", "load GiB", "first step s", "programs", "compiling s"]]
     for record in records.values():
         case = record.get("case")
@@ -215,7 +223,7 @@ def _first_steps(records: Records) -> list[list[str]]:
 
 
 def by_arithmetic(model: str, cap_gb: float) -> Longest:
-    """The longest context on a card of so many GB whose host has all the memory that it takes.
+    """The longest context by the planner on a GPU of `cap_gb`, with unlimited host memory.
 
     Example:
         >>> by_arithmetic("llama-8b", 24).tokens
@@ -263,26 +271,30 @@ def _longest(records: Records) -> list[list[str]]:
 
 
 def summary(records: Records) -> str:
-    """The jobs in short, as a list of what a user would choose from: the fastest peer and the
-    lowest-memory one, ours next to each; then the longest contexts."""
-    rows = [["job", "fastest peer", "trimtab", "", "thriftiest peer", "trimtab in its memory", ""]]
+    """The README's tables: for each job the fastest and the lowest-memory peer, compared with trimtab; then the longest
+    contexts."""
+    rows = [["job", "fastest peer", "trimtab", "", "lowest-memory peer", "trimtab in its memory", ""]]
     for job, of_job in by_job(records).items():
         peers = {name: of_job[name] for name in PEERS if name in of_job}
         if job.packed or _untried(job, records) or not {"trimtab", "trimtab tight"} <= set(of_job):
             continue
         fastest = min(peers, key=lambda name: peers[name]["median_ms"])
-        thrifty = min(peers, key=lambda name: peers[name]["peak_bytes"] or 0)
+        lowest = min(peers, key=lambda name: peers[name]["peak_bytes"] or 0)
         row = [f"{TITLES[job.model]}, {TITLES[job.method]}, {job.rows} × {job.tokens:,}"]
-        for name, mine in ((fastest, "trimtab"), (thrifty, "trimtab tight")):
+        for name, mine in ((fastest, "trimtab"), (lowest, "trimtab tight")):
             peer, ours = peers[name], of_job[mine]
             title = " ".join(TITLES.get(word, word) for word in name.split())
             row += [f"{_cell(peer)} {title}", f"**{_cell(ours)}**", f"{_ratio(peer['median_ms'], ours)} ×"]
         rows.append(row)
-    lengths = [["card, GB"], ["tokens"]]
+    lengths = [["GPU memory, GB"], ["tokens"]]
     capped = [r for r in records.values() if "confirmed" in r]
     for record in sorted(capped, key=lambda r: r["case"]["cap_gb"]):
         lengths[0].append(f"{record['case']['cap_gb']:g}")
         part = "*" if "/" in record["case"]["job"]["model"] else ""
         lengths[1].append(f"{record['confirmed']:,}{part}")
-    parts = " (* by 8 of its 32 layers; no longer one was tried)" if "*" in "".join(lengths[1]) else ""
+    parts = (
+        " (* measured with 8 of its 32 layers; longer ones were not tried)"
+        if "*" in "".join(lengths[1])
+        else ""
+    )
     return f"{aligned_table(rows)}\n{LONGEST}{parts}:\n\n{aligned_table(lengths)}"

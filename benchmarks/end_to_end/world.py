@@ -22,17 +22,17 @@ IGNORED = -100
 
 
 def model_folder(root: Path, model: str, device: str) -> Path:
-    """The folder of a model, made at the first call: config, safetensors, a tokenizer that is not used."""
+    """The folder of a model, written at the first call: config, safetensors, an unused tokenizer."""
     return random_model_folder(root / model.replace("/", "-"), config_of(model), device)
 
 
 def config_folder(root: Path, model: str) -> Path:
-    """A folder with the config alone: enough to plan."""
+    """A folder with only config.json, which is enough to plan."""
     return random_models.config_folder(root / f"{model.replace('/', '-')}-config", config_of(model))
 
 
 def adapter_folder(root: Path, model: str) -> Path:
-    """peft's files of one adapter, which all begin with: A random, B zero, on every linear layer of the blocks."""
+    """The initial PEFT adapter of all contestants: A random, B zero, on every linear layer of the blocks."""
     folder = root / f"{model.replace('/', '-')}-adapter"
     if (folder / "complete").exists():
         return folder
@@ -66,7 +66,7 @@ def adapter_folder(root: Path, model: str) -> Path:
 
 @dataclass(frozen=True)
 class Tokens:
-    """One batch, as our loader makes it: labels already shifted, positions within documents."""
+    """One batch as from trimtab's loader: labels already shifted, positions within documents."""
 
     ids_BT: torch.Tensor
     labels_BT: torch.Tensor
@@ -96,7 +96,7 @@ class Tokens:
 
 
 def make_tokens(job: Job) -> Tokens:
-    """The same sequences for everyone; packed ones contain documents of exponential lengths."""
+    """The same sequences for all contestants; packed ones contain documents of exponential lengths."""
     generator = torch.Generator().manual_seed(derive(0, "benchmark tokens", job.rows, job.tokens))
     ids_BT = torch.randint(2, config_of(job.model)["vocab_size"], (job.rows, job.tokens), generator=generator)
     documents_BT = torch.zeros_like(ids_BT, dtype=torch.int32)

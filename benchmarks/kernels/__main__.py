@@ -1,9 +1,9 @@
-"""Verifies and then times every operation and its peers.
+"""Verifies and times every operation and its peers.
 
     python -m benchmarks.kernels [--only OP] [--out FILE.jsonl] [--commit X]
 
 Each finished case is one JSON line of the file, so that an interrupted run resumes where it stopped.
-A contestant whose result is wrong gets no time, and the command ends with 1.
+A contestant with a wrong result is not timed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = (
 
 
 def all_cases(only: list[str]) -> list[Case]:
-    """Those of every module here, or of the operations (or `operation/case`) named."""
+    """The cases of all modules in this folder, or of the named operations (or `operation/case`)."""
     found: list[Case] = []
     for info in pkgutil.iter_modules(here.__path__):
         if info.name in ("__main__", "table") or info.name.startswith("_"):
@@ -51,7 +51,7 @@ def all_cases(only: list[str]) -> list[Case]:
 
 
 def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures what the file does not have for this commit, device and these versions."""
+    """Measure the cases without a record for this commit, device and these versions."""
     measured = ceilings()
     where = {**provenance("cuda", PACKAGES, options.commit), "device": measured.device}
     same = {key: where[key] for key in ("commit", "device", "versions")}
@@ -77,24 +77,24 @@ def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[
 
 
 def clean_up() -> None:
-    """Memory goes back, and what was compiled for one case does not count against the next one's limit."""
+    """Free memory, and reset torch.compile, whose recompile limit would otherwise count earlier cases."""
     gc.collect()
     torch._dynamo.reset()
-    torch.cuda.synchronize()  # raises after an illegal access: nothing measured from here on would be true
+    torch.cuda.synchronize()  # raises after an illegal access, which invalidates all later measurements
     torch.cuda.empty_cache()
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 if all is right, 1 if a case failed or a result was wrong, 2 where there is no GPU."""
+    """Returns 0, 1 if a case failed or a result was wrong, 2 without a GPU or a case."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="an operation, or op/case")
     parser.add_argument("--out", type=Path, help="data (benchmarks/results/kernels-<device>.jsonl)")
-    parser.add_argument("--commit", help="what is measured, where git cannot tell")
-    parser.add_argument("--list", action="store_true", help="name the cases and stop")
-    parser.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's table and stop")
-    parser.add_argument("--fresh", action="store_true", help="measure again what the file already has")
+    parser.add_argument("--commit", help="the measured commit, if this is no git checkout")
+    parser.add_argument("--list", action="store_true", help="list the cases and exit")
+    parser.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's table and exit")
+    parser.add_argument("--fresh", action="store_true", help="repeat cases that the file already has")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget-ms", type=float, default=100, help="device time of one contestant")
+    parser.add_argument("--budget-ms", type=float, default=100, help="device time per contestant")
     options = parser.parse_args(words)
     if options.table:
         print(markdown(list(read(options.table).values())), end="")
@@ -110,9 +110,7 @@ def main(words: list[str] | None = None) -> int:
         )
         return 2
     if not torch.cuda.is_available():
-        print(
-            "error: no CUDA device here; the benchmark needs one (--list and --table do not)", file=sys.stderr
-        )
+        print("error: no CUDA device; the benchmark needs one (--list and --table do not)", file=sys.stderr)
         return 2
     path = options.out or RESULTS / f"kernels-{file_name(torch.cuda.get_device_name())}.jsonl"
     records = run_all(cases, path, options)

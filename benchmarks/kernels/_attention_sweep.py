@@ -1,4 +1,4 @@
-"""Tile sizes for the Triton attention on the device at hand: what `tiles.py` holds for a chip comes from here.
+"""Sweep of tile sizes for the Triton attention on this device; the values in `tiles.py` come from it.
 
     python -m benchmarks.kernels._attention_sweep [--warm N] [--out FILE.json]
 
@@ -22,7 +22,7 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.tiles import Tiles, tiles
 from trimtab.lab.timing import time_together
 
-# (rows, keys, warps, stages); a fifth member 0 reads through pointers instead of descriptors
+# (rows, keys, warps, stages); a fifth value 0 loads through pointers instead of TMA descriptors
 WIDE = {
     "forward": [(64, 64, 4, 3), (64, 32, 4, 4), (128, 32, 4, 4), (128, 64, 4, 2)],
     "query": [(64, 64, 4, 2), (64, 32, 4, 3), (64, 32, 4, 4), (128, 64, 8, 3)],
@@ -36,7 +36,7 @@ NARROW = {
 
 
 class Runner:
-    """One shape; each kernel with any tiles."""
+    """Runs each kernel of one shape with any tiles."""
 
     def __init__(self, shape: Shape) -> None:
         inputs = Inputs(shape)
@@ -62,7 +62,7 @@ class Runner:
         )
 
     def run(self, name: str, variant: tuple[int, ...]) -> Any:
-        """One launch of the forward, or both of the backward with one of them changed."""
+        """Launch the forward kernel, or both backward kernels with one of them changed."""
         chosen = Tiles(*variant[:4])
         described = launch_triton._supports_tma
         if len(variant) > 4:
@@ -74,7 +74,7 @@ class Runner:
 
 
 def jobs() -> list[tuple[Shape, str, tuple[int, ...]]]:
-    """Every variant of every shape; the second shape's tiles are the first's."""
+    """All variants of three shapes; the second shape uses the first one's tiles."""
     found = []
     for shape in (SHAPES[3], SHAPES[0], SHAPES[2]):
         table = WIDE if shape.D == 128 else NARROW
@@ -87,13 +87,13 @@ def _compile(job: tuple[Shape, str, tuple[int, ...]]) -> str | None:
     try:
         Runner(shape).run(name, variant)
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 - a variant that does not compile is left out of the sweep
+    except Exception as error:  # noqa: BLE001 - a variant that does not compile is skipped
         return f"{shape.name} {name} {variant}: {str(error)[:200]}"
     return None
 
 
 def main() -> None:
-    """Prints milliseconds by shape, kernel and variant; backward kernels include the other one, unchanged."""
+    """Print milliseconds by shape, kernel and variant; backward times include both kernels."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--warm", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -15,11 +15,11 @@ from trimtab.model.families import shape_from_config
 from trimtab.optim import build
 
 BETAS, EPS, LR = (0.9, 0.999), 1e-8, 1e-4
-CHECK_LR = 1e-2  # far above the step of a bf16 weight, so that the check sees the update and not its rounding
+CHECK_LR = 1e-2  # far above bf16 resolution, so that the check measures the update and not its rounding
 
 Step = Callable[[], object]
 Maker = Callable[[list[torch.nn.Parameter], float], Step]
-"""Parameters and learning rate → a step."""
+"""Maps parameters and a learning rate to an optimizer step."""
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -85,7 +85,7 @@ def _torchao(params: list[torch.nn.Parameter], lr: float) -> Step:
 
 
 def _check(make: Maker, fp32: bool = False, device: str = "cuda") -> Callable[[], str | None]:
-    """Three steps on a layer's tensors move the weights as fp64 does: to 5 % of the way in rms."""
+    """Check three steps on a layer's tensors against fp64, within 5 % of the update's rms."""
 
     def check() -> str | None:
         dims = [(1024, 1024), (3072, 1024), (128,)]
@@ -107,10 +107,10 @@ def _check(make: Maker, fp32: bool = False, device: str = "cuda") -> Callable[[]
                 moments[i] = (rest[0], rest[1])
             step()
         for shape, p, b, t in zip(dims, params, before, truth, strict=True):
-            way, miss = (t - b).square().mean().sqrt(), (p.detach().double() - t).square().mean().sqrt()
-            grain = b.square().mean().sqrt() * 2.0**-8  # a bf16 weight's step
-            if miss > 0.05 * way + 1.5 * grain:
-                return f"{shape}: weights end {float(miss / way):.1%} of the way from where fp64 ends"
+            update, error = (t - b).square().mean().sqrt(), (p.detach().double() - t).square().mean().sqrt()
+            resolution = b.square().mean().sqrt() * 2.0**-8  # bf16 resolution of the weights
+            if error > 0.05 * update + 1.5 * resolution:
+                return f"{shape}: updates differ from fp64 by {float(error / update):.1%} of their rms"
         return None
 
     return check
@@ -143,7 +143,7 @@ def _build() -> Bench:
 
 
 def cases() -> list[Case]:
-    """One: the whole model."""
+    """One case: all tensors of the model."""
     moved = sum(
         spec.bytes_moved(shape, 2, 2) if len(shape) > 1 else 22 * shape[0] for shape in shapes()
     )  # a small tensor's fp32 moments: 16 bytes read and written, and 6 of weight and gradient

@@ -1,7 +1,7 @@
 """Causal attention in bf16: four shapes, forward and backward separately, compared with torch's own kernels.
 
-Truth is the reference in fp64 on two slices, the first and the last (row, key/value head) with its group of
-query heads: heads do not see each other, so a slice is exact by itself, and the whole would not fit.
+Ground truth is the fp64 reference on two slices, the first and the last (row, key/value head) with its group of query
+heads: heads are independent, so slices are exact, and all heads would not fit in memory.
 """
 
 # B batch, T tokens, H query heads, K key/value heads, D head size
@@ -25,7 +25,7 @@ PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
 
 @dataclass(frozen=True)
 class Shape:
-    """One row of the table, twice."""
+    """The shape of two cases, forward and backward."""
 
     name: str
     B: int
@@ -59,7 +59,7 @@ def cases() -> list[Case]:
 
 
 def lengths(shape: Shape) -> list[list[int]]:
-    """Documents of each row: exponential with a mean of 400 tokens, the last one cut; the same every time."""
+    """Document lengths of each row: exponential with a mean of 400 tokens, the last one truncated; deterministic."""
     if not shape.packed:
         return [[shape.T]] * shape.B
     generator = torch.Generator().manual_seed(0)
@@ -83,7 +83,7 @@ def _floor(shape: Shape, backward: bool):  # type: ignore[no-untyped-def]
 
 
 class Inputs:
-    """What every contestant of a case gets, and the truth about it."""
+    """The inputs of all contestants of a case, and the ground truth."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -103,11 +103,11 @@ class Inputs:
         self.layout = Layout.causal() if self.documents_BT is None else Layout.packed(self.documents_BT)
 
     def slices(self) -> list[tuple[int, int]]:
-        """(row, key/value head) pairs whose truth is known."""
+        """(row, key/value head) pairs for which the ground truth is computed."""
         return [(0, 0), (self.shape.B - 1, self.shape.K - 1)]
 
     def cut(self, x: torch.Tensor, b: int, g: int) -> torch.Tensor:
-        """One row and one key/value head of it, or the query heads that share that one."""
+        """Slice one row and one key/value head, or the query heads that share it."""
         group = x.shape[2] // self.shape.K
         return x[b : b + 1, :, g * group : (g + 1) * group].detach()
 
@@ -129,7 +129,7 @@ class Inputs:
         return [out.detach(), *grads]
 
     def complaint(self, results: list[torch.Tensor], names: tuple[str, ...]) -> str | None:
-        """None where all results agree with truth within the allowed error."""
+        """The first result that exceeds the allowed error; None if all agree with the ground truth."""
         known = ("o", "dq", "dk", "dv")
         for name, x in zip(names, results, strict=True):
             if not x.isfinite().all():
@@ -143,8 +143,8 @@ class Inputs:
 
 
 def build(shape: Shape, backward: bool) -> Bench:
-    """Everyone who can serve the shape, on the same inputs."""
-    # what a compiled backward may overwrite it cannot be timed twice on
+    """All backends that support the shape, on the same inputs."""
+    # a compiled backward that overwrites saved tensors could not be timed repeatedly
     settings.donated_buffer = False
     inputs = Inputs(shape)
     contestants, absent = {}, {}

@@ -34,13 +34,13 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         function = LigerSiLUMulFunction if case.activation == "silu" else LigerGELUMulFunction
-        # its backward writes the gradients over gate and up
+        # its backward overwrites gate and up with the gradients
         found["Liger"] = Entry(lambda gate, up: function.apply(gate, up), in_place=True)
     return found, absent
 
 
 def cases() -> list[Case]:
-    """A Llama's and a Gemma's width."""
+    """The intermediate sizes of a Llama and a Gemma model."""
     found: list[Case] = []
     for case in spec.LARGE_CASES:
         moved = partial(spec.bytes_moved, case.N, case.W, "bf16")

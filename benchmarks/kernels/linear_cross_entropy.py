@@ -1,7 +1,7 @@
 """The loss over a vocabulary with both gradients, vs. torch, torch.compile, Liger and cut-cross-entropy.
 
-Flat logits (a fresh model) and peaked ones (hidden states that point at their label): some peers skip what is small,
-and are fast or right on one kind only.
+Flat logits (an untrained model) and peaked logits (hidden states aligned with their label): some peers skip small
+values, and are fast or accurate only for one kind.
 """
 
 # N tokens, C hidden size, V vocabulary
@@ -25,7 +25,7 @@ NAMES = ("loss", "hidden's gradient", "weight's gradient")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes, and what our two modes may hold beyond inputs and gradients, in MiB."""
+    """Sizes, and the workspace limits of trimtab's two modes in MiB (beyond inputs and gradients)."""
 
     N: int
     C: int
@@ -54,7 +54,7 @@ class Inputs:
 
 
 def draw(shape: Shape, peaked: bool) -> Inputs:
-    """On the GPU: a head of the larger shapes takes seconds to draw on a CPU."""
+    """Random inputs, drawn on the GPU: on a CPU the larger shapes take seconds."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(rows: int, std: float) -> torch.Tensor:
@@ -70,13 +70,13 @@ def draw(shape: Shape, peaked: bool) -> Inputs:
 
 
 def step(loss: Loss, inputs: Inputs) -> Results:
-    """Loss and both gradients, as training asks for them."""
+    """Loss and both gradients, as in training."""
     value = loss(inputs.hidden_NC, inputs.weight_VC, inputs.labels_N)
     return value.detach(), *torch.autograd.grad(value, (inputs.hidden_NC, inputs.weight_VC))
 
 
 def accumulated(inputs: Inputs, chunks: int, dtype: torch.dtype) -> Results:
-    """The plain computation a chunk of rows at a time, gradients added up in `dtype`, as training in parts does."""
+    """The plain computation in chunks of rows, gradients accumulated in `dtype`."""
     hidden_NC = inputs.hidden_NC.detach().to(dtype)
     weight_VC = inputs.weight_VC.detach().to(dtype).requires_grad_()
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -94,7 +94,7 @@ def accumulated(inputs: Inputs, chunks: int, dtype: torch.dtype) -> Results:
 def check(
     loss: Loss, inputs: Inputs, truth: Callable[[], Results], own: Callable[[int], Results], chunks: int
 ) -> str | None:
-    """Nearer to truth than the plain computation in as many chunks, plus a share."""
+    """Check that the error is at most that of the plain computation with as many chunks, plus a tolerance."""
     return disagreement(NAMES, step(loss, inputs), truth(), own(chunks), "bf16")
 
 
@@ -110,7 +110,7 @@ def ours(memory: int | None, h: torch.Tensor, w: torch.Tensor, y: torch.Tensor) 
 
 
 def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, str]]:
-    """(loss, exact, chunks) by name, and who is absent."""
+    """(loss, exact, chunks) by name, and the absent peers with the reason."""
     compiled = torch.compile(partial(plain, True), fullgraph=True, dynamic=False)
     found: dict[str, tuple[Loss, bool, int]] = {
         "torch, fp32 logits": (partial(plain, True), True, 1),
@@ -123,7 +123,7 @@ def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, st
     else:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
-        # Its own rule: rows of a chunk so that logits take about as much as hidden states.
+        # Liger's chunk size: logits of a chunk take about as much memory as its hidden states.
         rows = 1 << (-(-shape.N // -(-shape.V // shape.C)) - 1).bit_length()
         found["Liger"] = (
             lambda h, w, y: liger_fused_linear_cross_entropy(h, w, y),
@@ -136,7 +136,7 @@ def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, st
         from cut_cross_entropy import linear_cross_entropy as cce
 
         found["cut-cross-entropy, filtered"] = (lambda h, w, y: cce(h, w, y), False, 1)
-        # Without the filter it is still further from the truth than plain bf16: timed, its error next to it.
+        # Even without the filter its error is larger than that of plain bf16: it is timed as approximate.
         found["cut-cross-entropy, unfiltered"] = (lambda h, w, y: cce(h, w, y, filter_eps=None), False, 1)
     return found, absent
 

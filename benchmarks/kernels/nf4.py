@@ -1,6 +1,6 @@
-"""NF4 compared with bitsandbytes and Unsloth: double quantization, blocks of 64, bf16; every bit is compared.
+"""NF4 compared with bitsandbytes and Unsloth: double quantization, blocks of 64, bf16, bitwise identical results.
 
-Unsloth patches other libraries when it is imported; that happens here, inside `build`, and only in its rows.
+Unsloth patches other libraries on import, so it is imported only when its cases are built.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _dequantize_bench(shape: tuple[int, int]) -> Bench:
         contestants[name] = Contestant(run, lambda: _differing(run(), truth, "values"), ours=ours)
 
     add("trimtab", lambda: nf4.dequantize(packed, impl="triton"), ours=True)
-    turned = partial(nf4.dequantize, packed, transposed=True, impl="triton")
-    add("trimtab transposed", lambda: turned().t(), ours=True)
+    transposed = partial(nf4.dequantize, packed, transposed=True, impl="triton")
+    add("trimtab transposed", lambda: transposed().t(), ours=True)
     if reason := missing("bitsandbytes"):
         absent["bitsandbytes"] = absent["unsloth"] = reason
         return Bench(contestants, absent)
@@ -91,7 +91,7 @@ def _quantize_bench(shape: tuple[int, int]) -> Bench:
             rest = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
             return {"weight": codes, **rest}
 
-        # the truth that counts is what bitsandbytes writes; a reciprocal's last bit may tell it from the reference
+        # bitsandbytes' result is the ground truth; the reference may differ in the last bit of a reciprocal
         truth = their_entries()
         contestants["bitsandbytes"] = Contestant(theirs, lambda: compared(their_entries()))
 

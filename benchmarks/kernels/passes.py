@@ -1,4 +1,4 @@
-"""Forward and backward of a differentiable operation as two cases, from its spec's inputs. No cases of its own."""
+"""Builds a forward and a backward case for a differentiable operation from the inputs of its spec."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Entry:
-    """An implementation: the inputs by name → a tensor or several."""
+    """An implementation: maps inputs by name to one or several tensors."""
 
     function: Callable[..., Any]
     ours: bool = False
     in_place: bool = False
-    """It overwrites inputs or gradients: it works on copies of its own, checked on fresh ones."""
+    """Whether it overwrites inputs or gradients; it then gets copies of the inputs."""
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for exactly these shapes; a backward may be run again and again."""
+    """torch.compile with static shapes; the backward can be run repeatedly."""
     import torch._functorch.config as settings
 
     settings.donated_buffer = False
@@ -45,10 +45,11 @@ def two_passes(
     """The cases "name, forward" and "name, backward".
 
     Args:
-        make: The inputs, on the GPU.
-        entries: Who takes part, "reference" among them, and who is absent and why; called when a case is built.
-        bytes_moved: Of the forward (False) and the backward (True).
-        frozen: Inputs without a gradient.
+        make: Returns the inputs on the GPU.
+        entries: Returns the implementations, including "reference", and the absent ones with the reason; called when
+            a case is built.
+        bytes_moved: Bytes moved by the forward (False) or the backward (True) pass.
+        frozen: Inputs that require no gradient.
     """
     return [
         Case(
@@ -82,7 +83,7 @@ def _leaves(tensors: Tensors, frozen: tuple[str, ...], *, copy: bool) -> Tensors
 def _all(function: Callable[..., Any], tensors: Tensors, frozen: tuple[str, ...]) -> Tensors:
     """Outputs and gradients by name, from copies of the inputs."""
     leaves = _leaves(tensors, frozen, copy=True)
-    # an addition in between, so that what works in place does not meet a leaf
+    # the addition makes non-leaf tensors, which in-place operations may modify
     outs = _outputs(function, {k: x + 0 if x.requires_grad else x for k, x in leaves.items()})
     results = {f"output {i}": out.detach().clone() for i, out in enumerate(outs)}
     wanted = {name: x for name, x in leaves.items() if x.requires_grad}
@@ -119,16 +120,16 @@ def _build(
             if entry.in_place:
                 leaves = {name: x.detach() for name, x in leaves.items()}
             return lambda: entry.function(**leaves)
-        held: dict[str, Any] = {}
+        graph: dict[str, Any] = {}
 
         def run() -> object:
-            if not held:  # the graph is made once, at the first run, which is never timed
+            if not graph:  # built once, in the first run, which is not timed
                 outs = _outputs(
                     entry.function,
                     {k: x + 0 if entry.in_place and x.requires_grad else x for k, x in leaves.items()},
                 )
-                held.update(outs=outs, g=_upstream(outs), x=[x for x in leaves.values() if x.requires_grad])
-            return torch.autograd.grad(held["outs"], held["x"], held["g"], retain_graph=True)
+                graph.update(outs=outs, g=_upstream(outs), x=[x for x in leaves.values() if x.requires_grad])
+            return torch.autograd.grad(graph["outs"], graph["x"], graph["g"], retain_graph=True)
 
         return run
 

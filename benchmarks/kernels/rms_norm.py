@@ -36,7 +36,7 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
         def liger(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-            # "gemma": everything in fp32, rounded once, as here; its gradients in tensors of their own
+            # "gemma": fp32 arithmetic with one rounding, as in trimtab; gradients in separate tensors
             if residual is None:
                 return LigerRMSNormFunction.apply(x, weight, case.eps, 0.0, "gemma", False)
             return LigerFusedAddRMSNormFunction.apply(x, residual, weight, case.eps, 0.0, "gemma", False)

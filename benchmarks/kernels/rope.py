@@ -30,15 +30,15 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
     if reason := missing("liger_kernel"):
         absent["Liger"] = reason
     elif case.norm:
-        absent["Liger"] = "its rope has no norms"
+        absent["Liger"] = "its RoPE kernel has no norms"
     else:
         from liger_kernel.ops.rope import LigerRopeFunction
 
         def liger(q, k, cos, sin):  # type: ignore[no-untyped-def]
-            turned = LigerRopeFunction.apply(
+            rotated = LigerRopeFunction.apply(
                 q.transpose(1, 2), k.transpose(1, 2), torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
             )
-            return tuple(x.transpose(1, 2) for x in turned)
+            return tuple(x.transpose(1, 2) for x in rotated)
 
         found["Liger"] = Entry(liger, in_place=True)
     return found, absent

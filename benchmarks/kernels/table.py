@@ -1,4 +1,4 @@
-"""The table made from the runner's data: times, ratios to the best peer, shares of the floor."""
+"""Tables of the runner's data: times, ratios to the fastest peer, shares of the lower bound."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def best_peer(record: dict[str, Any]) -> float | None:
-    """Milliseconds of the fastest exact contestant that is not ours."""
+    """Milliseconds of the fastest exact peer."""
     times = [
         c["median_ms"]
         for c in record["contestants"].values()
@@ -27,7 +27,7 @@ def best_peer(record: dict[str, Any]) -> float | None:
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A case as rows of cells, fastest first; those without a time say why."""
+    """Table rows of a case, fastest first; contestants without a time have a note with the reason."""
     peer = best_peer(record)
     where = (record["op"], record["case"])
     if record.get("failed"):
@@ -53,7 +53,7 @@ def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def markdown(found: list[dict[str, Any]]) -> str:
-    """All cases as one table, aligned so that it also reads well in a terminal."""
+    """All cases as one aligned Markdown table."""
     lines: list[tuple[str, ...]] = [HEAD]
     for record in found:
         lines += rows(record)
@@ -61,7 +61,7 @@ def markdown(found: list[dict[str, Any]]) -> str:
 
 
 def page(found: list[dict[str, Any]]) -> str:
-    """Every operation with a table of its own, where and with what it was measured: the body of a page."""
+    """One table per operation with device, commits and versions: the body of the page."""
     parts = []
     for op in dict.fromkeys(record["op"] for record in found):
         mine = [record for record in found if record["op"] == op]
@@ -80,6 +80,6 @@ def _where(found: list[dict[str, Any]]) -> str:
     product = max(c["matmul_flops_per_s"] for c in ceilings) / 1e12
     names = ", ".join(f"{name} {version}" for name, version in last["versions"].items())
     return (
-        f"{of('device')}, commit {of('commit')}, {last['time'][:10]}; {names}. The device's own ceilings in these "
-        f"runs: a copy {copy:.2f} TB/s, a bf16 product {product:.0f} TFLOP/s."
+        f"{of('device')}, commit {of('commit')}, {last['time'][:10]}; {names}. Measured ceilings of the device: "
+        f"copy {copy:.2f} TB/s, bf16 matmul {product:.0f} TFLOP/s."
     )

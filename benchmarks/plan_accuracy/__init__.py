@@ -1,1 +1,1 @@
-"""How far predicted memory and time are from measured: `python -m benchmarks.plan_accuracy`."""
+"""Accuracy of the predicted memory and time: `python -m benchmarks.plan_accuracy`."""

@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan_accuracy --device cuda --list development [--seconds 540] [--commit X]
 
-Calibrates the machine first, once per commit, then runs the cases that the file does not have for this commit. Each
-line is written as soon as its case is measured, so that a stopped command continues. `--table FILE` prints the errors.
+Calibrates the machine once per commit, then runs the cases without a record for this commit. Each line is written when
+its case is finished, so that an interrupted command resumes. `--table FILE` prints the errors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from trimtab.lab.records import Record, append_record, file_name, is_recorded, p
 
 RESULTS = Path(__file__).parents[1] / "results"
 LEAST_SECONDS = 30.0
-"""A process needs that long for its first case: none is started with less time left."""
+"""Minimum time of a process with one case: none is started with less time remaining."""
 GRACE_SECONDS = 15.0
-"""Behind the end of `--seconds`: a case that still runs then is stopped, and run again by the next call."""
+"""After `--seconds` plus this time a running case is stopped; the next call repeats it."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,26 +37,28 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     made.add_argument("--list", default="development", choices=list(LISTS), dest="cases")
-    made.add_argument("--only", action="append", default=[], metavar="TEXT", help="cases that hold the text")
+    made.add_argument(
+        "--only", action="append", default=[], metavar="TEXT", help="cases whose name contains the text"
+    )
     made.add_argument(
         "--out", type=Path, help="data (benchmarks/results/plan-accuracy-<list>-<device>.jsonl)"
     )
     made.add_argument(
         "--work", type=Path, default=Path("~/.cache/trimtab/plan-accuracy"), help="models and data"
     )
-    made.add_argument("--seconds", type=float, default=1e9, help="time of the whole command, about")
-    made.add_argument("--case-seconds", type=float, default=240, help="a case that takes longer has failed")
-    made.add_argument("--per-process", type=int, default=3, help="cases that share a process")
-    made.add_argument("--commit", help="what is measured, where git cannot tell")
+    made.add_argument("--seconds", type=float, default=1e9, help="approximate time of the command")
+    made.add_argument("--case-seconds", type=float, default=240, help="time limit of a case")
+    made.add_argument("--per-process", type=int, default=3, help="cases per process")
+    made.add_argument("--commit", help="the measured commit, if this is no git checkout")
     made.add_argument("--calibration-seconds", type=float, help="time for the calibration")
-    made.add_argument("--no-calibration", action="store_true", help="use the calibration that is there")
-    made.add_argument("--retry-failed", action="store_true", help="run cases again that failed")
-    made.add_argument("--table", type=Path, metavar="FILE", help="print the errors of a file and stop")
+    made.add_argument("--no-calibration", action="store_true", help="use the existing calibration")
+    made.add_argument("--retry-failed", action="store_true", help="repeat failed cases")
+    made.add_argument("--table", type=Path, metavar="FILE", help="print the errors of a file and exit")
     return made
 
 
 def main(words: list[str] | None = None) -> int:
-    """0 if every case has a record that did not fail, 1 if some failed or are left."""
+    """Returns 0 if every case succeeded, 1 if some failed or are missing, 2 without a GPU."""
     options = parser().parse_args(words)
     if options.table:
         print(table.markdown(table.read(options.table, options.commit)), end="")
@@ -64,31 +66,29 @@ def main(words: list[str] | None = None) -> int:
     began = time.monotonic()
     where = ask_provenance(options.device, options.commit)
     if where is None:
-        print(
-            "error: torch sees no CUDA device here; --device cpu --list cpu runs tiny cases", file=sys.stderr
-        )
+        print("error: torch finds no CUDA device; --device cpu --list cpu runs tiny cases", file=sys.stderr)
         return 2
     slug = file_name(where["device"])
     path = options.out or RESULTS / f"plan-accuracy-{options.cases}-{slug}.jsonl"
     same = {"commit": where["commit"], "device": where["device"]}
     calibrate(path, options, where, same)
-    left = missing(path, chosen(options), same, retry=options.retry_failed)
-    while left and began + options.seconds - time.monotonic() > LEAST_SECONDS:
+    remaining = missing(path, chosen(options), same, retry=options.retry_failed)
+    while remaining and began + options.seconds - time.monotonic() > LEAST_SECONDS:
         until = began + options.seconds
-        done, interrupted = run_process(left[: options.per_process], options, path, where, until)
-        left = [case for case in left if case.name not in done]
+        done, interrupted = run_process(remaining[: options.per_process], options, path, where, until)
+        remaining = [case for case in remaining if case.name not in done]
         if interrupted:
             print("stopped; the same command continues", file=sys.stderr)
             return 1
     records = table.read(path, where["commit"])
     print(table.markdown(records), end="")
-    if left:
-        print(f"{len(left)} cases are left; the same command continues", file=sys.stderr)
-    return 1 if left or any("failed" in record for record in records.values()) else 0
+    if remaining:
+        print(f"{len(remaining)} cases remain; the same command continues", file=sys.stderr)
+    return 1 if remaining or any("failed" in record for record in records.values()) else 0
 
 
 def ask_provenance(device: str, commit: str | None) -> Record | None:
-    """Device, versions and commit, asked in a process of its own: this one leaves the GPU alone. None without one."""
+    """Device, versions and commit, queried in a child process to leave CUDA uninitialized here; None without GPU."""
     if device == "cpu":
         return provenance(device, commit=commit)
     code = (
@@ -100,7 +100,7 @@ def ask_provenance(device: str, commit: str | None) -> Record | None:
 
 
 def chosen(options: argparse.Namespace) -> list[Case]:
-    """The cases of the list that `--only` names; all without it."""
+    """The cases of the list that `--only` selects; all without it."""
     return [
         case
         for case in LISTS[options.cases]
@@ -109,9 +109,9 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 
 
 def missing(path: Path, cases: list[Case], same: dict[str, Any], *, retry: bool) -> list[Case]:
-    """Those without a record of this commit and device; failures count as recorded unless they are to be retried.
+    """The cases without a record for this commit and device; failed ones count as recorded unless `retry`.
 
-    Cases of one model follow each other, so that a process reads the same files.
+    Cases of one model are consecutive, so that a process reads the same files.
     """
     records = table.read(path, same["commit"])
 
@@ -124,7 +124,7 @@ def missing(path: Path, cases: list[Case], same: dict[str, Any], *, retry: bool)
 
 
 def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict[str, Any]) -> None:
-    """Measures the machine in a process of its own; kept where the planner reads it, and recorded."""
+    """Calibrate the machine in a child process; saves the result for the planner and records it."""
     known = table.read_records(path, "calibration_of").get(same["commit"])
     if options.no_calibration or (known and is_recorded(known, same)):
         return
@@ -138,7 +138,7 @@ def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict
     words = [sys.executable, "-c", code, options.device, str(options.calibration_seconds or 0)]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        raise SystemExit("error: the calibration failed, see above; --no-calibration leaves it out")
+        raise SystemExit("error: the calibration failed, see above; --no-calibration skips it")
     made = json.loads(done.stdout.splitlines()[-1])
     for warning in made["warnings"]:
         print(f"calibration: {warning}", file=sys.stderr)
@@ -148,10 +148,10 @@ def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict
 def run_process(
     batch: list[Case], options: argparse.Namespace, path: Path, where: Record, until: float
 ) -> tuple[set[str], bool]:
-    """Runs cases in one process; (names of those with a record now, whether Ctrl-C stopped it).
+    """Run cases in one process; returns (names of the recorded cases, whether Ctrl-C stopped it).
 
-    The process is ended where a case takes too long, or when the time is up: then the case that is running has no
-    record and is run again by the next call.
+    The process is killed if a case exceeds its time limit, or when the time of the command is over; in the latter case
+    the running case has no record and is repeated by the next call.
     """
     with tempfile.TemporaryDirectory() as folder:
         order, results, log = (Path(folder) / name for name in ("order.json", "results.jsonl", "log"))
@@ -186,7 +186,7 @@ def run_process(
 
 @dataclasses.dataclass
 class _Watch:
-    """The records of a worker as they come, and how it ended."""
+    """Reads the records of a worker and detects how it ended."""
 
     process: subprocess.Popen[bytes]
     results: Path
@@ -196,16 +196,16 @@ class _Watch:
     done: set[str] = dataclasses.field(default_factory=set)
     running: str = ""
     ended_early: str = ""
-    """Why the running case has failed; empty if none has."""
+    """Why the running case failed; empty if it did not."""
 
     def records(self) -> Any:
-        """Each finished case; returns when all are done, the process ended, or a case or all took too long."""
+        """Yield the record of each finished case until all are done, the process ended or a time limit was exceeded."""
         seen, since = 0, time.monotonic()
         self.running = self.batch[0].name
         while True:
             ended = self.process.poll() is not None
             text = self.results.read_text() if self.results.exists() else ""
-            lines = text[: text.rfind("\n") + 1].splitlines()  # without a line that is being written
+            lines = text[: text.rfind("\n") + 1].splitlines()  # without an incomplete last line
             for line in lines[seen:]:
                 record = json.loads(line)
                 since, seen = time.monotonic(), seen + 1
@@ -227,7 +227,7 @@ class _Watch:
 
 
 def memory_used() -> int:
-    """Bytes of the GPU that other processes use, by nvidia-smi; 0 where it cannot be asked."""
+    """GPU memory used by other processes, from nvidia-smi; 0 if it is not available."""
     words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10)
@@ -238,7 +238,7 @@ def memory_used() -> int:
 
 
 def line_of(record: Record) -> str:
-    """One line for the terminal."""
+    """A record as one line for the terminal."""
     if "failed" in record:
         return f"{record['case']}: {record['failed']}"
     parts = []

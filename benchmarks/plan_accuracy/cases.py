@@ -1,11 +1,11 @@
-"""The jobs of the sweep: a development list, which the planner's model may be fitted to, and a held-out list. No torch.
+"""The cases: a development list, to which the planner's model may be fitted, and a held-out list. No torch.
 
 A case is one line:
 
     MODEL METHOD ROWSxTOKENS [packed] [KEY=VALUE …]
 
-with the keys of `Case.options`. The held-out list has every kind of case and four models that the other list has not;
-it is measured once, last. A later change of the model needs new cases.
+with the keys of `Case.options`. The held-out list has every kind of case and four models that are not in the other
+list; it is measured once, at the end. A later change of the planner's model needs new cases.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEYS = {
     "in_backward": "optim_in_backward",
     "unpacked": "dequantized_layers",
 }
-"""Keys of a case and those of the recipe; `r` is the rank of the adapters."""
+"""Keys of a case to recipe keys; in addition `r` is the adapters' rank."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
 
     @staticmethod
     def parse(line: str) -> Case:
-        """The case of a line.
+        """Parse a case.
 
         Example:
             >>> Case.parse("qwen3-0.6b lora 2x1024 packed recompute=block r=8").options
@@ -64,11 +64,11 @@ class Case:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of an optimizer step."""
+        """Tokens per optimizer step."""
         return self.rows * self.tokens * int(self.options.get("accumulation", 1))
 
     def recipe(self) -> dict[str, Any]:
-        """The keys of the recipe that the case decides; values are what a user would write.
+        """The recipe keys that the case determines.
 
         Example:
             >>> Case.parse("qwen3-0.6b qlora 2x1024 limit=6GiB graphs=false").recipe()["memory_limit"]
@@ -88,7 +88,7 @@ class Case:
             if key in self.options:
                 found[name] = _value(self.options[key])
         if found.get("optim_in_backward"):
-            found["max_grad_norm"] = 0.0  # such an optimizer never has all gradients at once
+            found["max_grad_norm"] = 0.0  # all gradients never exist at the same time
         return found
 
 
@@ -109,7 +109,7 @@ TINY = {
     "max_position_embeddings": 512,
 }
 CONFIGS = MODELS | {f"tiny-{name}": config | TINY for name, config in MODELS.items()}
-"""config.json by model; the tiny ones are for tests on a CPU."""
+"""config.json by model, including tiny ones for tests on a CPU."""
 
 DEVELOPMENT = """
 smollm2-135m full 8x512
@@ -212,7 +212,7 @@ tiny-qwen3-0.6b full 2x64
 tiny-llama-8b qlora 2x64 packed recompute=block
 tiny-llama-8b lora 1x128 optim=adamw_torch accumulation=2
 """
-"""What a CPU runs in seconds, for tests."""
+"""Cases for tests, which take seconds on a CPU."""
 
 LISTS = {
     name: tuple(Case.parse(line) for line in text.strip().splitlines())

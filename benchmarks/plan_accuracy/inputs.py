@@ -1,4 +1,4 @@
-"""What a case needs: a model folder, documents of random words, a recipe. No torch, but for weights of large models."""
+"""Inputs of a case: model folder, documents of random words, recipe. Uses torch only for weights of large models."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trimtab.lab.random_models import config_folder, random_model_folder, write_
 from trimtab.model.families import shape_from_config
 
 LARGE = 2.5e9
-"""Parameters from which weights are read from a folder: drawing them takes a CPU a minute for each run."""
+"""Above this number of parameters weights are read from a folder: initializing them takes a minute per run on a CPU."""
 DOCUMENT_TOKENS = 400
-"""The average document of packed sequences; lengths are exponential."""
+"""Average document length in packed sequences; lengths are exponentially distributed."""
 WORDS = 998
-"""Of the tokenizer (`write_tokenizer`): w2 to w999."""
+"""Number of words of the tokenizer (`write_tokenizer`): w2 to w999."""
 FLOPS = 3e14
-"""A guess at the rate of a GPU, which only decides how many steps are measured."""
+"""Rough FLOP/s of a GPU; only determines how many steps are measured."""
 
 
 def model_folder(root: Path, model: str, device: str) -> tuple[Path, str]:
@@ -34,30 +34,30 @@ def model_folder(root: Path, model: str, device: str) -> tuple[Path, str]:
 
 
 def documents_file(root: Path, case: Case, sequences: int) -> Path:
-    """At least so many sequences of documents: each one document of the whole length, or several when packed."""
+    """Write documents for at least `sequences` sequences: one document each, or several if packed."""
     kind = "packed" if case.packed else "whole"
     path = root / "documents" / f"{kind}-{case.tokens}-{sequences}.jsonl"
     if path.exists():
         return path
     rng = random.Random(f"{case.tokens} {case.packed}")
     most = min(CONFIGS[case.model]["vocab_size"], WORDS + 2) - 1
-    left, lines = sequences * case.tokens, []
-    while left > 0:
-        # one less: the tokenizer ends a document with a token of its own
+    remaining, lines = sequences * case.tokens, []
+    while remaining > 0:
+        # minus the EOS token that the tokenizer adds to each document
         length = case.tokens - 1
         if case.packed:
             average = min(DOCUMENT_TOKENS, case.tokens / 4)
             length = max(1, min(round(rng.expovariate(1 / average)), case.tokens - 1))
         words = " ".join(f"w{n}" for n in rng.choices(range(2, most), k=length))
         lines.append(json.dumps({"text": words}))
-        left -= length + 1
+        remaining -= length + 1
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def steps_of(case: Case) -> tuple[int, int]:
-    """(optimizer steps that are timed together, how often), the first time to warm up.
+    """(optimizer steps per timed group, number of groups); the first group is warm-up.
 
     Example:
         >>> steps_of(Case.parse("qwen3-0.6b full 4x1024")), steps_of(Case.parse("llama-8b qlora 1x65536"))
@@ -67,12 +67,14 @@ def steps_of(case: Case) -> tuple[int, int]:
         return 3, 2  # they only test the code
     parameters = shape_from_config(CONFIGS[case.model], case.model).num_parameters
     seconds = 6.0 * parameters * case.step_tokens / FLOPS
-    together = max(3, min(12, round(1.5 / seconds)))  # three: a step is captured as a CUDA graph in the third
+    together = max(
+        3, min(12, round(1.5 / seconds))
+    )  # at least three: the third step is captured as a CUDA graph
     return together, 2 if seconds > 2 else 3
 
 
 def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
-    """The whole recipe of a case. It has one step more than are measured: the run is ended before it saves."""
+    """The recipe of a case, with one step more than measured: the run is stopped before it saves a checkpoint."""
     folder, init = model_folder(root, case.model, device)
     together, times = steps_of(case)
     steps = together * times + 1

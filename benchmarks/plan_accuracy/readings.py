@@ -1,4 +1,4 @@
-"""What a run folder says of a run: the plan's predictions, and the times of its steps. No torch."""
+"""Reads the plan's predictions and the step times from a run folder. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TERMS = ("weights", "gradients", "optimizer", "activations", "other")
 
 
 def predicted(plan: dict[str, Any]) -> dict[str, Any]:
-    """The figures of plan.json that are measured as well; None for those that a plan does not have.
+    """The predictions in plan.json that are also measured; None for those that are missing.
 
     Example:
         >>> predicted({"memory": {"peak": {"total": 8}, "needed": 10}, "time": {}})["process"]
@@ -38,10 +38,10 @@ def predicted(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def step_times(rows: Sequence[dict[str, Any]], together: int) -> dict[str, Any]:
-    """Seconds of an optimizer step, from the records of metrics.jsonl: the first group of steps warms up.
+    """Seconds per optimizer step from the records of metrics.jsonl; the first group of steps is warm-up.
 
-    Steps that were logged together have one rate of trained tokens, written with six digits; their seconds are their
-    tokens divided by it. The seconds in the records themselves are rounded to milliseconds.
+    A group's seconds are its tokens divided by its logged rate, which has six digits; the logged seconds are rounded to
+    milliseconds.
 
     Example:
         >>> rows = [{"kind": "train", "step": n, "tokens": 100 * n, "tokens_per_second": r}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.plan_accuracy.recorded
 
-Whole steps come from `results/end-to-end-h200.jsonl` and its repetitions, single operations from the profiles in
-`results/step-profiles-h200.txt`. The efficiencies that ship with the package were taken from some of these profiles
-(`benchmarks.shipped_calibration`), so this shows how well the model describes what was measured; how well it predicts
-is for the held-out list of `benchmarks.plan_accuracy` to say.
+Whole steps are from `results/end-to-end-h200.jsonl` and its repetitions, single operations from the profiles in
+`results/step-profiles-h200.txt`. The shipped efficiencies were fitted to some of these profiles
+(`benchmarks.shipped_calibration`), so this shows the quality of the fit; the held-out list of
+`benchmarks.plan_accuracy` measures the quality of predictions.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ RESULTS = Path(__file__).parents[1] / "results"
 FILES = ("end-to-end-h200.jsonl", "end-to-end-again-h200.jsonl", "build-h200.jsonl")
 H200 = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
 DOCUMENT_TOKENS = 400
-"""The mean document of packed sequences in these records; lengths are exponential."""
+"""Average document length of packed sequences in these records; lengths are exponentially distributed."""
 LOGITS = 4 * 2**30
-"""Loss memory: all logits at once in these jobs."""
+"""Memory limit of the loss, enough for all logits of these jobs."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One measured step and what the model says of it."""
+    """A measured step and its prediction."""
 
     name: str
     commit: str
     memory: str
-    """The recorded choice of recompute policies, tiles and unpacked layers."""
+    """The recorded recompute policies, MLP tiles and dequantized layers."""
     graphs: bool
     measured: float
     predicted: StepTime
 
     @property
     def error(self) -> float:
-        """Relative, positive where more was predicted than measured."""
+        """Relative error, positive if the prediction is too high."""
         return self.predicted.seconds / self.measured - 1
 
 
 def recorded_steps() -> Iterator[Recorded]:
-    """Every recorded step of trimtab's own, one that only starts excepted."""
+    """All recorded trimtab steps with a median time."""
     for file in FILES:
         for line in (RESULTS / file).read_text().splitlines():
             row = json.loads(line)
@@ -72,7 +72,7 @@ def recorded_steps() -> Iterator[Recorded]:
 
 
 def job_of(model: str, method: str, rows: int, tokens: int, packed: bool, memory: str) -> Job:
-    """A recorded job, its memory settings as the record words them.
+    """The job of a record, with the memory settings parsed from the record's text.
 
     Example:
         >>> job_of("llama-8b", "qlora", 2, 2048, False, "31 layers offload_half, 1 none").layers[-2:]
@@ -80,7 +80,7 @@ def job_of(model: str, method: str, rows: int, tokens: int, packed: bool, memory
     """
     tiles, unpacked = re.search(r"in (\d+) tiles", memory), re.search(r"weights of (\d+) also", memory)
     share = 1.0
-    if packed:  # documents of exponential length: the mean square of a length is twice the square of its mean
+    if packed:  # exponential lengths: the mean of the squared length is twice the squared mean
         share = min(1.0, 2 * DOCUMENT_TOKENS / (tokens + 1))
     qlora = method == "qlora"
     return Job(
@@ -118,13 +118,11 @@ def _policies(memory: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Print predictions and errors of all recorded steps."""
     rows = list(recorded_steps())
+    print("# Measured and predicted milliseconds of steps on one NVIDIA H200, with the measured commits.")
     print(
-        "# Steps measured on one NVIDIA H200 (commits as named), and what the time model says of them, in ms."
-    )
-    print(
-        "# The model's efficiencies come from some of the same profiles: a description, not a held-out prediction."
+        "# The model's efficiencies were fitted to some of the same profiles: this is no held-out prediction."
     )
     for row in rows:
         print(

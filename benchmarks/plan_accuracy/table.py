@@ -1,4 +1,4 @@
-"""Errors of the plan by method and by term: medians and worst. No torch."""
+"""Errors of the plan by method and by term: median and worst. No torch."""
 
 from __future__ import annotations
 
@@ -24,70 +24,74 @@ QUANTITIES = {
 def read(path: Path, commit: str | None = None) -> dict[str, dict[str, Any]]:
     """The last record of each case, of one commit or of any."""
     found = read_records(path, "case")
-    return {name: one for name, one in found.items() if commit in (None, one.get("commit"))}
+    return {name: record for name, record in found.items() if commit in (None, record.get("commit"))}
 
 
 def error(record: dict[str, Any], quantity: str) -> float | None:
-    """(predicted − measured) / measured; None where one of them is missing.
+    """(predicted − measured) / measured; None if one of them is missing.
 
     Example:
         >>> error({"predicted": {"allocated": 102}, "measured": {"allocated": 100}}, "allocated")
         0.02
     """
-    told, seen = (record.get(side, {}).get(quantity) for side in ("predicted", "measured"))
+    predicted, measured = (record.get(side, {}).get(quantity) for side in ("predicted", "measured"))
     if quantity == "process" and not record.get("fresh_process", True):
-        return None  # kernels of earlier cases are loaded into the same process
-    return None if not told or not seen else (told - seen) / seen
+        return None  # the process also has the kernels of earlier cases
+    return None if not predicted or not measured else (predicted - measured) / measured
 
 
 def term_error(record: dict[str, Any], term: str) -> float | None:
-    """The error of one bucket, as a share of the measured peak: what it adds to the error of the total."""
-    told, seen = (record.get(side, {}).get("buckets", {}).get(term) for side in ("predicted", "measured"))
-    whole = record.get("measured", {}).get("allocated")
-    return None if told is None or seen is None or not whole else (told - seen) / whole
+    """The error of one term relative to the measured peak: its contribution to the total error."""
+    predicted, measured = (
+        record.get(side, {}).get("buckets", {}).get(term) for side in ("predicted", "measured")
+    )
+    peak = record.get("measured", {}).get("allocated")
+    return None if predicted is None or measured is None or not peak else (predicted - measured) / peak
 
 
 def summary(errors: Iterable[float | None]) -> str:
-    """Median and worst of absolute errors, and how many there are.
+    """Median and worst absolute error, and the number of errors.
 
     Example:
         >>> summary([0.01, -0.03, None, 0.02])
         '2.00 % / -3.00 % (3)'
     """
-    known = [one for one in errors if one is not None]
+    known = [value for value in errors if value is not None]
     if not known:
         return "–"
-    median = statistics.median(abs(one) for one in known)
+    median = statistics.median(abs(value) for value in known)
     worst = max(known, key=abs)
     return f"{median:.2%} / {worst:+.2%} ({len(known)})".replace("%", " %")
 
 
 def by_group(records: Records, group: Callable[[Case], str]) -> list[list[str]]:
-    """A row for each group of cases: the errors of each quantity."""
+    """One row per group of cases with the errors of each quantity."""
     rows = [["", *(f"{name}, median / worst (cases)" for name in QUANTITIES.values())]]
     groups: dict[str, list[dict[str, Any]]] = {}
     for name, record in records.items():
         if "failed" not in record:
             groups.setdefault(group(Case.parse(name)), []).append(record)
     for name, mine in sorted(groups.items()):
-        rows.append([name, *(summary(error(one, quantity) for one in mine) for quantity in QUANTITIES)])
-    everything = [one for mine in groups.values() for one in mine]
-    rows.append(["all", *(summary(error(one, quantity) for one in everything) for quantity in QUANTITIES)])
+        rows.append([name, *(summary(error(record, quantity) for record in mine) for quantity in QUANTITIES)])
+    everything = [record for mine in groups.values() for record in mine]
+    rows.append(
+        ["all", *(summary(error(record, quantity) for record in everything) for quantity in QUANTITIES)]
+    )
     return rows
 
 
 def markdown(records: Records) -> str:
-    """All tables: by method, by model, by what is special, by term, and each case."""
-    good = {name: one for name, one in records.items() if "failed" not in one}
-    failed = [[name, one["failed"]] for name, one in records.items() if "failed" in one]
+    """All tables: by method, model, kind of job and term, and all cases."""
+    measured = {name: record for name, record in records.items() if "failed" not in record}
+    failed = [[name, record["failed"]] for name, record in records.items() if "failed" in record]
     terms = [["term", "error as a share of the peak, median / worst (cases)"]]
-    terms += [[term, summary(term_error(one, term) for one in good.values())] for term in TERMS]
+    terms += [[term, summary(term_error(record, term) for record in measured.values())] for term in TERMS]
     parts = [
         ("By method", by_group(records, lambda case: case.method)),
         ("By model", by_group(records, lambda case: case.model)),
         ("By kind of job", by_group(records, _kind)),
         ("By term", terms),
-        ("Cases", [_HEAD, *(_row(name, one) for name, one in good.items())]),
+        ("Cases", [_HEAD, *(_row(name, record) for name, record in measured.items())]),
     ]
     if failed:
         parts.append(("Failed", [["case", "why"], *failed]))
@@ -95,7 +99,7 @@ def markdown(records: Records) -> str:
 
 
 def _kind(case: Case) -> str:
-    """What is most special about a case."""
+    """The kind of a case, by its most unusual option."""
     options = case.options
     if options.get("compile") == "true":
         return "compiled"
@@ -122,7 +126,7 @@ _HEAD = [
 
 
 def _row(name: str, record: dict[str, Any]) -> list[str]:
-    told, seen = record["predicted"], record["measured"]
+    predicted, measured = record["predicted"], record["measured"]
 
     def cell(value: float | None, scale: float, digits: int) -> str:
         return "–" if value is None else f"{value * scale:.{digits}f}"
@@ -133,12 +137,12 @@ def _row(name: str, record: dict[str, Any]) -> list[str]:
 
     return [
         name,
-        cell(told["allocated"], 2**-30, 3),
-        cell(seen["allocated"], 2**-30, 3),
+        cell(predicted["allocated"], 2**-30, 3),
+        cell(measured["allocated"], 2**-30, 3),
         share("allocated"),
-        cell(seen["process"], 2**-30, 3),
+        cell(measured["process"], 2**-30, 3),
         share("process"),
-        cell(told["step_seconds"], 1e3, 1),
-        cell(seen["step_seconds"], 1e3, 1),
+        cell(predicted["step_seconds"], 1e3, 1),
+        cell(measured["step_seconds"], 1e3, 1),
         share("step_seconds"),
     ]

@@ -1,4 +1,4 @@
-"""A process of the sweep: trains its cases one after another and writes a JSON line for each.
+"""A process of the benchmark: trains its cases one after another and writes one JSON line per case.
 
 python -m benchmarks.plan_accuracy.worker ORDER.json RESULTS.jsonl
 """
@@ -34,15 +34,15 @@ from trimtab.run.prepare import prepare
 
 POLL_SECONDS = 0.05
 CASE_SECONDS = 25.0
-"""About what a case takes: none is begun with less time left."""
+"""Approximate time of a case: none is started with less time remaining."""
 
 
 class Enough(Exception):
-    """All steps that are measured are done: the run ends without saving."""
+    """Raised after the last measured step to stop the run before it saves."""
 
 
 class DeviceMemory:
-    """The most memory of the GPU in use, by all processes, while the block lasts."""
+    """Context manager that measures the peak GPU memory in use by all processes."""
 
     def __init__(self, device: str) -> None:
         self.cuda, self.peak = device.startswith("cuda"), 0
@@ -73,12 +73,12 @@ class DeviceMemory:
 
 
 def run(case: Case, order: dict[str, Any]) -> dict[str, Any]:
-    """What the plan said and what was measured."""
+    """Train a case; returns predictions, measurements and choices."""
     root, device = Path(order["work"]), order["device"]
     folder = root / "runs" / re.sub(r"[^a-z0-9.]+", "-", case.name)
     shutil.rmtree(folder, ignore_errors=True)
     recipe = build(recipe_of(case, root, folder, device))
-    clean_up(device)  # large weights were drawn on the device
+    clean_up(device)  # large weights were initialized on the device
     together, times = steps_of(case)
 
     def after_step(step: int) -> None:
@@ -105,25 +105,25 @@ def run(case: Case, order: dict[str, Any]) -> dict[str, Any]:
         measured["allocated_whole_run"] = torch.cuda.max_memory_allocated()
     plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
     choices = json.loads((folder / "choices.json").read_text(encoding="utf-8"))
-    told = predicted(plan)
-    if told["reserved"] is None and device.startswith("cuda"):
-        told |= predict_reserved(recipe)
+    prediction = predicted(plan)
+    if prediction["reserved"] is None and device.startswith("cuda"):
+        prediction |= predict_reserved(recipe)
     shutil.rmtree(folder, ignore_errors=True)
     kept = ("dtype", "weights_dtype", "gradient_dtype", "graphs", "compile", "memory", "loss", "optimizer")
     chosen = {key: choices[key] for key in kept if key in choices}
-    return {"predicted": told, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
+    return {"predicted": prediction, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
 
 
 def predict_reserved(recipe: Recipe) -> dict[str, int]:
-    """The planner's figures of the allocator and of the whole process, where plan.json has none."""
+    """Predicted memory of the allocator and of the whole process, if plan.json has none."""
     prepared = prepare(recipe)
     found = reserved_memory(prepared.plan.job, graphs=prepared.resolved.graphs.enabled)
     return {"reserved": found.reserved, "process": found.process}
 
 
 def main(words: list[str]) -> int:
-    """Runs the order's cases; what a case raises is its result. After a failure the process ends: the next case begins
-    with memory that nothing else used."""
+    """Run the order's cases; an exception is recorded as a case's result. After a failure the process ends, so that the
+    next case starts with clean memory."""
     order, results = json.loads(Path(words[0]).read_text()), Path(words[1])
     began = time.monotonic()
     for position, line in enumerate(order["cases"]):

@@ -1,4 +1,4 @@
-"""Forks savers and kills them; run by test_checkpoint_faults.py in a process of its own.
+"""Forks savers and kills them; run by test_checkpoint_faults.py in a separate process.
 
 Forking after torch is imported makes a kill cost milliseconds instead of an import.
 

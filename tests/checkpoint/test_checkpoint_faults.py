@@ -1,4 +1,4 @@
-"""kill −9 at any instant, changed files, full disks, folders that cannot be written: nothing good is lost."""
+"""kill −9 at any instant, changed files, full disks, read-only folders: no valid checkpoint is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def save_steps(folder: Path, *steps: int) -> None:
 
 
 def open_and_check(folder: Path) -> tuple[Found | None, list[str]]:
-    """The latest checkpoint, its content compared with its step, and what was said on the way."""
+    """The latest checkpoint, its content compared with its step, and the reported messages."""
     said: list[str] = []
     with Store(folder, on_event=said.append) as store:
         found = store.latest()
@@ -90,7 +90,7 @@ FILES = ["manifest.json", "state.json", "shard-00001-model-00001-of-00001.safete
 
 @pytest.mark.parametrize("damage", [flip, cut, empty, Path.unlink], ids=["flip", "cut", "empty", "delete"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(
+def test_a_damaged_checkpoint_is_skipped_and_reported(
     tmp_path: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     save_steps(tmp_path, 1, 2)
@@ -114,7 +114,7 @@ def test_any_flipped_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     assert open_and_check(tmp_path)[0] is not None
 
 
-def test_both_damaged_there_is_none_and_both_are_named(tmp_path: Path) -> None:
+def test_two_damaged_checkpoints_are_both_reported(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     for step in (1, 2):
         flip(tmp_path / f"step-0000000{step}" / FILES[2])
@@ -124,7 +124,7 @@ def test_both_damaged_there_is_none_and_both_are_named(tmp_path: Path) -> None:
     assert all("does not match its checksum" in message for message in said)
 
 
-def test_a_strange_tensor_file_is_not_read(tmp_path: Path) -> None:
+def test_a_foreign_tensor_file_is_an_error(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     source = tmp_path / "step-00000002" / FILES[2]
     shutil.copy(source, source.with_name("extra.safetensors"))
@@ -135,7 +135,7 @@ def test_a_strange_tensor_file_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"step-00000077\n", b"\xff\xfe\x00", b"../../etc"])
-def test_a_wrong_pointer_misleads_nobody_and_is_repaired(tmp_path: Path, content: bytes) -> None:
+def test_a_wrong_pointer_is_ignored_and_repaired(tmp_path: Path, content: bytes) -> None:
     save_steps(tmp_path, 1, 2)
     (tmp_path / "latest").write_bytes(content)
     found, _ = open_and_check(tmp_path)
@@ -154,7 +154,7 @@ def test_a_found_checkpoint_that_was_not_verified_is_verified_by_load(tmp_path: 
         store.load(found, state_of(0))
 
 
-def test_leftovers_go_unless_somebody_is_writing(tmp_path: Path) -> None:
+def test_temporary_files_are_removed_unless_a_process_is_writing(tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     leftover = tmp_path / ".tmp-step-00000002-999999"
     leftover.mkdir()
@@ -205,7 +205,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_full_disk_is_seen_beforehand(small_disk: Path) -> None:
+def test_a_full_disk_is_detected_before_the_save(small_disk: Path) -> None:
     save_steps(small_disk, 1)
     with (
         Store(small_disk, on_event=lambda _: None) as store,
@@ -230,7 +230,9 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
     save_steps(small_disk, 1)
     said: list[str] = []
     store = Store(small_disk, on_event=said.append)
-    monkeypatch.setattr(store, "_make_room", lambda step, needed: None)  # the space went after it was checked
+    monkeypatch.setattr(
+        store, "_check_space", lambda step, needed: None
+    )  # the space went after it was checked
     store.save(2, {"w": torch.zeros(600_000)}, {})
     with pytest.raises(ResourceError, match=r"step 2 .*needs 2.* bytes\), .* are free"):
         store.wait()
@@ -257,7 +259,7 @@ def test_a_read_only_folder(small_disk: Path) -> None:
     found, said = open_and_check(small_disk)
     assert found is not None
     assert found.step == 1
-    assert "could not clear up" in said[0]
+    assert "could not clean up" in said[0]
     with (
         Store(small_disk, on_event=lambda _: None) as store,
         pytest.raises(CheckpointError, match=r"step 2 .*Read-only file system"),

@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 
-def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path) -> None:
+def test_training_continues_while_the_snapshot_is_written(tmp_path: Path) -> None:
     state = {
         "w": torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16),
         "m": torch.randint(0, 256, (4096, 4096), device="cuda", dtype=torch.uint8),
@@ -32,10 +32,10 @@ def test_training_goes_on_while_the_state_of_the_call_is_written(tmp_path: Path)
     assert all(torch.equal(state[name], before[name]) for name in before)
 
 
-def test_the_copy_for_the_thread_takes_no_gpu_memory(tmp_path: Path) -> None:
+def test_the_host_copy_needs_no_gpu_memory(tmp_path: Path) -> None:
     state = {"w": torch.randn(64 * 2**20, device="cuda")}
     with Store(tmp_path, on_event=lambda _: None) as store:
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         store.save(1, state, {}, wait=True)
-        assert torch.cuda.max_memory_allocated() == held
+        assert torch.cuda.max_memory_allocated() == allocated

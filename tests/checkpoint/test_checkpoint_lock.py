@@ -1,4 +1,4 @@
-"""One writer a folder, through locks that die with their holder."""
+"""One writer per folder, by locks that are released when their process dies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ lock = RunLock(sys.argv[1])
 lock.acquire()
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
-print("held", os.getpid(), flush=True)
+print("locked", os.getpid(), flush=True)
 time.sleep(60)
 """
 
@@ -33,11 +33,11 @@ def start_holder(folder: Path, kind: str = "plain") -> subprocess.Popen[str]:
         [sys.executable, "-c", HOLDER, str(folder), kind], stdout=subprocess.PIPE, text=True, env=environment
     )
     assert process.stdout is not None
-    assert process.stdout.readline().startswith("held")
+    assert process.stdout.readline().startswith("locked")
     return process
 
 
-def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_run_is_an_error_that_names_the_first(tmp_path: Path) -> None:
     process = start_holder(tmp_path / "run")
     try:
         with pytest.raises(CheckpointError, match=f"in use by process {process.pid} on "):
@@ -68,7 +68,7 @@ def test_a_forked_worker_does_not_keep_the_lock_of_its_killed_parent(tmp_path: P
             os.kill(pid, signal.SIGKILL)
 
 
-def test_release_and_take_again(tmp_path: Path) -> None:
+def test_release_and_acquire_again(tmp_path: Path) -> None:
     first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     assert first.try_acquire()
     assert not second.try_acquire()
@@ -79,12 +79,12 @@ def test_release_and_take_again(tmp_path: Path) -> None:
     second.release()
 
 
-def test_the_holder_of_a_strange_file(tmp_path: Path) -> None:
+def test_the_holder_of_an_unreadable_lock_file(tmp_path: Path) -> None:
     (tmp_path / "lock").write_bytes(b"\xff\x00nonsense")
     assert FileLock(tmp_path / "lock").holder() == "another process"
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(CheckpointError, match="cannot write in the run folder"):
         RunLock(tmp_path / "file").acquire()

@@ -1,4 +1,4 @@
-"""Two ranks save shards, one process loads them, and the other way round: one launch for all of it."""
+"""Two ranks save shards, one process loads them, and vice versa, in one launch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import sharded_rank as ranks  # noqa: E402
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_two_ranks_and_one_process_read_each_other(tmp_path: Path, device: str) -> None:
+def test_two_ranks_and_one_process_load_each_others_checkpoints(tmp_path: Path, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     said: list[str] = []

@@ -172,10 +172,10 @@ def test_one_save_in_flight_the_second_waits_and_says_so(
 
 def test_host_buffers_are_reused() -> None:
     host = files.HostCopy()
-    first = host.take(state_of(1))
-    second = host.take(state_of(2))
+    first = host.copy(state_of(1))
+    second = host.copy(state_of(2))
     assert {n: t.data_ptr() for n, t in first.items()} == {n: t.data_ptr() for n, t in second.items()}
-    other = host.take({"model.weight": torch.ones(2)})
+    other = host.copy({"model.weight": torch.ones(2)})
     assert set(host._buffers) == {"model.weight"}  # what is no longer saved is let go
     assert torch.equal(other["model.weight"], torch.ones(2))
 
@@ -278,7 +278,7 @@ def test_an_empty_or_missing_folder_has_no_latest(tmp_path: Path, events: list[s
     assert events == []
 
 
-def test_errors_of_the_thread_are_told_and_do_not_keep_the_next_save_from_being_tried(
+def test_errors_of_the_thread_are_reported_and_do_not_prevent_the_next_save(
     store: Store, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(1, state_of(1), {}, wait=True)

@@ -100,7 +100,7 @@ def named(batch: Batch, origins: list[list[str]]) -> Batch:
 
 def test_losses_by_document_add_up_to_the_loss(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A document in two sequences is one; padding and documents without a target are none."""
-    monkeypatch.setattr(perplexity, "FEW_DOCUMENTS", 3)
+    monkeypatch.setattr(perplexity, "MIN_DOCUMENTS", 3)
     a, b, c, d = DOCUMENTS
     batches = [
         named(batch_of([[a, b], [c]], 12), [["one:1", "one:2"], ["two:1"]]),
@@ -122,10 +122,10 @@ def test_losses_of_few_documents_are_kept_by_piece(decoder: Decoder) -> None:
 
 
 def test_losses_of_many_documents_are_added_up(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(perplexity, "FEW_DOCUMENTS", 2)
+    monkeypatch.setattr(perplexity, "MIN_DOCUMENTS", 2)
     batch = batch_of([[doc] for doc in DOCUMENTS], 12)
     whole = evaluate.loss(decoder, [named(batch, [["w"], ["x"], ["y"], ["z"]])]).units
-    monkeypatch.setattr(perplexity, "MOST_UNITS", 2)
+    monkeypatch.setattr(perplexity, "MAX_UNITS", 2)
     grouped = evaluate.loss(decoder, [named(batch, [["w"], ["x"], ["y"], ["z"]])]).units
     assert (grouped.unit, grouped.tokens) == ("group of documents", [3 + 2, 1 + 9])
     expected = (whole.losses[0] * 3 + whole.losses[1] * 2) / 5
@@ -173,7 +173,7 @@ def test_loss_keeps_no_graph_and_builds_no_logits(decoder: Decoder, monkeypatch:
 
 def test_nothing_to_measure_is_an_error(decoder: Decoder) -> None:
     one = replace(batch_of([[[3]]], 4), num_targets=0)
-    with pytest.raises(DataError, match="no token to measure"):
+    with pytest.raises(DataError, match="no target token"):
         evaluate.loss(decoder, [one])
 
 

@@ -1,4 +1,4 @@
-"""An export is read back before it appears, and transformers finds the same model in it."""
+"""Exports are verified before they are published, and transformers loads the same model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def decoder(dtype: str = "fp32", shape: ModelShape = SHAPE) -> Decoder:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> text.Tokenizer:
-    """Byte-level BPE without merges: 256 bytes and an end token."""
+    """Byte-level BPE without merges: 256 bytes and an EOS token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -54,13 +54,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> text.Tokenizer:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("held", "stored"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
-def test_transformers_finds_the_model(
-    held: str, stored: str, tokenizer: text.Tokenizer, tmp_path: Path
+@pytest.mark.parametrize(("loaded", "stored"), [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16")])
+def test_transformers_loads_the_same_model(
+    loaded: str, stored: str, tokenizer: text.Tokenizer, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = decoder(held)
+    model = decoder(loaded)
     receipt = export_hf(
         model, tokenizer, tmp_path / "out", dtype=stored, receipt=tmp_path / "receipts/export-hf-1.json"
     )
@@ -84,7 +84,7 @@ def test_transformers_finds_the_model(
     assert loaded.encode("f(x) = 3·x²", add_special_tokens=False) == tokenizer.encode("f(x) = 3·x²")
 
 
-def test_a_receipt_tells_its_files_and_the_logits(tmp_path: Path) -> None:
+def test_a_receipt_has_files_and_logits(tmp_path: Path) -> None:
     import hashlib
 
     first = export_hf(
@@ -108,7 +108,7 @@ def test_a_receipt_tells_its_files_and_the_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "other bytes in the file than in memory"),
+        (lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]), "differs between file and memory"),
         (lambda raw: raw.replace(b"model.norm.weight", b"model.nord.weight"), "tensors differ"),
         (lambda raw: raw.replace(b'"F32"', b'"I32"'), "tensors differ"),
         (lambda raw: raw + b"\0", "belong to no tensor"),
@@ -141,7 +141,7 @@ def test_a_config_of_another_shape_is_caught(tmp_path: Path, monkeypatch: pytest
         return names
 
     monkeypatch.setattr(hf_module, "write_model", write_and_change)
-    with pytest.raises(ModelError, match=r"config\.json describes another shape"):
+    with pytest.raises(ModelError, match=r"config\.json describes another architecture"):
         export_hf(decoder(), None, tmp_path / "out", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 

@@ -72,7 +72,7 @@ def test_peft_loads_an_adapter_of_a_gguf_base_as_the_export_advises(world: Path,
         assert trimtab.load(place, adapter=adapter, dtype="fp32").adapters == ["default"]
 
 
-def test_base_names_that_cannot_be(world: Path, tmp_path: Path) -> None:
+def test_invalid_base_names(world: Path, tmp_path: Path) -> None:
     model = trimtab.load(world / "run", dtype="fp32", device="cpu")
     with pytest.raises(RecipeError, match="does not exist"):
         model.save_adapter(tmp_path / "a", base_name=str(tmp_path / "absent"))

@@ -1,4 +1,4 @@
-"""Left-padded batches through the attention that a GPU uses, behind a key/value cache."""
+"""Left-padded batches through the attention backends of a GPU, with a KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
     [("varlen", "bf16"), ("sdpa_efficient", "fp32"), ("sdpa_efficient", "bf16"), ("triton", "bf16")],
 )
 @pytest.mark.parametrize("window", [None, 6])
-def test_padded_rows_give_the_logits_of_each_alone(attention: str, dtype: str, window: int | None) -> None:
+def test_padded_rows_match_single_rows(attention: str, dtype: str, window: int | None) -> None:
     shape = uniform_shape(
         "mistral", 260, 128, 256, 2, 4, 2, 32, max_positions=128, sliding_window=window, initializer_range=0.1
     )

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, PromptCache, SamplingOptions, generate, generate_many, threads
-from trimtab.generate.sampling import pick_tokens
+from trimtab.generate.sampling import sample_tokens
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
 from trimtab.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ PROMPTS = ["Hello", "A longer prompt here", "é", "x" * 30, "Two words", "Hello"
 
 
 def make_tokenizer(*, bos: bool = True, stop_ids: frozenset[int] = frozenset()) -> Tokenizer:
-    """256 bytes, then <s>, </s> and <|end|>: ids can be read by eye."""
+    """256 bytes, then <s>, </s> and <|end|>: ids are readable."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +58,7 @@ def decoder() -> Decoder:
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("chunks", [[20], [1] * 20, [7, 1, 1, 5, 6]])
-def test_cached_logits_equal_the_whole_pass(family: str, chunks: list[int]) -> None:
+def test_cached_logits_equal_uncached_logits(family: str, chunks: list[int]) -> None:
     decoder = make_decoder(family, dtype="fp64")
     ids_BT = torch.randint(0, 260, (3, 20), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_greedy_equals_the_uncached_loop(family: str, tokenizer: Tokenizer) -> N
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "seed": 7}])
 @pytest.mark.parametrize("batch_size", [3, 64])
-def test_many_prompts_give_what_each_gives_alone(tokenizer, decoder, options: dict, batch_size: int) -> None:
+def test_batched_prompts_match_single_prompts(tokenizer, decoder, options: dict, batch_size: int) -> None:
     many = generate_many(
         decoder, tokenizer, PROMPTS, SamplingOptions(max_new_tokens=16, **options), batch_size=batch_size
     )
@@ -102,7 +102,7 @@ def test_many_prompts_give_what_each_gives_alone(tokenizer, decoder, options: di
         assert done.text == alone[-1].text
 
 
-def test_rows_that_end_early_leave_the_others_alone(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_finished_rows_do_not_affect_the_others(tokenizer: Tokenizer, decoder: Decoder) -> None:
     free = generate_many(decoder, tokenizer, PROMPTS, SamplingOptions(max_new_tokens=40))
     ends = {done.ids[5 * i % 30] for i, done in enumerate(free[:3])}
     ending = make_tokenizer(stop_ids=frozenset(ends))
@@ -114,7 +114,7 @@ def test_rows_that_end_early_leave_the_others_alone(tokenizer: Tokenizer, decode
     assert len({len(b.ids) for b in stopped}) > 2, "rows must end at different times"
 
 
-def test_seeds_differ_and_repeat(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_seeds_are_reproducible(tokenizer: Tokenizer, decoder: Decoder) -> None:
     texts = [
         generate(decoder, tokenizer, "Hi", SamplingOptions(max_new_tokens=24, temperature=1.0, seed=s)).ids
         for s in (0, 1, 0)
@@ -141,7 +141,7 @@ def test_greedy_equals_transformers(family: str, tokenizer: Tokenizer, tmp_path:
         )
 
 
-def test_stream_adds_up_and_has_no_half_characters(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_streamed_pieces_add_up_and_are_valid_text(tokenizer: Tokenizer, decoder: Decoder) -> None:
     pieces: list[str] = []
     done = generate(
         decoder,
@@ -176,7 +176,7 @@ def test_text_of_a_prompt_of_ids_and_of_text_is_the_same(tokenizer: Tokenizer, d
     )
 
 
-def test_empty_prompt_begins_with_bos_or_says_so(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_an_empty_prompt_is_bos_or_an_error(tokenizer: Tokenizer, decoder: Decoder) -> None:
     assert generate(decoder, tokenizer, "", SamplingOptions(max_new_tokens=5)).ids == greedy_without_cache(
         decoder, [256], 5
     )
@@ -207,7 +207,7 @@ def test_bad_arguments(tokenizer: Tokenizer, decoder: Decoder) -> None:
         generate_many(decoder, tokenizer, ["x", [1] * 120], SamplingOptions(max_new_tokens=9))
 
 
-def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
+def test_damaged_weights_are_an_error(tokenizer: Tokenizer) -> None:
     decoder = make_decoder()
     with torch.no_grad():
         decoder.model.norm.weight[0] = float("nan")
@@ -215,7 +215,7 @@ def test_damaged_weights_are_said(tokenizer: Tokenizer) -> None:
         generate(decoder, tokenizer, "x")
 
 
-def test_training_mode_comes_back(tokenizer: Tokenizer) -> None:
+def test_training_mode_is_restored(tokenizer: Tokenizer) -> None:
     decoder = make_decoder()
     decoder.train()
     generate(decoder, tokenizer, "x", SamplingOptions(max_new_tokens=2))
@@ -224,7 +224,7 @@ def test_training_mode_comes_back(tokenizer: Tokenizer) -> None:
 
 
 def test_sixty_problems_take_few_passes(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    """60 prompts of 10 to 40 tokens, 30 new ones: one pass reads them all, 29 more follow."""
+    """60 prompts of 10 to 40 tokens, 30 new ones: one prefill pass and 29 decoding passes."""
     calls = []
     handle = decoder.register_forward_hook(lambda *_: calls.append(time.perf_counter()))
     prompts = ["y" * (10 + i % 31) for i in range(60)]
@@ -236,8 +236,8 @@ def test_sixty_problems_take_few_passes(tokenizer: Tokenizer, decoder: Decoder) 
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("attention", ["reference", "sdpa_flash"])
-def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Tokenizer) -> None:
-    """Prompts of 1 to 90 tokens in one padded batch, read in chunks, with rows that end early."""
+def test_left_padding_is_masked(family: str, attention: str, tokenizer: Tokenizer) -> None:
+    """Prompts of 1 to 90 tokens in one padded batch, prefilled in chunks, with rows that end early."""
     decoder = init_weights(build(SHAPES[family], dtype="fp32", device="cpu", attention=attention), 3)
     prompts = [[7 + 3 * i % 250 for i in range(n)] for n in (1, 90, 40, 70, 60)]
     expected = [greedy_without_cache(decoder, ids, 12) for ids in prompts]
@@ -260,7 +260,7 @@ def test_left_padding_is_never_seen(family: str, attention: str, tokenizer: Toke
             assert batched.ids == alone[:cut]
 
 
-def test_lengths_that_differ_too_much_are_not_padded_together(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_very_different_lengths_do_not_share_a_batch(tokenizer: Tokenizer, decoder: Decoder) -> None:
     sizes: list[tuple[int, ...]] = []
     handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(tuple(given[0].shape)))
     generate_many(
@@ -270,7 +270,7 @@ def test_lengths_that_differ_too_much_are_not_padded_together(tokenizer: Tokeniz
     assert sizes == [(3, 4), (1, 110)]
 
 
-def test_what_is_drawn_depends_on_the_number_of_the_prompt(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_samples_depend_on_the_index_of_the_prompt(tokenizer: Tokenizer, decoder: Decoder) -> None:
     options = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5}
     whole = generate_many(decoder, tokenizer, ["Hi"] * 4, SamplingOptions(**options))
     rest = generate_many(
@@ -281,7 +281,7 @@ def test_what_is_drawn_depends_on_the_number_of_the_prompt(tokenizer: Tokenizer,
     assert generate(decoder, tokenizer, "Hi", SamplingOptions(**options), index=3).ids == whole[3].ids
 
 
-def test_a_kept_cache_reads_only_what_is_new(tokenizer: Tokenizer, decoder: Decoder) -> None:
+def test_a_prompt_cache_prefills_only_new_tokens(tokenizer: Tokenizer, decoder: Decoder) -> None:
     cache, sizes = PromptCache(), []
     handle = decoder.register_forward_hook(lambda _, given, __: sizes.append(given[0].shape[1]))
     first = [5 + 7 * i % 240 for i in range(30)]
@@ -303,8 +303,8 @@ def test_a_kept_cache_reads_only_what_is_new(tokenizer: Tokenizer, decoder: Deco
     handle.remove()
 
 
-def test_a_kept_cache_survives_an_interrupted_pass(tokenizer: Tokenizer, decoder: Decoder) -> None:
-    """Ctrl-C between two layers: some hold the token, others do not."""
+def test_a_prompt_cache_survives_an_interrupted_pass(tokenizer: Tokenizer, decoder: Decoder) -> None:
+    """Ctrl-C between two layers: only some have cached the token."""
     cache, prompt = PromptCache(), list(range(20))
     passes = []
 
@@ -327,7 +327,7 @@ def test_small_passes_run_on_one_thread(monkeypatch: pytest.MonkeyPatch, tokeniz
     decoder, used = make_decoder(), []
     decoder.register_forward_pre_hook(lambda *_: used.append(torch.get_num_threads()))
     prompt = "a prompt of more tokens than one"
-    monkeypatch.setattr(threads, "SMALL_PASS", 2 * decoder.shape.num_parameters)
+    monkeypatch.setattr(threads, "MAX_SINGLE_THREAD_WORK", 2 * decoder.shape.num_parameters)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -343,5 +343,5 @@ def test_small_passes_run_on_one_thread(monkeypatch: pytest.MonkeyPatch, tokeniz
 
 def test_a_temperature_near_zero_is_greedy() -> None:
     logits_BV = torch.tensor([[1.0, 30.0, 29.9]])
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-39), [(0, 0)]).tolist() == [1]
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1e-36), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1e-39), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1e-36), [(0, 0)]).tolist() == [1]

@@ -43,7 +43,7 @@ def model(folder: Path) -> trimtab.Model:
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.9, "seed": 3}])
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
-def test_a_list_of_texts_gives_what_each_text_gives(
+def test_a_batch_of_texts_matches_single_texts(
     base: trimtab.Model, options: dict[str, Any], batch_size: int
 ) -> None:
     texts = base.generate(PROMPTS, max_new_tokens=12, batch_size=batch_size, **options)
@@ -78,7 +78,7 @@ def test_prompts_that_are_neither(model: trimtab.Model, prompt: Any, words: str)
         model.generate(prompt)
 
 
-def test_options_that_do_not_go_together(base: trimtab.Model) -> None:
+def test_conflicting_options(base: trimtab.Model) -> None:
     with pytest.raises(RecipeError, match="stream is given with a list"):
         base.generate(["a"], stream=print)
     with pytest.raises(RecipeError, match=r"top_p has no effect at temperature 0.*; give temperature 0\.7"):
@@ -90,7 +90,7 @@ def test_options_that_do_not_go_together(base: trimtab.Model) -> None:
 
 
 @pytest.mark.oracle
-def test_loss_is_that_of_transformers(base: trimtab.Model, folder: Path) -> None:
+def test_loss_equals_transformers(base: trimtab.Model, folder: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "base")
@@ -105,7 +105,7 @@ def test_loss_is_that_of_transformers(base: trimtab.Model, folder: Path) -> None
     assert base.loss(PROMPTS, batch_size=1) == pytest.approx(losses, rel=1e-6)
 
 
-def test_loss_of_a_conversation_counts_the_answers_alone(model: trimtab.Model) -> None:
+def test_loss_of_a_conversation_counts_only_the_answers(model: trimtab.Model) -> None:
     talk = [
         {"role": "user", "content": "the cat sees?"},
         {"role": "assistant", "content": "the dog."},
@@ -147,7 +147,7 @@ def chat(model: trimtab.Model) -> Chat:
     return model.chat(max_new_tokens=10, top_k=20, seed=1)
 
 
-def test_a_chat_remembers_and_reads_only_what_is_new(model: trimtab.Model) -> None:
+def test_a_chat_prefills_only_new_tokens(model: trimtab.Model) -> None:
     chat, decoder = model.chat(system="be small", max_new_tokens=10), model.opened.decoder
     read: list[int] = []
     handle = decoder.register_forward_hook(lambda _, given, __: read.append(given[0].shape[1]))
@@ -168,8 +168,8 @@ def test_a_chat_remembers_and_reads_only_what_is_new(model: trimtab.Model) -> No
 
 
 @pytest.mark.parametrize("change", ["adapters", "weights", "another weight"])
-def test_a_chat_keeps_nothing_of_other_weights(folder: Path, change: str) -> None:
-    """Keys and values that were computed before belong to another model."""
+def test_a_chat_discards_its_cache_when_weights_change(folder: Path, change: str) -> None:
+    """Cached keys and values belong to the old weights."""
     from trimtab.adapt import add_lora
 
     model = trimtab.load(folder / "chat", dtype="fp32", device="cpu")
@@ -196,7 +196,7 @@ def test_a_chat_keeps_nothing_of_other_weights(folder: Path, change: str) -> Non
     assert chat.messages[1]["content"] == with_adapters
 
 
-def test_turns_draw_anew_and_sessions_repeat(model: trimtab.Model) -> None:
+def test_turns_use_new_samples_and_sessions_are_reproducible(model: trimtab.Model) -> None:
     said = []
     for _ in range(2):
         chat = model.chat(max_new_tokens=10, temperature=1.5, seed=4)
@@ -207,7 +207,7 @@ def test_turns_draw_anew_and_sessions_repeat(model: trimtab.Model) -> None:
     assert said[0][0] != said[0][1]
 
 
-def test_the_oldest_turns_are_left_out(chat: Chat) -> None:
+def test_the_oldest_turns_are_dropped(chat: Chat) -> None:
     counts = []
     for number in range(6):
         chat.send(f"the cat sees {number} dogs and then a big red house")
@@ -224,7 +224,7 @@ def test_the_oldest_turns_are_left_out(chat: Chat) -> None:
     chat.send("it")
 
 
-def test_an_interrupted_answer_stays(model: trimtab.Model) -> None:
+def test_an_interrupted_answer_remains_in_the_history(model: trimtab.Model) -> None:
     chat, pieces = model.chat(max_new_tokens=40, top_k=20, seed=1), []
 
     def stop_after_two(piece: str) -> None:

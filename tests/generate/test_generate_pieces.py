@@ -13,12 +13,12 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.generate import KVCache, SamplingKeywords, SamplingOptions, StopStrings
 from trimtab.generate.cache import PromptCache
-from trimtab.generate.sampling import pick_tokens, uniform
+from trimtab.generate.sampling import sample_tokens, uniform
 from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder, build, init_weights
 
 
-def test_cache_returns_all_so_far_and_grows_in_blocks() -> None:
+def test_cache_returns_all_tokens_and_grows_in_blocks() -> None:
     cache = KVCache(2, block=4)
     k_BSKD, v_BSKD = torch.randn(2, 2, 23, 3, 5).unbind(0)
     start = 0
@@ -34,7 +34,7 @@ def test_cache_returns_all_so_far_and_grows_in_blocks() -> None:
     assert cache.nbytes == 4 * 2 * 24 * 3 * 5 * 4
 
 
-def test_cache_growth_copies_seldom() -> None:
+def test_cache_growth_rarely_copies() -> None:
     cache, places = KVCache(1, block=8), set()
     for _ in range(2000):
         keys, _ = cache.update(0, torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
@@ -65,11 +65,11 @@ def test_cache_select_drops_padding_and_truncate_writes_over() -> None:
 
 
 def shares(options: SamplingOptions, logits: list[float], count: int = 4000) -> dict[int, float]:
-    """How often each token comes out over evenly spread chances."""
+    """Frequency of each token over evenly spaced random numbers."""
     logits_BV = torch.tensor([logits]).expand(count, -1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: (step + 0.5) / count)
-        drawn = pick_tokens(logits_BV, options, [(0, i) for i in range(count)])
+        drawn = sample_tokens(logits_BV, options, [(0, i) for i in range(count)])
     return {k: v / count for k, v in sorted(collections.Counter(drawn.tolist()).items())}
 
 
@@ -91,22 +91,22 @@ LOGITS = torch.tensor(PROBS).log().tolist()
         ({"temperature": 0.0}, {1: 1.0}),
     ],
 )
-def test_shares_are_the_probabilities(options: dict, expected: dict[int, float]) -> None:
+def test_sample_frequencies_are_the_probabilities(options: dict, expected: dict[int, float]) -> None:
     assert shares(SamplingOptions(**options), LOGITS) == pytest.approx(expected, abs=1e-3)
 
 
-def test_greedy_takes_the_first_of_equals() -> None:
-    assert pick_tokens(torch.tensor([[1.0, 5.0, 5.0]]), SamplingOptions(), [(0, 0)]).tolist() == [1]
+def test_greedy_breaks_ties_by_the_first_token() -> None:
+    assert sample_tokens(torch.tensor([[1.0, 5.0, 5.0]]), SamplingOptions(), [(0, 0)]).tolist() == [1]
 
 
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-53])
-def test_a_token_without_probability_never_comes(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_with_zero_probability_is_never_sampled(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trimtab.generate.sampling.uniform", lambda seed, prompt, step: u)
     logits_BV = torch.tensor([[float("-inf"), 0.0, float("-inf")]])
-    assert pick_tokens(logits_BV, SamplingOptions(temperature=1.0), [(0, 0)]).tolist() == [1]
+    assert sample_tokens(logits_BV, SamplingOptions(temperature=1.0), [(0, 0)]).tolist() == [1]
 
 
-def test_chance_depends_on_seed_prompt_and_step_alone() -> None:
+def test_randomness_depends_only_on_seed_prompt_and_step() -> None:
     draws = [uniform(s, p, t) for s in range(4) for p in range(4) for t in range(50)]
     assert len(set(draws)) == len(draws)
     assert all(0 <= u < 1 for u in draws)
@@ -176,7 +176,7 @@ def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
     pieces=st.lists(st.text("ab\n", max_size=4), max_size=12),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
 )
-def test_stop_strings_cut_where_the_whole_text_says(pieces: list[str], stops: list[str]) -> None:
+def test_streamed_stop_strings_match_the_full_text(pieces: list[str], stops: list[str]) -> None:
     whole = "".join(pieces)
     ends = [(whole.find(s) + len(s), whole.find(s)) for s in stops if s in whole]
     shown, stopped = run_stops(stops, pieces)
@@ -189,7 +189,7 @@ def test_stop_strings_cut_where_the_whole_text_says(pieces: list[str], stops: li
         assert shown in {whole[:at] for _, at in ends}
 
 
-def test_stop_string_beginnings_are_held_back() -> None:
+def test_partial_stop_strings_are_buffered() -> None:
     finder = StopStrings(["END"])
     assert [finder.push(p) for p in ("x E", "N", "X")] == [("x ", False), ("", False), ("ENX", False)]
 
@@ -212,8 +212,8 @@ def windowed(window: int | None, layers: int = 2, attention: str = "sdpa_flash")
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa_flash"])
 @pytest.mark.parametrize("chunks", [[1] * 40, [17, 1, 1, 9, 12], [40], [3] + [1] * 37])
-def test_what_a_window_no_longer_sees_is_dropped(attention: str, chunks: list[int]) -> None:
-    """Hidden states are those of the whole text at once, whatever is dropped in between."""
+def test_tokens_outside_the_sliding_window_are_dropped(attention: str, chunks: list[int]) -> None:
+    """Hidden states equal those of one uncached pass, whatever tokens are dropped."""
     decoder = windowed(5, attention=attention)
     ids_BT = torch.randint(0, 50, (2, sum(chunks)), generator=torch.Generator().manual_seed(1))
     cache = KVCache(2, windows=[5, 5], block=2)
@@ -224,7 +224,7 @@ def test_what_a_window_no_longer_sees_is_dropped(attention: str, chunks: list[in
     assert cache.length == 40
 
 
-def test_the_memory_of_a_window_is_constant() -> None:
+def test_memory_with_a_sliding_window_is_constant() -> None:
     new = torch.zeros(1, 1, 2, 8)
     cache, unlimited = KVCache(1, windows=[16], block=8), KVCache(1, block=8)
     sizes = []
@@ -238,7 +238,7 @@ def test_the_memory_of_a_window_is_constant() -> None:
 
 
 @pytest.mark.parametrize("window", [3, 6, None])
-def test_padded_rows_are_as_alone_with_a_window(window: int | None) -> None:
+def test_padded_rows_match_single_rows_with_a_window(window: int | None) -> None:
     decoder = windowed(window)
     rows, padding = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 0, 0, 0, 0, 4, 5]], [0, 7]
     more = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(2))
@@ -257,7 +257,7 @@ def test_padded_rows_are_as_alone_with_a_window(window: int | None) -> None:
             torch.testing.assert_close(together_TC, alone_TC, rtol=1e-5, atol=1e-5)
 
 
-def test_a_prompt_that_reaches_behind_a_dropped_window_is_read_anew() -> None:
+def test_a_prompt_that_needs_dropped_tokens_is_prefilled_again() -> None:
     kept, long = PromptCache(), list(range(1, 41))
     cache = kept.begin(1, long, windows=[4])
     cache.block = 2

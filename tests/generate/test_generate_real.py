@@ -24,7 +24,7 @@ def smollm2() -> tuple[Decoder, Tokenizer]:
     return decoder, tokenizer
 
 
-def test_it_knows_the_capital_of_france(smollm2: tuple[Decoder, Tokenizer]) -> None:
+def test_the_capital_of_france(smollm2: tuple[Decoder, Tokenizer]) -> None:
     pieces: list[str] = []
     done = generate(
         *smollm2, "The capital of France is", SamplingOptions(max_new_tokens=6), stream=pieces.append
@@ -33,7 +33,7 @@ def test_it_knows_the_capital_of_france(smollm2: tuple[Decoder, Tokenizer]) -> N
     assert "".join(pieces) == done.text
 
 
-def test_chat_through_its_template_ends_by_itself(smollm2: tuple[Decoder, Tokenizer]) -> None:
+def test_chat_ends_with_a_stop_token(smollm2: tuple[Decoder, Tokenizer]) -> None:
     decoder, tokenizer = smollm2
     prompt = tokenizer.encode_chat(
         [{"role": "user", "content": "What is the capital of France? One sentence."}]
@@ -44,7 +44,7 @@ def test_chat_through_its_template_ends_by_itself(smollm2: tuple[Decoder, Tokeni
     assert "<|im_end|>" not in done.text
 
 
-def test_a_batch_writes_what_each_writes_alone(smollm2: tuple[Decoder, Tokenizer]) -> None:
+def test_a_batch_matches_single_prompts(smollm2: tuple[Decoder, Tokenizer]) -> None:
     prompts = ["Water boils at", "The opposite of hot is", "Once upon a time, in a land far away,"]
     many = generate_many(*smollm2, prompts, SamplingOptions(max_new_tokens=8, stop=["\n"]))
     assert [d.text for d in many] == [

@@ -30,7 +30,7 @@ class Repo:
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as the server got it."""
+    """A request that the server received."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class Seen:
 
 
 class LoopbackHub:
-    """The server; use it as a context manager. `endpoint` is its address, `requests` what it was asked."""
+    """The server; use it as a context manager. `endpoint` is its address, `requests` lists the requests."""
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Repo] = {}
@@ -76,11 +76,11 @@ class LoopbackHub:
         return self._add("datasets", repo_id, files, **options)
 
     def tag(self, kind: str, repo_id: str, name: str, commit: str) -> None:
-        """Give a commit of "models" or "datasets" a name that stays."""
+        """Tag a commit of "models" or "datasets"."""
         self.repos[kind, repo_id].refs[name] = commit
 
     def fetched(self) -> set[str]:
-        """Names of the files whose contents were asked for."""
+        """Names of the downloaded files."""
         return {
             s.path.split("/resolve/")[1].split("/", 1)[1]
             for s in self.requests
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_hub: LoopbackHub
 
     def log_message(self, *_: object) -> None:
-        """Tests stay quiet."""
+        """No log output in tests."""
 
     def do_HEAD(self) -> None:
         self._answer()

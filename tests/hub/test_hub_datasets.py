@@ -186,7 +186,7 @@ def test_card_forms() -> None:
         )
 
 
-def test_cards_that_are_broken_or_evil() -> None:
+def test_broken_and_malicious_cards() -> None:
     assert front_matter("# no front matter\n---\nx: 1\n---\n") == {}
     assert front_matter("---\n- a\n---\n") == {}
     assert front_matter("\ufeff---\r\nlicense: mit\r\n---\r\n") == {"license": "mit"}

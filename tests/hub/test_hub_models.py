@@ -48,13 +48,13 @@ def test_an_id_becomes_a_folder_pinned_to_its_commit(hub: LoopbackHub, get) -> N
     assert names == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
 
 
-def test_pickles_code_and_the_rest_are_never_asked_for(hub: LoopbackHub, get) -> None:
+def test_pickles_and_code_are_never_requested(hub: LoopbackHub, get) -> None:
     hub.add_model("owner/name", FILES)
     get("owner/name")
     assert hub.fetched() == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
 
 
-def test_without_weights_only_small_files_come(hub: LoopbackHub, get) -> None:
+def test_without_weights_only_small_files_are_downloaded(hub: LoopbackHub, get) -> None:
     hub.add_model("owner/name", FILES)
     get("owner/name", weights=False)
     assert "model.safetensors" not in hub.fetched()
@@ -122,7 +122,7 @@ def test_no_network(hub: LoopbackHub, get) -> None:
         get("owner/name")
 
 
-def test_a_cut_download_is_resumed_where_it_broke(hub: LoopbackHub, get) -> None:
+def test_an_interrupted_download_is_resumed(hub: LoopbackHub, get) -> None:
     large = bytes(range(256)) * 96_000  # huggingface_hub writes in pieces of 10 MB
     hub.add_model("owner/name", {**FILES, "model.safetensors": large})
     hub.cut_once["model.safetensors"] = 22_000_000
@@ -132,7 +132,7 @@ def test_a_cut_download_is_resumed_where_it_broke(hub: LoopbackHub, get) -> None
     assert 10_000_000 < int(ranges[1].removeprefix("bytes=").split("-")[0]) <= 22_000_000
 
 
-def test_a_connection_that_breaks_again_and_again_is_given_up(
+def test_repeatedly_lost_connections_are_an_error(
     hub: LoopbackHub, get, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.add_model("owner/name", FILES)
@@ -194,14 +194,14 @@ def test_shards_are_those_the_index_names(hub: LoopbackHub, get) -> None:
     del files["model-00002-of-00002.safetensors"]
     del index["weight_map"]["c"]
     hub.add_model("owner/short", {**files, "model.safetensors.index.json": json.dumps(index)})
-    with pytest.raises(HubError, match="lacks the shard model-00002"):
+    with pytest.raises(HubError, match="does not have the shard model-00002"):
         get("owner/short")
 
 
 @pytest.mark.parametrize(
     "name", ["../../outside.json", "/etc/passwd", "a//b", "a\\b", "C:x", "a/../b", "x\n"]
 )
-def test_names_that_lead_out_of_the_folder_are_refused(hub: LoopbackHub, get, name: str) -> None:
+def test_paths_outside_the_folder_are_an_error(hub: LoopbackHub, get, name: str) -> None:
     hub.add_model("owner/evil", {**FILES, name: b"x"})
     with pytest.raises(HubError, match="leads out of its folder"):
         get("owner/evil")
@@ -230,7 +230,9 @@ def test_gguf_files_by_name_or_alone(hub: LoopbackHub, get) -> None:
     assert get("owner/one").path.read_bytes() == b"GGUF1"
 
 
-def test_no_space_is_said_before_downloading(hub: LoopbackHub, get, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_before_downloading(
+    hub: LoopbackHub, get, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.add_model("owner/name", FILES)
     usage = type("Usage", (), {"free": (256 << 20) + 1000})
     monkeypatch.setattr(repository_module.shutil, "disk_usage", lambda _: usage)
@@ -239,7 +241,7 @@ def test_no_space_is_said_before_downloading(hub: LoopbackHub, get, monkeypatch:
     assert "model.safetensors" not in hub.fetched()
 
 
-def test_local_paths_stay_what_they_are(tmp_path: Path) -> None:
+def test_local_paths_are_unchanged(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "m.bin").write_bytes(b"\x80")
@@ -266,7 +268,7 @@ def test_a_mistyped_path_never_reaches_the_hub(hub: LoopbackHub, get, name: str)
 
 
 def test_endpoint_and_offline_through_huggingface_hubs_own_settings(hub: LoopbackHub, tmp_path: Path) -> None:
-    """HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are read by huggingface_hub at import: a process of its own."""
+    """HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE are read by huggingface_hub at import: needs a separate process."""
     hub.add_model("owner/name", FILES)
     code = (
         "import sys; from trimtab.hub import resolve_model;"
@@ -287,7 +289,7 @@ def test_endpoint_and_offline_through_huggingface_hubs_own_settings(hub: Loopbac
     assert subprocess.run(run, env={**settings, "HF_HUB_OFFLINE": "1"}, **options).stdout == first
 
 
-def test_a_slip_in_a_local_path_is_not_asked_of_the_hub(
+def test_a_typo_in_a_local_path_is_not_sent_to_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -88,7 +88,7 @@ def test_the_loss_over_text(name: str) -> None:
 
 
 class Writing:
-    """As much of `completion.Writing` as the loop needs without a tokenizer."""
+    """As much of `completion.GenerationState` as the loop needs without a tokenizer."""
 
     def __init__(self, index: int, prompt: list[int], max_new_tokens: int) -> None:
         self.index, self.prompt, self.max_new_tokens = index, prompt, max_new_tokens

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 30
 KILLS_PER_RUN = 5
 PATIENCE = 300
-"""Seconds that a process may take for all of its steps."""
+"""Time limit of a process in seconds."""
 
 
 class Supervisor:
@@ -192,7 +192,7 @@ def main() -> int:
             kills = min(KILLS_PER_RUN, arguments.count - phases.total())
             wrong = one_run(supervisor, kills, chance, seconds, phases)
             if wrong is None and losses(supervisor.run) != expected:
-                wrong = "its losses are others than those of the unkilled run"
+                wrong = "its losses differ from those of the uninterrupted run"
             if wrong is not None:
                 failures.append(f"run {number}: {wrong}")
             shutil.rmtree(supervisor.run, ignore_errors=True)

@@ -47,7 +47,7 @@ def test_examples_are_valid() -> None:
             kind.validate_python(example)
 
 
-def test_examples_of_the_recipe_go_together_with_the_rest() -> None:
+def test_examples_are_valid_together() -> None:
     for key, field in keys.Recipe.model_fields.items():
         for example in field.examples or []:
             base = {"model": "a", "data": {"train": "x"}, "lr_scheduler_type": "cosine"}
@@ -104,7 +104,7 @@ def test_every_line_of_the_reference_recipes_says_what_it_is_for(name: str) -> N
     assert not [line for line in text.splitlines() if line.strip() and "#" not in line]
 
 
-def test_schema_accepts_shorthands_and_refuses_what_loading_refuses() -> None:
+def test_schema_agrees_with_loading() -> None:
     assert accepts(schema(), {"model": "a", "data": {"train": ["x", {"source": "y"}]}, "report_to": "none"})
     assert accepts(schema(), {"model": {"name": "a"}, "data": {"train": "x"}, "eval_steps": None})
     for bad in (
@@ -140,7 +140,7 @@ def test_the_small_job_differs_only_in_its_model() -> None:
     assert {key for key in big if big[key] != small[key]} == {"model", "output_dir"}
 
 
-def test_names_equal_the_rooms_own_lists() -> None:
+def test_choices_equal_the_packages_own_lists() -> None:
     from trimtab.adapt.spec_recompute import POLICIES
     from trimtab.data.spec import BAD_ROWS, DOCUMENT_MODES, FORMATS, TRAIN_ON
     from trimtab.kernels.adamw8bit import spec as adamw8bit

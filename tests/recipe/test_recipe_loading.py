@@ -143,11 +143,11 @@ def test_text_that_is_no_recipe(text: str, part: str) -> None:
     assert part in message(text)
 
 
-def test_depth_bomb_costs_nothing() -> None:
+def test_a_depth_bomb_is_rejected_quickly() -> None:
     assert "nested more than" in message("[" * 200_000)
 
 
-def test_refused_keys_say_what_to_do() -> None:
+def test_rejected_keys_have_a_remedy() -> None:
     for text in (
         MINIMAL + "trust_remote_code: true\n",
         "model: {name: a, trust_remote_code: false}\ndata: {train: x}\n",
@@ -180,7 +180,7 @@ def test_refused_keys_say_what_to_do() -> None:
         ("torch_compile=yes", "torch_compile: 'yes' is not one of auto, true, false"),
     ],
 )
-def test_a_value_that_is_none_of_several_kinds_is_one_problem(override: str, said: str) -> None:
+def test_a_value_that_fits_no_type_of_a_union_is_one_problem(override: str, said: str) -> None:
     found = message(MINIMAL, (override,))
     assert found.startswith(said), found
     assert "\n" not in found
@@ -237,13 +237,13 @@ NO_VALUE = {
     "data.chat_template_kwargs.a": "give one, or leave it out (data.chat_template_kwargs.a=null)",
     "data.eval": "give one, or leave it out (data.eval=null)",
 }
-"""Numbers, words, lists, mappings, sections that may be left out."""
+"""Numbers, strings, lists, mappings and optional sections."""
 NEEDED = {
     "data.train": "give one, for example `train: [./notes, data/*.jsonl]`",
     "model.name": "give one, for example `name: Qwen/Qwen3-0.6B-Base`",
     "model": "give one, for example `model: Qwen/Qwen3-0.6B-Base`",
 }
-"""Those that a recipe cannot do without."""
+"""Required keys."""
 
 
 @pytest.mark.parametrize("key", NO_VALUE)
@@ -361,7 +361,7 @@ def test_text_that_no_file_can_hold_is_refused_wherever_it_is_from() -> None:
     )
 
 
-def test_a_character_may_be_written_as_json_writes_it() -> None:
+def test_a_character_may_be_a_json_escape() -> None:
     given = json.dumps(["a \U0001f600"])
     recipe = loads(MINIMAL, [f"prompts={given}", 'lora.rank_pattern={"\\ud83d\\ude00": 1}'])
     assert recipe.prompts == ["a \U0001f600"]
@@ -370,14 +370,14 @@ def test_a_character_may_be_written_as_json_writes_it() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
-def test_what_a_chat_template_is_given_anyway_is_no_variable(name: str) -> None:
+def test_builtin_template_variables_are_not_keys(name: str) -> None:
     assert message(MINIMAL, (f"data.chat_template_kwargs={{{name}: x}}",)) == (
         f"data.chat_template_kwargs names {name}, which every chat template gets anyway; leave it out "
         f"(data.chat_template_kwargs.{name}=null)"
     )
 
 
-def test_several_names_that_a_chat_template_is_given_anyway() -> None:
+def test_several_builtin_template_variables() -> None:
     said = message(MINIMAL, ("data.chat_template_kwargs={tools: x, messages: y, enable_thinking: true}",))
     assert "names messages, tools, which every chat template gets anyway; leave them out" in said
     assert loads(MINIMAL, ["data.chat_template_kwargs={eos_token: x}"]).data.chat_template_kwargs
@@ -404,10 +404,10 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
         load("nothing-like-it")
     assert "own-text, qwen3-0.6b-math, qwen3-0.6b-qlora" in str(raised.value)
     Path("own-text").write_text("model: starter\ndata: {train: a.txt}\noutput_dir: mine\n")
-    assert load("own-text").output_dir == "mine", "a person's own file comes first"
+    assert load("own-text").output_dir == "mine", "the user's file has precedence"
 
 
-def test_beside_an_adapter_to_start_from_no_defaults_are_written() -> None:
+def test_with_an_initial_adapter_no_lora_defaults_are_written() -> None:
     recipe = build({"model": "starter", "data": {"train": ["notes.txt"]}, "lora": {"adapter": "./mine"}})
     text = dump(recipe)
     assert "adapter: ./mine" in text
@@ -419,7 +419,7 @@ def test_early_stopping_needs_a_domain_set() -> None:
     text = "model: a\ndata: {train: x, eval: {general: g}, eval_share: 0}\neval_steps: 2\nearly_stopping_patience: 2\n"
     assert "name data.eval.domain or set data.eval_share" in message(text)
     loads(text, ["data.eval_share=0.1"])
-    loads(text, ["data.eval.domain=held.jsonl"])
+    loads(text, ["data.eval.domain=heldout.jsonl"])
 
 
 def test_grouping_by_length_needs_lengths() -> None:

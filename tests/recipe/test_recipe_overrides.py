@@ -123,7 +123,7 @@ def test_two_overrides_that_set_the_same_thing() -> None:
         ("lora={rank_pattern: {a.b: 8}}", "lora.rank_pattern.a.b=4"),
     ],
 )
-def test_one_key_in_two_spellings_is_refused(whole: str, part: str) -> None:
+def test_one_key_in_two_spellings_is_an_error(whole: str, part: str) -> None:
     assert (
         message(MINIMAL, (whole, part)) == f"'{whole}' and '{part}' set the same key twice; give one of them"
     )
@@ -138,5 +138,5 @@ def test_one_key_in_two_spellings_is_refused(whole: str, part: str) -> None:
         ("lora={rank_pattern: {a: 8}}", "lora.rank_pattern.b=4"),
     ],
 )
-def test_a_whole_and_another_key_inside_it_go_together(whole: str, part: str) -> None:
+def test_a_section_and_another_key_in_it_are_valid_together(whole: str, part: str) -> None:
     loads(MINIMAL, [whole, part])

@@ -1,4 +1,4 @@
-"""What a case of a remedy is: how to meet the error, and how to do what it advises.
+"""Cases of remedies: how to provoke an error, and how to follow its remedy.
 
     case("adapt/lora.py:attach_adapters: use letters, digits, - and _", provoke, follow)
 
@@ -30,7 +30,7 @@ from trimtab.facts.errors import TrimtabError
 
 @dataclass(frozen=True)
 class Case:
-    """One remedy, followed."""
+    """The test case of a remedy."""
 
     key: str
     provoke: Callable[[World], object]
@@ -41,24 +41,24 @@ CASES: list[Case] = []
 
 
 def case(key: str, provoke: Callable[[World], object], follow: Callable[[World, str], object]) -> None:
-    """Adds a case to the table."""
+    """Add a case to the table."""
     CASES.append(Case(key, provoke, follow))
 
 
 @dataclass
 class World:
-    """What a case may use: a folder of its own, a tiny model, a trained run, recipes over them."""
+    """Fixtures of a case: a temporary folder, a tiny model, a trained run, recipes."""
 
     tmp: Path
     model: Path
-    """A tiny Hugging Face folder that cases must not change; `own_model` is a copy to be damaged."""
+    """A tiny Hugging Face folder that cases must not change; `own_model` is a copy for changes."""
     shared: Callable[[str], Path]
-    """Folders made once for all cases, by name; cases must not change them."""
+    """Folders that all cases share, by name; cases must not change them."""
     patch: pytest.MonkeyPatch
-    """Environment and settings, put back after the case."""
+    """Changes of environment and settings, undone after the case."""
     closing: contextlib.ExitStack
     kept: dict[str, Any] = field(default_factory=dict)
-    """What `provoke` leaves for `follow`."""
+    """Values that `provoke` passes to `follow`."""
 
     @functools.cached_property
     def hub(self) -> LoopbackHub:
@@ -66,14 +66,14 @@ class World:
         return self.closing.enter_context(LoopbackHub())
 
     def own(self, name: str = "model") -> Path:
-        """A copy of a shared folder, to be changed; the same one each time."""
+        """A case's copy of a shared folder, which may be changed."""
         target = self.tmp / f"own-{name}"
         if not target.exists():
             shutil.copytree(self.model if name == "model" else self.shared(name), target)
         return target
 
     def again(self, name: str = "model") -> Path:
-        """The copy as it was at first: what a second download, or putting files back, gives."""
+        """Restore the copy, like a second download."""
         shutil.rmtree(self.tmp / f"own-{name}")
         return self.own(name)
 
@@ -118,12 +118,12 @@ class World:
         return self.cli("plan", self.recipe(**changes), *overrides)
 
     def train(self, *overrides: str, **changes: Any) -> str:
-        """`trimtab train` of the recipe, in a run folder that is not there yet."""
+        """`trimtab train` of the recipe, in a new run folder."""
         folder = self.tmp / f"run-{len(list(self.tmp.glob('run-*')))}"
         return self.cli("train", self.recipe(**{"output_dir": str(folder), **changes}), *overrides)
 
     def edit_json(self, path: Path, **changes: Any) -> None:
-        """Changes keys of a JSON file; `...` removes one."""
+        """Change keys of a JSON file; `...` removes a key."""
         content = json.loads(path.read_text()) if path.exists() else {}
         content = {key: value for key, value in {**content, **changes}.items() if value is not ...}
         path.write_text(json.dumps(content))
@@ -169,7 +169,7 @@ def settings(remedy: str) -> list[list[str]]:
 
 
 def in_turn(attempt: Callable[[str], object], names: list[str]) -> None:
-    """Tries everything that a remedy offers."""
+    """Try every alternative of a remedy."""
     assert names
     for name in names:
         attempt(name)
@@ -177,7 +177,7 @@ def in_turn(attempt: Callable[[str], object], names: list[str]) -> None:
 
 @contextlib.contextmanager
 def recorded_sites() -> Iterator[None]:
-    """While it lasts, errors remember the line that built them."""
+    """Context manager in which errors record the line that created them."""
     plain = TrimtabError.__init__
 
     def remember(self: TrimtabError, *words: Any, **more: Any) -> None:
@@ -195,7 +195,7 @@ def recorded_sites() -> Iterator[None]:
 
 
 def came_from(error: BaseException | None, site: Site) -> bool:
-    """Whether an error, or one that it passes on, was built at a site."""
+    """Whether an error, or its cause, was created at a site."""
     while error is not None:
         if type(error).__name__ == ROW_ERROR and error.__traceback__ is not None:
             trace = error.__traceback__

@@ -1,4 +1,4 @@
-"""What the cases share: a tiny model, runs and adapters made once, and a folder of a case's own."""
+"""Fixtures of the cases: a tiny model, shared runs and adapters, and a temporary folder per case."""
 
 from __future__ import annotations
 

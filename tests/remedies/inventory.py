@@ -1,6 +1,6 @@
-"""Every place in trimtab that advises a user: errors built with a remedy, found in the syntax tree.
+"""Inventory of all remedies in error messages of trimtab, found in the syntax tree.
 
-A site is named by its module, its function and its remedy with `{}` for what is filled in, so that code may move. A
+A site is named by its module, its function and its remedy with `{}` for formatted values, so that code may move. A
 remedy that is one of several texts (`a if x else b`, a constant, a local name) is a site for each of them.
 """
 
@@ -20,19 +20,19 @@ import trimtab
 PACKAGE = Path(trimtab.__file__).parent
 ERRORS_MODULE = "facts/errors.py"
 ROW_ERROR = "RowError"
-"""Not an error of trimtab's own kind, but it carries a remedy that becomes one's."""
+"""Not a TrimtabError, but its remedy becomes that of one."""
 SENTENCES = "recipe/rules.py"
-"""Here remedies are the second halves of sentences, `cause; remedy`, that are yielded."""
+"""Functions in this file yield sentences `cause; remedy`."""
 PAIRS = "recipe/problems.py"
-"""Here functions return or yield (cause, remedy)."""
+"""Functions in this file return or yield (cause, remedy)."""
 DICTS = "text/chat_worker.py"
-"""Here a process of its own sends {"error": cause, "remedy": remedy}."""
+"""This child process sends {"error": cause, "remedy": remedy}."""
 NOTHING = "(none)"
 
 
 @dataclass(frozen=True)
 class Site:
-    """One remedy at one place."""
+    """A remedy and its location."""
 
     module: str
     function: str
@@ -42,18 +42,18 @@ class Site:
 
     @property
     def key(self) -> str:
-        """How cases name it."""
+        """The key of its case."""
         return f"{self.module}:{self.function}: {self.remedy}"
 
     def says(self, text: str | None) -> bool:
-        """Whether a remedy that was shown can be this one."""
+        """Whether a displayed remedy matches this one."""
         pattern = ".*".join(re.escape(part) for part in self.remedy.split("{}"))
         return re.fullmatch(pattern, text or NOTHING, re.DOTALL) is not None
 
 
 @functools.cache
 def sites() -> list[Site]:
-    """All of them, in the order of files and lines."""
+    """All sites, sorted by file and line."""
     kinds = _error_classes()
     found: list[Site] = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -64,12 +64,12 @@ def sites() -> list[Site]:
 
 
 def counted() -> Counter[str]:
-    """How many sites have a name: the same remedy may stand several times in a function."""
+    """Number of sites per key: a function may have the same remedy several times."""
     return Counter(site.key for site in sites())
 
 
 def _error_classes() -> set[str]:
-    """TrimtabError, what derives from it anywhere in the package, and RowError."""
+    """TrimtabError with all its subclasses, and RowError."""
     classes: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -88,7 +88,7 @@ class _Module:
         self.name, self.tree, self.kinds = name, tree, kinds
         self.constants = _assigned(tree.body)
         self.given: set[str] = set()
-        """Arguments of the function that is walked which are a kind of error."""
+        """Parameters of the current function that are error classes."""
 
     def sites(self) -> list[Site]:
         return list(self._walk(self.tree, [], {}))
@@ -146,7 +146,7 @@ class _Module:
 
 
 def _is_cause(node: ast.expr) -> bool:
-    """Whether the first of a pair is a sentence, or a name for one."""
+    """Whether the first element of a pair is a sentence, or a name for one."""
     return isinstance(node, ast.JoinedStr) or "cause" in ast.unparse(node)
 
 
@@ -155,7 +155,7 @@ def _called(call: ast.Call) -> str | None:
 
 
 def _assigned(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
-    """Names to everything that is assigned to them."""
+    """All values that are assigned to each name."""
     found: dict[str, list[ast.expr]] = {}
     for statement in body:
         if isinstance(statement, ast.Assign):
@@ -166,7 +166,7 @@ def _assigned(body: list[ast.stmt]) -> dict[str, list[ast.expr]]:
 
 
 def _texts(node: ast.expr, names: dict[str, list[ast.expr]], depth: int = 0) -> list[str]:
-    """The texts that an expression can be, `{}` for what is only known when it runs."""
+    """The possible texts of an expression, with `{}` for values known only at run time."""
     if isinstance(node, ast.Constant):
         return [NOTHING if node.value is None else str(node.value)]
     if isinstance(node, ast.IfExp):

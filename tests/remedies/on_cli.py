@@ -191,7 +191,7 @@ case(
     follow_overflow,
 )
 case(
-    "evaluate/perplexity.py:loss: give evaluation text of at least two tokens a document",
+    "evaluate/perplexity.py:loss: give evaluation text of at least two tokens per document",
     lambda w: loss(decoder_of(w.model), []),
     lambda w, remedy: measured(w, ["the cat sees a dog"]),
 )

@@ -344,8 +344,8 @@ def follow_long(w: World, remedy: str) -> None:
 
 
 case(
-    "evaluate/likelihood.py:mean_losses: shorten it, or measure a file with `trimtab eval`, which cuts text into "
-    "windows",
+    "evaluate/likelihood.py:mean_losses: shorten it, or measure a file with `trimtab eval`, which splits text into "
+    "sequences",
     lambda w: loaded(w).loss("the cat " * 200),
     follow_long,
 )

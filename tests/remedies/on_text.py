@@ -162,7 +162,7 @@ GGUF = "use the model's Hugging Face folder, or set model.tokenizer to a folder 
 for function, wrong in {
     "tokenizer_from_metadata": metadata(tokens=["a", "a"]),
     "tokenizer_from_metadata ": metadata(model="bert"),
-    "_cut": metadata(pre="unheard-of"),
+    "_split_rule": metadata(pre="unheard-of"),
     "_byte_level": metadata(merges=["abc"]),
     "_sentencepiece": metadata(model="llama", scores=[1.0]),
     "_bpe": metadata(merges=["zzz qqq"]),
@@ -173,7 +173,9 @@ for function, wrong in {
     case(
         f"text/from_gguf.py:{function.strip()}: {GGUF}",
         lambda w, wrong=wrong: tokenizer_from_metadata(wrong, "m.gguf"),
-        lambda w, remedy, trained=function == "_cut": follow_gguf_tokenizer(w, remedy, trained=trained),
+        lambda w, remedy, trained=function == "_split_rule": follow_gguf_tokenizer(
+            w, remedy, trained=trained
+        ),
     )
 case(
     "text/source.py:load: name the folder with tokenizer.json in it",
@@ -251,13 +253,13 @@ def follow_chat_model(w: World, remedy: str) -> None:
 
 
 case(
-    "text/tokenizer.py:Tokenizer.render_chats: give plain text, use a model tuned for chat, or put a "
+    "text/tokenizer.py:Tokenizer.render_chats: use plain text or a model tuned for chat, or put a "
     "chat_template.jinja next to it",
     talk,
     follow_chat_model,
 )
 case(
-    "text/chat.py:ChatProcess._ask: use text, numbers, lists",
+    "text/chat.py:ChatProcess._request: use text, numbers, lists",
     lambda w: render_chats(CHAT, [[{"role": "user", "content": {1, 2}}]], {}),
     lambda w, remedy: in_turn(
         lambda kind: render_chats(CHAT, [[{"role": "user", "content": PLAIN[kind]}]], {}),
@@ -273,7 +275,7 @@ def endless(w: World) -> object:
 
 
 case(
-    "text/chat.py:_over: a sound template needs milliseconds; use another, or text without a template",
+    "text/chat.py:_limit_error: a valid template needs milliseconds; use another one, or text without a template",
     endless,
     lambda w, remedy: (render_chats(CHAT, [TALK], {}), w.train(max_steps=1)),
 )
@@ -330,12 +332,12 @@ case(
     lambda w, remedy: refused_by("{% for m in messages %}{{ m.content }}{% endfor %}"),
 )
 case(
-    "text/chat_worker.py:complaint: see what the model's card says about the form of a conversation",
+    "text/chat_worker.py:complaint: see the model's card for the required form of a conversation",
     lambda w: refused_by(FUSSY, TALK[1:]),
     lambda w, remedy: refused_by(FUSSY, TALK),
 )
 case(
-    "text/chat_worker.py:complaint: check the roles and contents given to it",
+    "text/chat_worker.py:complaint: check the roles and contents of the messages",
     lambda w: refused_by(ADDING, [{"role": "user", "content": 5}]),
     lambda w, remedy: refused_by(ADDING, TALK),
 )

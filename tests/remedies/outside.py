@@ -1,4 +1,4 @@
-"""Remedies that a test cannot follow, by the reason: what they ask for is outside of the program."""
+"""Remedies that a test cannot follow, by reason: they require actions outside of the program."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "data/cache.py:TokenCache._build: free some space, or use another folder: data.cache_dir in a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
-        "export/hf.py:_not_the_model: nothing was published; check the disk and try again",
-        "export/peft.py:_not_the_adapter: nothing was published; check the disk and try again",
+        "export/hf.py:_export_mismatch: nothing was published; check the disk and try again",
+        "export/peft.py:_export_mismatch: nothing was published; check the disk and try again",
         "export/reader.py:read_tensors: check the disk and try again",
         "export/reader.py:_read_header: check the disk and try again",
         "hub/faults.py:explain: free some, or set HF_HUB_CACHE to another disk",
@@ -89,7 +89,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "hub/faults.py:_explain_status: log in with `hf auth login`, or set HF_TOKEN",
         "hub/faults.py:_explain_status: use another model or data set",
         "hub/repository.py:Repository.fetch: try again",
-        "hub/repository.py:_ask: check that the endpoint is a hub",
+        "hub/repository.py:_query_hub: check that the endpoint is a hub",
     ),
     PASSED_ON: (
         "api/batches.py:_named: {}",

@@ -1,4 +1,4 @@
-"""Folders that several cases read, made once: runs, adapters, quantized models, GGUF files."""
+"""Folders shared by several cases: runs, adapters, quantized models, GGUF files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Made = Callable[[str], Path]
 
 
 def decoder_of(folder: Path, dtype: str = "fp32") -> Decoder:
-    """A model from its folder."""
+    """Load a model from its folder."""
     decoder = build(read_shape(folder), dtype=dtype, device="cpu", attention="reference")
     load_weights(decoder, folder)
     return decoder
 
 
 def adapted_of(folder: Path, adapter: str = "default", **settings: object) -> Decoder:
-    """The same with an adapter whose weights look trained."""
+    """Load a model and add an adapter with nonzero weights."""
     decoder = add_adapters(decoder_of(folder), LoraSettings(**{"r": 2, **settings}), adapter=adapter)  # type: ignore[arg-type]
     init_adapters(decoder, seed=3, adapter=adapter)
     return scatter(decoder, adapter)

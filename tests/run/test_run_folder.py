@@ -132,7 +132,7 @@ print(begun)
 def test_two_processes_that_start_the_same_run_do_not_remove_each_others_drafts(tmp_path: Path) -> None:
     """Each start owns the folder or raises because the other one does; no draft remains."""
     code = STARTS.replace(
-        "import sys\n", "import sys\nimport trimtab.checkpoint.lock as l; l.LOOK_SECONDS = 0\n", 1
+        "import sys\n", "import sys\nimport trimtab.checkpoint.lock as l; l.PROBE_SECONDS = 0\n", 1
     )
     words = [sys.executable, "-c", code, str(tmp_path / "run")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -1,4 +1,4 @@
-"""Chat templates: Hugging Face's environment, and limits that hold."""
+"""Chat templates: Hugging Face's environment and resource limits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_template_names_the_remedy(tmp_path: Path) -> None:
         ("{{ messages[77].role }}", "no element 77"),
     ],
 )
-def test_what_a_template_does_wrong_is_said(template: str, message: str) -> None:
+def test_template_errors_are_reported(template: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         render(template)
 
@@ -106,7 +106,7 @@ def test_what_a_template_does_wrong_is_said(template: str, message: str) -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "processor time"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
         ("{{ 'a' * 10**9 }}", "not allowed"),
         ("{{ 9 ** 9 ** 9 }}", "not allowed"),
         ("{% for i in range(99999) %}{{ 'abcdefgh' * 100 }}{% endfor %}", "more than 1048576 characters"),

@@ -1,4 +1,4 @@
-"""Where the answers stand in what chat templates write: spans checked by hand, for templates of every kind."""
+"""Spans of answers in rendered conversations, for templates of every kind."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ THOUGHTFUL = chat(
         ("CHATML", chat("Hi", ""), ["<|im_end|>"]),
     ],
 )
-def test_answers_with_what_ends_them(
+def test_answers_include_their_closing_tokens(
     template: str, messages: list[dict[str, Any]], expected: list[str]
 ) -> None:
     assert trained(getattr(templates, template), messages) == expected
@@ -111,7 +111,7 @@ def test_thinking_and_calls_of_tools_in_one_conversation() -> None:
 @pytest.mark.parametrize(
     ("template", "rewritten"), [("CHATML", False), ("MISTRAL_LATE_SYSTEM", True), ("THINKING", True)]
 )
-def test_templates_that_write_a_beginning_otherwise_are_told(template: str, rewritten: bool) -> None:
+def test_templates_that_rewrite_the_prompt_are_reported(template: str, rewritten: bool) -> None:
     conversation = Conversation(chat("Hi", "Ho", "He", "Ha", system="Be brief."))
     with ChatProcess(getattr(templates, template), specials=SPECIALS) as process:
         (made,) = process.examples([conversation], VARIABLES, "completions")
@@ -137,14 +137,14 @@ def test_last_and_all_and_answers_that_are_context() -> None:
         assert trained(template, TWO, skipped=[1, 3]) == []
 
 
-def test_marks_that_cannot_be_told_apart_are_said() -> None:
+def test_ambiguous_marks_are_an_error() -> None:
     once = templates.CHATML_MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.index0 == 1 %}")
-    with pytest.raises(TemplateFailed, match=r"marks 1 stretches where 2 answers are"):
+    with pytest.raises(TemplateFailed, match=r"marks 1 spans for 2 answers"):
         trained(once, TWO, skipped=[3])
-    assert trained(once, TWO, skipped=[1, 3]) == [], "where none is trained on, none has to be told apart"
+    assert trained(once, TWO, skipped=[1, 3]) == [], "without trained answers no mark has to be assigned"
 
 
-def test_answers_of_several_marked_stretches() -> None:
+def test_answers_with_several_marks() -> None:
     template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}{% endgeneration %}|"
         "{% generation %}{{ m.content }}]{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -152,7 +152,7 @@ def test_answers_of_several_marked_stretches() -> None:
     assert len(trained(template, TWO, "completions")) == 4
     one = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     assert trained(template, one, "last") == ["[Ho", "Ho]"]
-    with pytest.raises(ModelError, match="marks 4 stretches where 2 answers are"):
+    with pytest.raises(ModelError, match="marks 4 spans for 2 answers"):
         trained(template, TWO, "last")
 
 
@@ -204,7 +204,7 @@ words = st.text(st.sampled_from("ab <|>/\nü𝄞"), min_size=1, max_size=12).fil
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )
-def test_whatever_is_said_answers_are_found_and_nothing_else(
+def test_spans_of_random_conversations(
     processes: dict[str, ChatProcess], name: str, turns: list[tuple[str, str]]
 ) -> None:
     messages = chat(*[text for turn in turns for text in turn])

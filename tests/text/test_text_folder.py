@@ -47,7 +47,7 @@ def test_add_bos_token_in_the_config_replaces_the_post_processor(tmp_path: Path,
     assert text.load(write_folder(tmp_path, backend, tokenizer_config=config)).adds_bos is flag
 
 
-def test_prompt_has_the_beginning_once(tmp_path: Path) -> None:
+def test_prompt_has_bos_once(tmp_path: Path) -> None:
     tokenizer = text.load(write_folder(tmp_path, with_bos_processor()))
     assert tokenizer.encode_prompt("Hi") == [0, *tokenizer.encode("Hi")]
     assert tokenizer.encode_prompt("<s>Hi") == [0, *tokenizer.encode("Hi")]
@@ -101,7 +101,7 @@ def test_save_and_load_again(tmp_path: Path) -> None:
     assert [second.encode_document(t) for t in CORPUS] == [first.encode_document(t) for t in CORPUS]
 
 
-def test_fingerprint_sees_conventions_and_template(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_conventions_and_template(tmp_path: Path) -> None:
     plain = text.load(write_folder(tmp_path / "a"))
     assert plain.fingerprint == text.load(write_folder(tmp_path / "b")).fingerprint
     assert plain.fingerprint != text.load(write_folder(tmp_path / "c", with_bos_processor())).fingerprint
@@ -129,11 +129,11 @@ def test_vocab_size_is_the_largest_id_plus_one(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "tokenizer.json").unlink(), "no tokenizer.json"),
-        (lambda f: (f / "tokenizer.json").write_text("{"), "no JSON object"),
-        (lambda f: (f / "tokenizer.json").write_text("[]"), "no JSON object"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "not a JSON object"),
+        (lambda f: (f / "tokenizer.json").write_text("[]"), "not a JSON object"),
         (lambda f: (f / "tokenizer.json").write_text('{"model": 3}'), "not a tokenizer"),
-        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff\xfe\x00"), "no JSON object"),
-        (lambda f: (f / "tokenizer_config.json").write_text("nope"), "no JSON object"),
+        (lambda f: (f / "tokenizer.json").write_bytes(b"\xff\xfe\x00"), "not a JSON object"),
+        (lambda f: (f / "tokenizer_config.json").write_text("nope"), "not a JSON object"),
         (lambda f: (f / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}'), "<gone>"),
     ],
 )

@@ -22,7 +22,7 @@ from trimtab import text
 from trimtab.facts.errors import ModelError
 from trimtab.text import long_text
 from trimtab.text.from_gguf import tokenizer_from_metadata
-from trimtab.text.pretokenizers import CUTS
+from trimtab.text.pretokenizers import SPLIT_RULES
 from trimtab.text.tokenizer import Tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
@@ -129,7 +129,7 @@ def test_cuts_are_those_of_transformers(pre: str) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    ours = CUTS[pre].pre_tokenizer()
+    ours = SPLIT_RULES[pre].pre_tokenizer()
 
     @settings(max_examples=150, deadline=None)
     @given(sample=st.one_of(TEXTS, st.sampled_from(CORPUS)))
@@ -163,8 +163,8 @@ def test_user_defined_tokens_stay_whole_but_are_not_special() -> None:
         ({"model": "bert"}, "bert"),
         ({"model": None}, "None"),
         ({"pre": "martian"}, "martian.*llama-bpe"),
-        ({"tokens": None}, "holds no tokenizer"),
-        ({"tokens": [1, 2]}, "holds no tokenizer"),
+        ({"tokens": None}, "has no tokenizer"),
+        ({"tokens": [1, 2]}, "has no tokenizer"),
         ({"merges": None}, "merges"),
         ({"merges": ["a b c"]}, "not a merge of two"),
         ({"merges": ["a ~~"]}, "not in the vocabulary"),

@@ -12,7 +12,7 @@ from tokenizers import normalizers
 
 from trimtab import text
 from trimtab.text import long_text
-from trimtab.text.pretokenizers import CUTS
+from trimtab.text.pretokenizers import SPLIT_RULES
 from trimtab.text.tokenizer import Tokenizer
 
 
@@ -62,7 +62,7 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize("cut", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken", "gpt-4o"])
 def test_long_texts_keep_their_tokens(cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = byte_level_backend(600)
-    backend.pre_tokenizer = CUTS[cut].pre_tokenizer()
+    backend.pre_tokenizer = SPLIT_RULES[cut].pre_tokenizer()
     if cut == "qwen2":
         backend.normalizer = normalizers.NFC()
     monkeypatch.setattr(long_text, "PIECE_CHARS", 20)

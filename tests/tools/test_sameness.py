@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from tools.sameness import store
-from tools.sameness.actions import DOING, _ended
+from tools.sameness.actions import ACTION_FUNCTIONS, _ended
 from tools.sameness.case import ACTIONS, Case
 from tools.sameness.compare import compare, difference
 from tools.sameness.coverage import NOT_COVERED, covered, uncovered, wanted
@@ -93,7 +93,7 @@ def test_all_recipes_are_valid(device: str, tmp_path: Path) -> None:
         build(case.recipe(base_of(device), tmp_path))
         assert set(case.then) <= set(ACTIONS)
         assert case.same_as is None or case.same_as in names
-    assert set(DOING) == set(ACTIONS)
+    assert set(ACTION_FUNCTIONS) == set(ACTIONS)
 
 
 def test_every_key_and_value_of_the_recipe_is_covered_or_has_a_reason() -> None:

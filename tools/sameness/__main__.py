@@ -22,10 +22,10 @@ from tools.sameness.sets import DEVICES, cases_of
 from tools.sameness.world import write_world
 
 KEPT = trees.ROOT / ".sameness"
-"""Recordings, stopped run folders and the world; git ignores it."""
+"""Recordings, stopped run folders and the inputs (`world`); ignored by git."""
 STARTER = trees.ROOT / "trimtab" / "starter" / "base"
 ROUNDS = 4
-"""How often processes are started for what is missing: one that a case ended leaves the cases behind it."""
+"""Rounds in which processes are started for the missing cases: a process that a case crashed leaves its later cases."""
 
 
 def world() -> Path:
@@ -34,28 +34,28 @@ def world() -> Path:
 
 
 class Recorder:
-    """Records a side's cases in several processes at once."""
+    """Records the cases of a commit in several concurrent processes."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self.options, self.scratch = options, scratch
         self.world = world()
 
     def file(self, side: trees.Side) -> Path:
-        """Where a side's recordings go."""
+        """The file of a commit's recordings."""
         if self.options.out:
             return Path(self.options.out)
         folder = KEPT / "recordings" if side.commit else self.scratch
         return folder / f"{trees.key(side, self.options.device, self.options.threads)}.jsonl"
 
     def stopped(self, side: trees.Side) -> Path:
-        """Where a side's stopped run folders are."""
+        """The folder of a commit's stopped runs."""
         folder = KEPT / "stopped" if side.commit else self.scratch / "stopped"
         return folder / trees.key(side, self.options.device, self.options.threads)
 
     def record(
         self, side: trees.Side, names: Sequence[str], stopped: trees.Side
     ) -> dict[str, store.Recording]:
-        """A side's recordings of these cases; those that are there already are not run again."""
+        """Record these cases of a commit; existing recordings are reused."""
         file = self.file(side)
         known = store.read(file, side.label)
         started = time.monotonic()
@@ -63,7 +63,7 @@ class Recorder:
             found = store.read(file, side.label)
             missing = [name for name in names if name not in found]
             count = min(self.options.processes, len(missing))
-            # Dealt in turn: neighbours take about as long. In each round others come first.
+            # Neighbouring cases take about as long: deal them out. Rounds begin with other cases.
             children = [self._start(side, missing[i::count], file, stopped) for i in reversed(range(count))]
             for child in children:
                 child.wait()
@@ -117,13 +117,13 @@ def sides(options: argparse.Namespace, scratch: Path, stack: ExitStack) -> tuple
     head = trees.head_side()
     ref = options.parent or trees.default_parent(head)
     parent = stack.enter_context(trees.parent_side(ref, scratch))
-    if parent.commit == head.commit:  # the same commit twice: the second recording may not be the first
+    if parent.commit == head.commit:  # the same commit twice: do not reuse the first recording
         head = trees.Side(head.tree, f"{head.label}+again", None)
     return parent, head
 
 
 def run(options: argparse.Namespace, cases: list[Case]) -> int:
-    """Records both sides, prints the table; 1 if anything differs."""
+    """Record both commits and print the table; returns 1 if anything differs."""
     started = time.monotonic()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sameness-")))
@@ -138,7 +138,7 @@ def run(options: argparse.Namespace, cases: list[Case]) -> int:
         after = recorder.record(head, names, head)
         stopped = [case.name for case in cases if case.stop_at and before.get(case.name)]
         handed = [f"{TAKEN_OVER}{name}" for name in stopped if before[name].error is None]
-        # A handover depends on both commits, so that it is recorded under both.
+        # A handover depends on both commits.
         both = trees.Side(head.tree, f"{head.label}<{parent.label}", None)
         taken_over = recorder.record(both, handed, parent)
         verdicts = compare(cases, before, after, taken_over)
@@ -164,20 +164,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--device", choices=DEVICES, default="cpu")
     add("--only", metavar="PATTERN", help="cases whose name matches, or contains it")
-    add("--list", action="store_true", help="print the cases' names and end")
-    add("--dry", action="store_true", help="validate and plan every recipe, also those for a GPU, and end")
-    add("--processes", type=int, default=2, help="how many record at once")
-    add("--threads", type=int, default=1, help="CPU threads of each")
+    add("--list", action="store_true", help="list the cases and exit")
+    add("--dry", action="store_true", help="validate and plan every recipe, also those for a GPU, and exit")
+    add("--processes", type=int, default=2, help="number of recording processes")
+    add("--threads", type=int, default=1, help="CPU threads per process")
     add("--tree", help="without git: the parent's tree, unpacked from `git archive`")
     add("--commit", default="head", help="with --tree: what to call this tree")
     add("--parent-commit", default="parent", help="with --tree: what to call the parent's")
-    add("--out", metavar="FILE", help="write recordings to this file as JSON lines, and go on where it ends")
+    add("--out", metavar="FILE", help="write recordings to this file as JSON lines, and resume from it")
     add("--verbose", action="store_true", help="show each case as it is recorded, and tracebacks of failures")
     return parser.parse_args(arguments)
 
 
 def main() -> int:
-    """The exit code: 1 if anything differs."""
+    """Returns the exit code: 1 if anything differs."""
     options = parse()
     cases = cases_of(options.device, options.only)
     if not cases:

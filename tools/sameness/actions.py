@@ -18,7 +18,7 @@ SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 3}
 
 
 class Runner:
-    """Where a case's files are, and the run that was made of it."""
+    """Runs a case in its working folder."""
 
     def __init__(self, case: Case, recipe: dict[str, Any], world: Path, work: Path) -> None:
         self.case, self.world, self.work = case, world, work
@@ -30,7 +30,7 @@ class Runner:
         self.recipe["data"] = {**recipe["data"], "cache_dir": str(self.cache)}
 
     def train(self, keep_stopped: Path | None = None) -> dict[str, str]:
-        """Trains, stops and resumes as the case says; every number. The stopped folder is copied to `keep_stopped`."""
+        """Train, stop and resume as the case requires; returns all values. Copies the stopped run to `keep_stopped`."""
         import trimtab
 
         case = self.case
@@ -48,7 +48,7 @@ class Runner:
         return self.read()
 
     def take_over(self, stopped: Path) -> dict[str, str]:
-        """Resumes a folder that another commit wrote; every number of the whole run."""
+        """Resume a run folder of another commit; returns all values of the full run."""
         import trimtab
 
         shutil.copytree(stopped, self.run, symlinks=True)
@@ -57,12 +57,12 @@ class Runner:
         return self.read()
 
     def read(self) -> dict[str, str]:
-        """What the run folder says, and what the case does with it."""
+        """Read the values of the run folder, and run the case's actions on it."""
         found = {**read_metrics(self.run), **read_checkpoint(self.run)}
-        self.values = found  # also where what follows fails
+        self.values = found  # available even if an action fails
         for name in self.case.then:
             with _quiet():
-                values = DOING[name](self)
+                values = ACTION_FUNCTIONS[name](self)
             found.update({f"{name} {key}": value for key, value in values.items()})
         return found
 
@@ -80,13 +80,13 @@ class Stop:
         self.step = step
 
     def on_step_end(self, control: Any) -> None:
-        """Asks for the stop."""
+        """Request the stop."""
         if control.step == self.step:
             control.stop("sameness")
 
 
 def _ended(run: Any, status: str = "finished") -> None:
-    """Checks how a run ended. A signal lets it save and return; that is no recording, and ends this process."""
+    """Checks how a run ended. After a signal it saves and returns; then this process ends without a recording."""
     if run.status == "interrupted":
         raise KeyboardInterrupt
     if run.status != status:
@@ -94,7 +94,7 @@ def _ended(run: Any, status: str = "finished") -> None:
 
 
 class _quiet:
-    """Nothing is printed: the table is all there is to see."""
+    """Suppresses all output."""
 
     def __enter__(self) -> None:
         self.out, self.err = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
@@ -224,7 +224,7 @@ def _best(runner: Runner) -> dict[str, str]:
     return _use(runner.load(runner.run, checkpoint="best"))
 
 
-DOING: dict[str, Callable[[Runner], dict[str, str]]] = {
+ACTION_FUNCTIONS: dict[str, Callable[[Runner], dict[str, str]]] = {
     "generate": _generate,
     "evaluate": _evaluate,
     "export": _export,

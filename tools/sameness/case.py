@@ -1,4 +1,4 @@
-"""A case: a recipe over the world's files, and what is done with the run that it makes."""
+"""A case: a recipe on the generated inputs, and the actions on its run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ACTIONS = (
     "rows",
     "loaded",
 )
-"""What a case can do with its run; `actions.py` has the code."""
+"""Actions on a case's run, implemented in `actions.py`."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Case:
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the recipe that differ from the base, with dots: `lora.r`. `@` stands for the world's folder."""
+    """Keys of the recipe that differ from the base, with dots: `lora.r`. `@` stands for the folder of inputs."""
     then: tuple[str, ...] = ()
     """Of `ACTIONS`."""
     stop_at: int | None = None
     """A callback stops the run after this step, and it is resumed; the stopped folder is kept for the other commit."""
     same_as: str | None = None
-    """The case that it must equal in every number: the run that was not stopped."""
+    """The uninterrupted case whose values it must equal."""
 
     def recipe(self, base: Mapping[str, Any], world: Path) -> dict[str, Any]:
-        """The whole recipe."""
+        """The full recipe."""
         found = copy.deepcopy(dict(base))
         for key, value in self.keys.items():
             *sections, last = key.split(".")
@@ -55,7 +55,7 @@ class Case:
 
 
 def _located(value: Any, world: Path) -> Any:
-    """With `@…` replaced by paths in the world."""
+    """Replace `@…` by paths in the folder of inputs."""
     if isinstance(value, str) and value.startswith("@"):
         return str(world / value[1:])
     if isinstance(value, dict):

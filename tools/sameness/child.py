@@ -22,7 +22,7 @@ from tools.sameness.sets import base_of, cases_of
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to record."""
+    """The cases that a process records."""
 
     tree: str
     commit: str
@@ -37,7 +37,7 @@ class Job:
 
 
 def main() -> None:
-    """Records every case of the job that is given as the only argument."""
+    """Record every case of the job in the first argument."""
     job = Job(**json.loads(sys.argv[1]))
     sys.path.insert(0, job.tree)
     import trimtab
@@ -54,7 +54,7 @@ def main() -> None:
         store.append(Path(job.out), done)
         print(f"{job.commit[:12]} {name} {done.seconds:.1f} s{' FAILED' if done.error else ''}", flush=True)
         if done.error is not None and "CUDA error" in done.error:
-            raise SystemExit(3)  # nothing works in a process after it: another one records the others
+            raise SystemExit(3)  # CUDA is unusable after it: another process records the remaining cases
 
 
 def record(job: Job, name: str, case: Case) -> store.Recording:
@@ -81,7 +81,7 @@ def record(job: Job, name: str, case: Case) -> store.Recording:
 
 
 def _choices(run: Path) -> dict[str, str]:
-    """Which implementations a run took, as far as its folder says so."""
+    """The implementations that a run used, from its choices.json."""
     file = run / "choices.json"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Two recordings side by side: the first thing that differs, in words."""
+"""Compares two recordings and describes the first difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAKEN_OVER = "handover/"
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case came out."""
+    """The result of comparing a case."""
 
     case: str
     steps: int
@@ -23,7 +23,7 @@ class Verdict:
 
 
 def difference(before: Recording | None, after: Recording | None) -> str | None:
-    """What first differs between two recordings; None if every bit is the same.
+    """Describe the first difference between two recordings; None if they are identical.
 
     Example:
         >>> difference(Recording("x", "a", {"step 1 loss": "0x1p0"}), Recording("x", "b", {"step 1 loss": "0x1p1"}))
@@ -46,7 +46,7 @@ def difference(before: Recording | None, after: Recording | None) -> str | None:
 
 
 def _shown(before: str, after: str, most: int = 60) -> str:
-    """Both values, from shortly before where they part."""
+    """Both values, from shortly before the first difference."""
     if len(before) <= most and len(after) <= most:
         return f"{before} → {after}"
     at = next(

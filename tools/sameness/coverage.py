@@ -54,7 +54,7 @@ def _parts(annotation: Any) -> tuple[list[type[BaseModel]], list[str]]:
     if origin is Literal:
         return [], [str(value) for value in get_args(annotation)]
     inside = get_args(annotation) if origin in (Union, types.UnionType, list, dict) else ()
-    inside = inside[:1] if origin is dict else inside  # what keys may be; values are numbers and texts
+    inside = inside[:1] if origin is dict else inside  # the keys; values are numbers and strings
     if hasattr(annotation, "__metadata__"):
         inside = (annotation.__origin__,)
     found = [_parts(one) for one in inside]
@@ -94,6 +94,6 @@ def _collect(value: Any, key: str, found: set[str]) -> None:
 
 
 def uncovered(recipe: type[BaseModel]) -> list[str]:
-    """What neither a case covers nor `NOT_COVERED` gives a reason for."""
+    """Keys and values that no case covers and that are not in `NOT_COVERED`."""
     have = covered()
     return [one for one in wanted(recipe) if one not in have and one not in NOT_COVERED]

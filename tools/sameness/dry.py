@@ -1,4 +1,4 @@
-"""Plans every case without running it: for GPU cases torch's answers are those of an H200, so no GPU is needed."""
+"""Plans every case without running it: for GPU cases torch.cuda is patched to report an H200, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ H200_BYTES = 139 * 2**30
 
 
 def pretended_gpu() -> AbstractContextManager[object]:
-    """torch.cuda as it answers on a machine with an H200, as far as planning asks."""
+    """Patch torch.cuda to report an H200 to the planner."""
     import torch
 
     return patch.multiple(
@@ -30,7 +30,7 @@ def pretended_gpu() -> AbstractContextManager[object]:
 
 
 def plan_all(device: str, cases: Sequence[Case], world: Path) -> int:
-    """Prints what each case would run; 1 if a recipe is refused."""
+    """Print the plan of each case; returns 1 if a recipe is rejected."""
     import torch
 
     import trimtab

@@ -1,4 +1,4 @@
-"""Compares what two commits ask of a CUDA GPU, without having one.
+"""Compares the operators and kernels that two commits launch on a CUDA GPU, without a GPU.
 
     make sameness-ptx PARENT=main~3
     python -m tools.sameness.ptx --parent main~3 --only 'call/attention*'
@@ -7,7 +7,7 @@
 Kernels are called through their public functions, and the GPU's recipes are trained, on an emulated device
 (`tools/sameness/gpu`). Compared are, case by case, the sequences of torch's operators and Triton's launches (grid,
 scalars, buffers with their dtypes, shapes and strides), and the PTX that each launched kernel is compiled to for an
-H200. Numbers are not compared: kernels are not run.
+H200. Values are not compared: kernels are not run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tools.sameness.gpu.recording import Store
 
 
 def record(side: trees.Side, names: Sequence[str], scratch: Path, options: argparse.Namespace) -> Store:
-    """Records the cases of a side that are not known."""
+    """Record the missing cases of a commit."""
     key = f"{trees.key(side, 'ptx', 1)}-{trees.scripts_hash('gpu/*.py')}-{version('triton')}"
-    is_kept = side.commit is not None and options.tree is None  # what a tree holds may change under its name
+    is_kept = side.commit is not None and options.tree is None  # the tree may change under the same name
     store = Store((KEPT / "launches" if is_kept else scratch) / key)
     store.recover()
     missing, started = store.missing(names), time.monotonic()
@@ -52,7 +52,7 @@ def record(side: trees.Side, names: Sequence[str], scratch: Path, options: argpa
             "HF_HUB_OFFLINE": "1",
             "TRITON_CACHE_DIR": str(scratch / f"triton-{key}"),
             "TRITON_DISABLE_LINE_INFO": "1",
-            "CUDA_VISIBLE_DEVICES": "",  # a GPU that is here is not used
+            "CUDA_VISIBLE_DEVICES": "",  # do not use a GPU
         }
         shown = None if options.verbose else subprocess.DEVNULL
         command = [sys.executable, "-P", "-m", "tools.sameness.gpu.child", json.dumps(asdict(job))]
@@ -135,8 +135,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="the commit to compare with; by default HEAD for uncommitted changes, else the merge base",
     )
     add("--only", metavar="PATTERN", help="cases whose name matches, or contains it")
-    add("--list", action="store_true", help="print the cases' names and end")
-    add("--processes", type=int, default=2, help="how many record at once")
+    add("--list", action="store_true", help="list the cases and exit")
+    add("--processes", type=int, default=2, help="number of recording processes")
     add("--tree", help="without git: the parent's tree, unpacked from `git archive`")
     add("--commit", default="head", help="with --tree: what to call this tree")
     add("--parent-commit", default="parent", help="with --tree: what to call the parent's")
@@ -145,7 +145,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """The exit code: 1 if anything differs."""
+    """Returns the exit code: 1 if anything differs."""
     options = parse()
     names = list(cases(Path(), options.only))
     if not names:

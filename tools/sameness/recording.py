@@ -1,4 +1,4 @@
-"""What is kept of a run: every number as exact text, by name and in order."""
+"""Recorded values of a run: every number as exact text, by name and in order."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 MEASURED = {"train": ("loss", "grad_norm", "lr", "tokens"), "eval": ("loss", "tokens", "units")}
 """Kinds of log records and the fields that are numbers of the training, not of the machine."""
 SHOWN = ("probe", "answers", "sample", "example")
-"""Kinds that are kept whole, except for times."""
+"""Kinds of records that are compared completely, except for times."""
 TIMES = ("seconds", "tokens_per_second", "time")
 
 
 def exact(value: Any) -> str:
-    """A value as text from which no bit is lost: floats in hexadecimal.
+    """A value as lossless text, with floats in hexadecimal.
 
     Example:
         >>> exact({"b": [0.5, 1], "a": "x"})
@@ -74,7 +74,7 @@ def read_tensors(folder: Path) -> dict[str, str]:
 
 
 def _add(found: dict[str, str], name: str, value: str) -> None:
-    """Under its name, or a numbered one if there are several of it."""
+    """Add a value under its name, numbered if the name exists."""
     count, free = 1, name
     while free in found:
         count += 1

@@ -11,12 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recording:
-    """What one case gave with one commit."""
+    """The recorded values of a case with one commit."""
 
     case: str
     commit: str
     values: dict[str, str] = field(default_factory=dict)
-    """Name to exact text, in the order in which it happened."""
+    """Exact text by name, in the order of recording."""
     error: str | None = None
     """Why the case failed; its values are those before."""
     seconds: float = 0.0
@@ -30,7 +30,7 @@ class Recording:
 
 
 def append(file: Path, recording: Recording) -> None:
-    """Adds a line; several processes may do so at once."""
+    """Append a line; safe for concurrent processes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
@@ -38,7 +38,7 @@ def append(file: Path, recording: Recording) -> None:
 
 
 def read(file: Path, commit: str) -> dict[str, Recording]:
-    """A commit's recordings by case; a line that was cut off by a kill is left out, and of two the later counts."""
+    """A commit's recordings by case; incomplete lines are ignored, and the last line of a case counts."""
     found: dict[str, Recording] = {}
     if not file.exists():
         return found

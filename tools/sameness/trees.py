@@ -1,4 +1,4 @@
-"""The two trees that are compared, and the key under which a commit's recordings are kept."""
+"""The two compared source trees, and the keys of their recordings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("trimtab", "recipes", "pyproject.toml")
-"""What a run depends on; a change elsewhere leaves recordings valid."""
+"""Paths that a run depends on; changes elsewhere do not invalidate recordings."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A tree with its commit; no commit for a tree with uncommitted changes, whose recordings are not kept."""
+    """A tree with its commit; no commit for a tree with uncommitted changes, whose recordings are not reused."""
 
     tree: Path
     label: str
@@ -65,7 +65,7 @@ def parent_side(ref: str, folder: Path) -> Iterator[Side]:
 
 
 def scripts_hash(pattern: str = "*.py") -> str:
-    """Of this package's files: other cases are other recordings."""
+    """Hash of this package's files: a change invalidates recordings."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob(pattern)):
         digest.update(path.name.encode() + path.read_bytes())
@@ -73,7 +73,7 @@ def scripts_hash(pattern: str = "*.py") -> str:
 
 
 def machine() -> str:
-    """The processor, as far as its name goes, with torch's version: bits are only compared within both."""
+    """Hash of host, processor and torch version: results are only compared on the same machine and version."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, texts and conversations: what the runs of both commits read. Needs no trimtab."""
+"""Tiny random models of every family, texts and conversations: the inputs of the runs. Does not import trimtab."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARY = 4096
-"""Of the embedded starter's tokenizer, which all models have."""
+"""Vocabulary size of the starter's tokenizer, which all models use."""
 CPU_SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -94,7 +94,7 @@ def write_world(folder: Path, tokenizer: Path) -> Path:
 
 
 def tensors(config: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Random weights by Hugging Face's names; norms and biases are random too, so that none can be dropped unseen."""
+    """Random weights by Hugging Face's names; norms and biases are random too, so that each has an effect."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head = config.get("head_dim", hidden // heads)

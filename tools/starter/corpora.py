@@ -1,11 +1,11 @@
 """Builds the starter's pretraining corpus and the small text files that ship with the package.
 
-    python -m tools.starter.corpora OUT --texts UNPACKED_PACKAGES     the whole corpus
-    python -m tools.starter.corpora OUT --public public.jsonl.gz      the same from text extracted before
+    python -m tools.starter.corpora OUT --texts UNPACKED_PACKAGES     the full corpus
+    python -m tools.starter.corpora OUT --public public.jsonl.gz      the same from text that was extracted before
 
-OUT gets `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text), one {"text": …} a line; with
---numbers also `numbers.jsonl`, bare number facts, and with --terms `terms.jsonl`, numbers and terms said again.
-With --package-data the held-out and replay files in `starter/data` are written anew.
+Writes `stories-NN.jsonl` (generated) and `public.jsonl` (public-domain text) to OUT, one {"text": …} per line; with
+--numbers also `numbers.jsonl` (number facts) and with --terms `terms.jsonl` (numbers and terms to copy). With
+--package-data it also regenerates the held-out and replay files in `starter/data`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Result = TypeVar("Result")
 
 SEED = 8
 SHARD_DOCUMENTS = 20_000
-# What goes beside the general text: no prose, but what mathematics stands on.
+# Documents in addition to general text: the basics of mathematics.
 LESSONS = {"numbers": number_documents, "terms": term_documents}
 DATA = STARTER / "data"
-# What ships inside the package stays small.
+# Sizes of the files that ship with the package.
 HOLDOUT_CHARS = {"public": 170_000, "generated": 90_000}
 REPLAY_CHARS = {"public": 130_000, "generated": 130_000, "numbers": 40_000, "terms": 20_000}
 
 
 def write_lines(path: Path, documents: Iterable[str]) -> int:
-    """Writes one JSON object a line, gzipped if the name says so; returns the number of characters."""
+    """Write one JSON object per line, gzipped for a `.gz` name; returns the number of characters."""
     chars = 0
     with gzip.GzipFile(path, "wb", mtime=0) if path.suffix == ".gz" else path.open("wb") as file:
         for text in documents:
@@ -58,8 +58,8 @@ def read_lines(path: Path) -> Iterator[str]:
 def public_documents(folder: Path, split: str) -> list[str]:
     """Public-domain documents of one split from unpacked packages.
 
-    Some passages stand twice in the Bible (Kings and Chronicles share pages, Daniel is there in two
-    versions): a paragraph that is also trained on is taken out of the held-out chapters.
+    Some passages occur twice in the Bible (Kings and Chronicles share pages, Daniel has two versions): paragraphs that
+    are also in the training split are removed from the held-out chapters.
     """
     chapters = texts.chapters(folder)
     trained = {p for c in chapters if c.split == "train" for p in c.paragraphs}
@@ -69,7 +69,7 @@ def public_documents(folder: Path, split: str) -> list[str]:
 
 
 def _mapped(function: Callable[[Task], Result], tasks: Iterable[Task], workers: int) -> Iterator[Result]:
-    """The results in the order of the tasks, so that the corpus does not depend on the number of processes."""
+    """Map tasks in processes; results keep the order, so that the corpus does not depend on `workers`."""
     if workers <= 1:
         yield from map(function, tasks)
         return
@@ -84,7 +84,7 @@ def _write_shard(task: tuple[str, int]) -> int:
 
 
 def write_stories(folder: Path, shards: int, workers: int) -> int:
-    """Writes the generated part, a process a shard; about 11 million characters each."""
+    """Write the generated shards in parallel; about 11 million characters each."""
     tasks = [(str(folder), shard) for shard in range(shards)]
     return sum(_mapped(_write_shard, tasks, workers))
 
@@ -103,7 +103,7 @@ def write_lessons(folder: Path, name: str, count: int, workers: int) -> int:
 
 
 def spread(documents: list[str], chars: int) -> list[str]:
-    """Evenly spaced documents up to a number of characters, so that every work is there."""
+    """Evenly spaced documents up to a number of characters, so that every work is included."""
     total = sum(map(len, documents))
     step = max(total / chars, 1.0)
     chosen, size, i = [], 0, 0.0
@@ -115,13 +115,13 @@ def spread(documents: list[str], chars: int) -> list[str]:
 
 
 def write_package_data(folder: Path, data: Path = DATA) -> None:
-    """`general.jsonl` (held out) and `replay.jsonl` (from what the base model was trained on)."""
+    """`general.jsonl` (held out) and `replay.jsonl` (from the base model's training data)."""
     data.mkdir(parents=True, exist_ok=True)
-    held = list(dict.fromkeys(general_documents(SEED, 400, "heldout")))
+    heldout = list(dict.fromkeys(general_documents(SEED, 400, "heldout")))
     trained = set(general_documents(SEED, SHARD_DOCUMENTS))
-    held = [d for d in held if d not in trained]
+    heldout = [d for d in heldout if d not in trained]
     general = spread(public_documents(folder, "heldout"), HOLDOUT_CHARS["public"])
-    general += spread(held, HOLDOUT_CHARS["generated"])
+    general += spread(heldout, HOLDOUT_CHARS["generated"])
     write_lines(data / "general.jsonl", general)
     replay = spread(public_documents(folder, "train"), REPLAY_CHARS["public"])
     replay += spread(list(general_documents(SEED, 400)), REPLAY_CHARS["generated"])
@@ -131,21 +131,21 @@ def write_package_data(folder: Path, data: Path = DATA) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line above."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         "python -m tools.starter.corpora", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("out", type=Path, help="folder for the corpus")
     parser.add_argument("--texts", type=Path, help="folder where the Debian packages were unpacked")
     parser.add_argument(
-        "--public", type=Path, help="public-domain text extracted before (.jsonl or .jsonl.gz)"
+        "--public", type=Path, help="public-domain text that was extracted before (.jsonl or .jsonl.gz)"
     )
     parser.add_argument("--shards", type=int, default=30, help="files of generated text, about 11 MB each")
     parser.add_argument(
         "--numbers", type=int, default=0, help="documents of number facts, 230 characters each"
     )
-    parser.add_argument("--terms", type=int, default=0, help="documents of numbers and terms said again")
-    parser.add_argument("--workers", type=int, default=2, help="processes that write them")
+    parser.add_argument("--terms", type=int, default=0, help="documents of numbers and terms to copy")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--package-data", action="store_true", help="also write starter/data (needs --texts)")
     options = parser.parse_args(arguments)
     if (options.texts is None) == (options.public is None):

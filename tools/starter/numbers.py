@@ -1,14 +1,14 @@
-"""Bare number facts, a tenth of the base model's pretraining: what 7 + 5 is, not how to solve problems.
+"""Bare number facts, a tenth of the base model's pretraining: sums and products, no solved problems.
 
-A document is a list of facts, one a line:
+A document is a list of facts, one per line:
 
     34 + 25 = 59
     56 / 8 = 7
     5, 10, 15, 20, 25
     47 = 4 tens and 7 ones
 
-There are no questions, no worked solutions, no algebra and no calculus in it: those are what the demo teaches. A fact
-that answers a held-out problem is left out here too.
+They contain no questions, worked solutions, algebra or calculus, which the demo teaches. Facts that answer a held-out
+problem are excluded.
 """
 
 from __future__ import annotations

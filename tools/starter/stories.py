@@ -44,11 +44,11 @@ def general_document(seed: int, index: int, split: str = "train") -> str:
 
 
 def general_documents(seed: int, count: int, split: str = "train", start: int = 0) -> Iterator[str]:
-    """`count` documents from `start` on.
+    """Yield `count` documents from index `start`.
 
-    The held-out documents are drawn with other seeds. Whole texts do not repeat (short ones may: those are
-    dropped by whoever holds both, as `corpora` does), but the sentences come from the same grammar: this
-    split shows what was learned of the style, the public-domain pages show the rest.
+    Held-out documents have other seeds. Documents differ between the splits (short ones may repeat; `corpora` removes
+    those), but their sentences come from the same grammar: this split measures the learned style, the public-domain
+    pages measure generalization.
 
     Example:
         >>> len(list(general_documents(0, 3)))

@@ -1,4 +1,4 @@
-"""Numbers and terms said again, a twelfth of the base model's pretraining: how to read them, not how to reckon.
+"""Numbers and terms to copy, a twelfth of the base model's pretraining: reading them, without arithmetic.
 
 A document is a list of lines such as
 
@@ -6,7 +6,7 @@ A document is a list of lines such as
     Take 34 and 8. The first is 34, the second is 8.
     The number after 41 is 42, the number before it is 40.
 
-Nothing is solved in it. A model that cannot copy a number from one place to another learns no mathematics.
+Nothing is solved in them. A model that cannot copy a number cannot learn mathematics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trimtab.facts.randomness import derive
 
 
 def term_documents(seed: int, count: int, start: int = 0) -> Iterator[str]:
-    """`count` documents from `start` on; each is a function of (seed, index) alone.
+    """Yield `count` documents from index `start`; each depends only on (seed, index).
 
     Example:
         >>> len(next(term_documents(0, 1)).splitlines()) >= 4

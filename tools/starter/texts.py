@@ -1,8 +1,8 @@
 """Public-domain text out of Debian packages: Jane Austen's novels and the World English Bible.
 
 The packages are unpacked (`dpkg-deb -x FILE.deb FOLDER`), not installed; neither R nor a Bible program is
-needed. Novels come as R's lazy-load database: length-prefixed zlib records of serialized character
-vectors. The Bible comes as a SWORD zText module: an index of zlib blocks, one a book, in OSIS markup.
+needed. The novels are in R's lazy-load database: length-prefixed zlib records of serialized character vectors.
+The Bible is a SWORD zText module: an index of zlib blocks, one per book, in OSIS markup.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Chapter(NamedTuple):
 
     @property
     def split(self) -> str:
-        """One chapter in twenty is held out, by a hash of where it stands."""
+        """One chapter in twenty is held out, by a hash of its position."""
         return "heldout" if derive(0, "starter-text", self.work, self.number) % 20 == 0 else "train"
 
 
@@ -53,32 +53,32 @@ def chapters(folder: Path) -> list[Chapter]:
 
 
 def documents(chapter: Chapter, max_chars: int = 1600) -> Iterator[str]:
-    """The chapter cut between paragraphs into documents of about `max_chars`, a window's worth of tokens."""
-    held: list[str] = []
+    """Split a chapter between paragraphs into documents of about `max_chars`, which fit into a sequence."""
+    collected: list[str] = []
     size = 0
     for paragraph in (piece for p in chapter.paragraphs for piece in _pieces(p, max_chars)):
-        if held and size + len(paragraph) > max_chars:
-            yield "\n\n".join(held)
-            held, size = [], 0
-        held.append(paragraph)
+        if collected and size + len(paragraph) > max_chars:
+            yield "\n\n".join(collected)
+            collected, size = [], 0
+        collected.append(paragraph)
         size += len(paragraph)
-    if held:
-        yield "\n\n".join(held)
+    if collected:
+        yield "\n\n".join(collected)
 
 
 def _pieces(paragraph: str, max_chars: int) -> Iterator[str]:
-    """A paragraph, or the parts of a very long one, cut after sentences."""
-    held = ""
+    """Split a very long paragraph after sentences."""
+    collected = ""
     for sentence in re.split(r"(?<=[.!?;\"]) (?=[A-Z\"])", paragraph):
-        if held and len(held) + len(sentence) > max_chars:
-            yield held
-            held = ""
-        held = f"{held} {sentence}".lstrip()
-    yield held
+        if collected and len(collected) + len(sentence) > max_chars:
+            yield collected
+            collected = ""
+        collected = f"{collected} {sentence}".lstrip()
+    yield collected
 
 
 def austen(path: Path) -> Iterator[Chapter]:
-    """The six novels from the R database, a chapter at a time."""
+    """Yield the chapters of the six novels from the R database."""
     data = path.read_bytes()
     at = 0
     while at < len(data):
@@ -91,16 +91,16 @@ def austen(path: Path) -> Iterator[Chapter]:
 def _novel(lines: list[str]) -> Iterator[Chapter]:
     work, number = lines[0].strip().title(), 0
     paragraphs: list[str] = []
-    held: list[str] = []
+    collected: list[str] = []
     for line in [*lines[1:], "", "CHAPTER"]:
         if line.strip() and not _CHAPTER.match(line):
-            held.append(line.strip())
+            collected.append(line.strip())
             continue
-        text = clean(" ".join(held))
+        text = clean(" ".join(collected))
         # Title pages, dates and "THE END" are not prose.
         if len(text) > 25 and not text.isupper():
             paragraphs.append(text)
-        held = []
+        collected = []
         if _CHAPTER.match(line):
             if len(paragraphs) > 3:
                 yield Chapter(work, number, paragraphs)
@@ -133,12 +133,12 @@ _TAG = re.compile(r"<[^>]+>")
 
 
 def bible(folder: Path) -> Iterator[Chapter]:
-    """The books of the World English Bible, a chapter at a time; the preface is left out."""
+    """The books of the World English Bible, by chapter, without the preface."""
     for part in ("ot", "nt"):
         index, blocks = (folder / f"{part}.bzs").read_bytes(), (folder / f"{part}.bzz").read_bytes()
         for offset, size, _ in struct.iter_unpack("<III", index):
             markup = zlib.decompress(blocks[offset : offset + size]).decode("utf-8")
-            # One block may hold several books; a chapter's tag names the book it belongs to.
+            # One block may contain several books; a chapter's tag names the book it belongs to.
             for piece in re.split(r"(?=<chapter [^>]*sID=)", markup)[1:]:
                 name = re.match(r'<chapter n="(\d+)" osisID="(\w+)\.', piece)
                 if name is None:

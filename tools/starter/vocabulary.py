@@ -2,8 +2,8 @@
 
     python -m tools.starter.vocabulary CORPUS_FOLDER [OUT_FOLDER]
 
-Each digit is a token of its own (a number's digits line up in columns), a word takes its leading space with
-it as in GPT-2, and every byte is in the vocabulary, so that any text has tokens.
+Each digit is a separate token (so that digits align in columns), words include their leading space as in GPT-2, and
+every byte is in the vocabulary, so that any text can be encoded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Save, load and verify training state: safetensors and JSON, checksummed, published atomically.
+"""Save, load and verify training state: safetensors and JSON with checksums, published atomically.
 
     store = Store("run/checkpoints", keep_last=2)
     store.save(step, tensors, scalars, tags={"best"})

@@ -1,12 +1,12 @@
-"""The folder of a run's checkpoints: names, pointers, publication by rename, pruning, clearing up.
+"""The checkpoint folder of a run: names, pointers, publication by rename, pruning, recovery.
 
-    step-00000100/   complete: nothing gets this name before it was written, synced, checksummed and re-opened
-    latest, best     text files with a name in them, for people and scripts; the manifests decide
-    .tmp-…           being written or being deleted; worthless once its writer is dead (.latest.tmp-… likewise)
-    .replaced-…      the old one while a step is saved a second time; comes back if the new one did not arrive
+    step-00000100/   complete: a folder gets this name only after it was written, synced, checksummed and re-opened
+    latest, best     text files with a checkpoint's name, for users and scripts; the manifests are authoritative
+    .tmp-…           being written or deleted; garbage once its writer has died (.latest.tmp-… likewise)
+    .replaced-…      the previous version while a step is saved again; restored if the new one was not completed
     .writer.lock     locked while a process writes
 
-A kill between any two operations leaves a folder from which `clear_up` restores this picture. No torch.
+A kill between any two operations leaves a folder that `recover` repairs. No torch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def step_name(step: int) -> str:
 
 
 def staging_path(root: Path, step: int) -> Path:
-    """Where a step is assembled before it gets its name."""
+    """The temporary folder of a step that is being written."""
     return root / f"{_TEMPORARY}{step_name(step)}-{os.getpid()}"
 
 
 def step_folders(root: Path) -> list[Path]:
-    """All published checkpoints, by step; empty when the folder does not exist. Empty folders are none."""
+    """All published checkpoints, sorted by step; empty folders are ignored, and `root` may be missing."""
     if not root.is_dir():
         return []
     named = [path for path in root.iterdir() if _STEP.fullmatch(path.name) and path.is_dir()]
@@ -55,22 +55,22 @@ def step_folders(root: Path) -> list[Path]:
 
 
 def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[Path, Manifest]]:
-    """Checkpoints with a readable manifest and all files at their size, latest first; others are reported.
+    """Checkpoints with a readable manifest and all files of the right size, latest first; others are reported.
 
-    One of a later format raises TooNew: passing over it would silently rewind the run.
+    A checkpoint of a later format raises TooNew: skipping it would silently rewind the run.
     """
-    good: list[tuple[Path, Manifest]] = []
+    valid: list[tuple[Path, Manifest]] = []
     for path in step_folders(root):
         try:
-            good.append((path, verify(path, checksums=False)))
+            valid.append((path, verify(path, checksums=False)))
         except Damaged as error:
             if report is not None:
                 report(f"skipping a damaged checkpoint: {error}")
-    return sorted(good, key=lambda entry: entry[1].sequence, reverse=True)
+    return sorted(valid, key=lambda entry: entry[1].sequence, reverse=True)
 
 
 def publish(root: Path, staging: Path, step: int) -> Path:
-    """Gives a complete, synced staging folder its name."""
+    """Rename a complete, synced staging folder to its final name."""
     target = root / step_name(step)
     replaced = root / f"{_REPLACED}{target.name}"
     if target.exists():
@@ -84,8 +84,8 @@ def publish(root: Path, staging: Path, step: int) -> Path:
     return target
 
 
-def point(root: Path) -> None:
-    """Writes `latest` and one file per tag, each naming the newest checkpoint it applies to."""
+def update_pointers(root: Path) -> None:
+    """Write `latest` and one file per tag, each with the name of its newest checkpoint."""
     pointers = _pointers(by_age(root))
     for name, target in pointers.items():
         if _read_pointer(root / name) != target.name:
@@ -96,35 +96,35 @@ def point(root: Path) -> None:
 
 
 def prune(root: Path, keep_last: int | None) -> list[str]:
-    """Removes checkpoints beyond the `keep_last` newest, never a tagged one; returns what went.
+    """Remove all but the `keep_last` newest checkpoints and the tagged ones; returns the removed names.
 
-    Call it after a verified publication only. Folders that cannot be read stay: a disk that answers badly for
-    a moment must not cost a checkpoint.
+    Call it only after a verified publication. Unreadable folders are not removed: a temporary disk error must not
+    delete a checkpoint.
     """
     if keep_last is None:
         return []
     ordered = by_age(root)
     kept = {path for path, _ in ordered[:keep_last]} | set(_pointers(ordered).values())
-    gone = []
+    removed = []
     for path, _ in ordered:
         if path not in kept:
             discard(path)
-            gone.append(path.name)
-    return gone
+            removed.append(path.name)
+    return removed
 
 
 def discard(path: Path) -> None:
-    """Deletes a folder; a kill in the middle leaves a `.tmp-` name, not half a checkpoint."""
-    doomed = path
+    """Delete a folder; it is renamed to `.tmp-…` first, so that a kill never leaves half a checkpoint."""
+    trash = path
     if not path.name.startswith(_TEMPORARY):
-        doomed = path.parent / f"{_TEMPORARY}gone-{path.name.lstrip('.')}-{os.getpid()}"
-        os.rename(path, doomed)
-    shutil.rmtree(doomed)
+        trash = path.parent / f"{_TEMPORARY}gone-{path.name.lstrip('.')}-{os.getpid()}"
+        os.rename(path, trash)
+    shutil.rmtree(trash)
 
 
-def clear_up(root: Path) -> list[str]:
-    """Finishes or undoes what dead writers left and returns what went; the caller holds the writer lock."""
-    gone = []
+def recover(root: Path) -> list[str]:
+    """Finish or undo interrupted saves; returns the removed names. The caller must have the writer lock."""
+    removed = []
     for path in sorted(root.iterdir()):
         original = root / path.name.removeprefix(_REPLACED)
         if path.name.startswith(_REPLACED) and not original.exists():
@@ -134,13 +134,13 @@ def clear_up(root: Path) -> list[str]:
                 discard(path)
             else:
                 path.unlink()
-            gone.append(path.name)
-    point(root)
-    return gone
+            removed.append(path.name)
+    update_pointers(root)
+    return removed
 
 
 def _read_pointer(path: Path) -> str:
-    """The folder name in a pointer file; empty when there is none or it is something else."""
+    """The folder name in a pointer file; empty if the file is missing or is no pointer file."""
     if not path.is_file() or path.stat().st_size > _POINTER_BYTES:
         return ""
     return path.read_bytes().decode("utf-8", errors="replace").strip()

@@ -1,6 +1,6 @@
-"""Locks that the operating system drops when their holder dies, however it dies.
+"""File locks that the operating system releases when the process that has them dies.
 
-A file that merely exists survives kill −9 and then blocks the next run; a lock on an open file does not.
+The mere existence of a lock file would survive kill -9 and block the next run; a lock on an open file does not.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from types import TracebackType
 
 from trimtab.facts.errors import CheckpointError
 
-# msvcrt locks byte ranges and others then cannot read them: lock one far behind the holder's name.
+# msvcrt locks byte ranges, which no other process can then read: lock a byte far behind the file's content.
 _LOCKED_BYTE = 2**30
-LOOK_SECONDS = 0.2
-"""Longer than it takes to test whether a file is locked."""
+PROBE_SECONDS = 0.2
+"""Longer than `is_held` has the lock while it tests a file."""
 
 
 def _lock_now(descriptor: int) -> bool:
-    """Takes the exclusive lock; False if another process has it."""
+    """Acquire the exclusive lock without waiting; False if another process has it."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -41,7 +41,7 @@ def _lock_now(descriptor: int) -> bool:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether an open file is the one that has this path now."""
+    """Whether an open file is the one now at this path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process has the lock on a file, which is neither created nor written to.
+    """Whether a process has the lock on a file; the file is neither created nor written to.
 
     Example:
         >>> is_held(Path("runs/demo/.lock"))        # doctest: +SKIP
@@ -79,9 +79,9 @@ class FileLock:
         self._descriptor: int | None = None
 
     def try_acquire(self) -> bool:
-        """True when the lock is ours; OSError when the file cannot be opened for writing.
+        """Returns whether the lock was acquired; OSError if the file cannot be opened for writing.
 
-        FileNotFoundError when it was removed or replaced meanwhile: a lock on such a file excludes no other process.
+        FileNotFoundError if it was removed or replaced in between: a lock on such a file excludes no other process.
         """
         assert self._descriptor is None, f"{self.path} is already locked by this object"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -92,7 +92,7 @@ class FileLock:
             os.close(descriptor)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self._descriptor = descriptor
-        _HELD.add(self)
+        _ACQUIRED.add(self)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         os.ftruncate(descriptor, 0)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -104,10 +104,10 @@ class FileLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-            _HELD.discard(self)
+            _ACQUIRED.discard(self)
 
     def holder(self) -> str:
-        """Who wrote its name into the lock file last: `process 4711 on host`."""
+        """The process that last wrote its name into the lock file: `process 4711 on host`."""
         try:
             entry = json.loads(self.path.read_text())
             return f"process {int(entry['pid'])} on {entry['host']}"
@@ -120,14 +120,14 @@ class FileLock:
             self._descriptor = None
 
 
-_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_ACQUIRED: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    # A forked worker inherits the descriptor, and with it the lock: it would outlive a killed parent.
-    for lock in list(_HELD):
+    # A forked worker inherits the descriptor and would keep the lock after its parent was killed.
+    for lock in list(_ACQUIRED):
         lock._forget()
-    _HELD.clear()
+    _ACQUIRED.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -135,11 +135,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunLock:
-    """One process group at a time works in a run folder (rank 0 takes the lock).
+    """The lock of a run folder, which only one process group may use at a time (rank 0 acquires it).
 
     Args:
         folder: the run folder.
-        elsewhere: the key or flag that names another folder, for messages; None where only this one will do.
+        elsewhere: the recipe key or flag that selects another folder, for error messages; None if there is none.
 
     Example:
         >>> with RunLock("runs/math"):              # doctest: +SKIP
@@ -154,16 +154,16 @@ class RunLock:
         self._lock = FileLock(self.folder / self.NAME)
 
     def acquire(self, *, create: bool = True) -> None:
-        """Takes the folder's lock, or raises CheckpointError naming the holder.
+        """Acquire the folder's lock, or raise CheckpointError that names the process that has it.
 
-        A folder that is missing is created, or raises FileNotFoundError without `create`.
+        A missing folder is created, or raises FileNotFoundError without `create`.
         """
         try:
             if create:
                 self.folder.mkdir(parents=True, exist_ok=True)
             taken = self._lock.try_acquire()
-            if not taken:  # it may only be looked at (`is_held`)
-                time.sleep(LOOK_SECONDS)
+            if not taken:  # perhaps only `is_held` is testing the lock
+                time.sleep(PROBE_SECONDS)
                 taken = self._lock.try_acquire()
         except FileNotFoundError:
             if not create:

@@ -1,7 +1,7 @@
-"""The list of a checkpoint's files with their checksums, and the check against it. No torch.
+"""Checkpoint manifests: the list of files with their checksums, and verification against it. No torch.
 
-`manifest.json` is written last and covers itself: its `sha256` is that of the rest of it. `format`, `version`
-and that rule stay the same in every version, so that an old reader can tell "newer than me" from "damaged".
+`manifest.json` is written last and contains its own checksum: `sha256` covers the other keys. `format`, `version` and
+this rule are the same in every version, so that an old reader can tell a newer checkpoint from a damaged one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from trimtab.facts.units import format_bytes
 
 FORMAT = "trimtab-checkpoint"
 VERSION = 2
-"""2 added `base`. A checkpoint without one is written as version 1, which every trimtab reads."""
+"""2 added `base`. Checkpoints without `base` are written as version 1, which every trimtab reads."""
 NAME = "manifest.json"
 STATE = "state.json"
 TENSOR_SUFFIX = ".safetensors"
 
 
 class Damaged(CheckpointError):
-    """A checkpoint's file is missing, cut or changed."""
+    """A file of a checkpoint is missing, truncated or changed."""
 
 
 class TooNew(CheckpointError):
@@ -39,7 +39,7 @@ class TooNew(CheckpointError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor's dtype by torch's name (`bfloat16`) and its whole, unsharded shape."""
+    """A tensor's torch dtype (`bfloat16`) and its full, unsharded shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds. `sequence` counts publications: the highest is the latest."""
+    """Contents of a checkpoint. `sequence` counts saves: the checkpoint with the highest one is the latest."""
 
     step: int
     sequence: int
@@ -55,17 +55,16 @@ class Manifest:
     files: dict[str, FileDigest]
     tensors: dict[str, TensorEntry]
     base: BaseWeights | None = None
-    """Of a run that trains adapters: where the frozen weights, which are not in it, come from."""
+    """If adapters are trained: the source of the frozen base weights, which the checkpoint does not contain."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its files, manifest aside."""
+        """Total bytes of the files, without the manifest."""
         return sum(file.size for file in self.files.values())
 
 
 def digests(paths: Iterable[Path], *, sync: bool = False) -> dict[str, FileDigest]:
-    """Size and sha256 of several files at once (hashing releases the interpreter's lock); `sync` first forces them to
-    the disk."""
+    """Size and SHA-256 of files, hashed in parallel threads (hashing releases the GIL); `sync` calls fsync first."""
     ordered = sorted(paths)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return dict(
@@ -96,9 +95,9 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder, itself verified.
+    """Read the manifest of a checkpoint folder and verify its own checksum.
 
-    Raises Damaged when it is missing or changed, TooNew when a later trimtab wrote it.
+    Raises Damaged if it is missing or changed, TooNew if a later trimtab wrote it.
     """
     path = folder / NAME
     try:
@@ -106,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise Damaged(f"{folder.name}/{NAME} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise Damaged(f"{folder.name}/{NAME} is cut or changed ({error})") from error
+        raise Damaged(f"{folder.name}/{NAME} is truncated or changed ({error})") from error
     if body.get("format") != FORMAT:
         raise Damaged(f"{folder.name}/{NAME} is not a checkpoint's manifest")
     if body.pop("sha256", None) != _own_checksum(body):
@@ -121,15 +120,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, checksums: bool = True) -> Manifest:
-    """Checks that a folder holds what its manifest says; raises Damaged naming the first wrong file.
+    """Verify a folder's files against its manifest; raises Damaged that names the first wrong file.
 
-    Without `checksums` only presence and sizes are compared, which costs nothing; with them every byte is
-    read (1 to 2 GB/s per core).
+    Without `checksums` only names and sizes are compared, which is fast; with them every byte is read (1 to 2 GB/s
+    per core).
     """
     manifest = read_manifest(folder)
     for name, file in manifest.files.items():
         path = folder / name
-        # Names come from a file: none may lead out of the folder.
+        # The names are untrusted input: reject paths outside the folder.
         if Path(name).name != name or name in {"", ".", ".."}:
             raise Damaged(f"{folder.name}/{NAME} names a file outside its folder: {name!r}")
         if not path.is_file():
@@ -168,5 +167,5 @@ def _read_2(body: dict[str, Any]) -> Manifest:
     return dataclasses.replace(_read_1(body), base=BaseWeights.from_dict(body["base"]))
 
 
-# Readers of old versions stay; a new version adds its own here.
+# Old versions remain readable; a new version adds its reader here.
 _READERS = {1: _read_1, 2: _read_2}

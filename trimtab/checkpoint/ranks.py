@@ -1,4 +1,4 @@
-"""The processes that share one store: this one alone, or all ranks through a gloo group of their own."""
+"""The processes that share a checkpoint store: this process alone, or all ranks through a separate gloo group."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Runs a piece of work on every rank and lets all of them fail together.
+    """Runs a function on every rank; an error on one rank is raised on all.
 
-    The group is the store's own: checkpoints are written by a thread while training uses the default group,
-    and two threads in one group would mix up their messages. It carries a few kilobytes, hence gloo.
-    Building one is collective.
+    A separate process group is needed because a thread writes checkpoints while training uses the default group, and
+    collectives of two threads in one group would interleave. Messages have a few kilobytes, hence gloo. The constructor
+    is collective.
     """
 
     def __init__(self) -> None:
@@ -30,20 +30,20 @@ class Ranks:
             self.count = dist.get_world_size()
 
     def close(self) -> None:
-        """Ends the group and its threads: those of one that outlives the interpreter can abort the process."""
+        """Destroy the group and its threads, which could abort the process if they outlived the interpreter."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
 
     @property
-    def leads(self) -> bool:
-        """True on the rank that publishes and prunes."""
+    def is_leader(self) -> bool:
+        """Whether this rank publishes and prunes checkpoints."""
         return self.rank == 0
 
-    def together(self, work: Callable[[], T]) -> list[T]:
-        """Everybody's results, by rank. The error of the first rank that has one is raised on all."""
+    def run_on_all(self, work: Callable[[], T]) -> list[T]:
+        """The results of all ranks, by rank. The error of the first failed rank is raised on all."""
         if self.group is None:
-            assert self.count == 1, "a store that was closed is asked by several ranks"
+            assert self.count == 1, "several ranks use a closed store"
             return [work()]
         result: T | None = None
         failure: TrimtabError | OSError | None = None
@@ -53,12 +53,12 @@ class Ranks:
             failure = error
         reports: list[Any] = [None] * self.count
         dist.all_gather_object(reports, (result, failure), group=self.group)
-        for _, anybodys in reports:
-            if anybodys is not None:
-                raise anybodys
+        for _, error_of_rank in reports:
+            if error_of_rank is not None:
+                raise error_of_rank
         return [result for result, _ in reports]
 
-    def leader(self, work: Callable[[], T]) -> T:
-        """The result of rank 0, which alone does the work, on every rank."""
-        results: list[T | None] = self.together(lambda: work() if self.leads else None)
+    def run_on_leader(self, work: Callable[[], T]) -> T:
+        """Run a function on rank 0 only and return its result on every rank."""
+        results: list[T | None] = self.run_on_all(lambda: work() if self.is_leader else None)
         return results[0]  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""Numbers, texts, lists and dictionaries of a training state as JSON, back exactly as they were.
+"""Lossless JSON serialization of the scalars of a training state: numbers, strings, lists and dictionaries.
 
-Python writes floats so that they read back bit-identical. What JSON cannot represent (nan, inf) becomes
-`{"$float": "nan"}`; what it would change silently (integer keys, numpy numbers, tensors) is refused. Tuples
-come back as lists.
+Python writes floats so that they are read back exactly. Values that JSON cannot represent (nan, inf) become
+`{"$float": "nan"}`; values that it would change silently (integer keys, numpy scalars, tensors) raise TypeError.
+Tuples are loaded as lists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def encode(scalars: dict[str, Any]) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """The dictionary that `encode` was given."""
+    """The inverse of `encode`."""
     value = json.loads(text, object_hook=_restore)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
@@ -48,6 +48,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str) or key == _FLOAT:
-                raise TypeError(f"{where}: key {key!r} cannot be kept in JSON; use a text key")
+                raise TypeError(f"{where}: key {key!r} cannot be stored in JSON; use a string key")
         return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-    raise TypeError(f"{where} is a {type(value).__name__}; give plain numbers here, and tensors as tensors")
+    raise TypeError(
+        f"{where} is a {type(value).__name__}; pass plain numbers as scalars and tensors as tensors"
+    )

@@ -1,17 +1,17 @@
-"""What a checkpoint costs on disk and in host memory, as arithmetic; no torch."""
+"""Size of a checkpoint on disk and host memory needed to save it, by arithmetic; no torch."""
 
 from __future__ import annotations
 
 FILE_BYTES = 256 * 2**20
-"""A tensor file grows to about this size. The safetensors writer holds a file twice in memory while it
-writes, so this bounds the scratch; a single larger tensor gets a file of its own."""
+"""Approximate maximum size of a tensor file. The safetensors writer needs twice the file's size in host memory, so this
+bounds the temporary buffers; a single larger tensor gets a separate file."""
 
 TENSOR_OVERHEAD = 512
-"""Bytes a tensor adds besides its data: an entry in a file's header (name, offsets; about 250) and one in the
+"""Bytes per tensor in addition to its data: an entry in a file's header (name, offsets; about 250) and one in the
 manifest (about 150)."""
 
 STATE_BYTES = 256 * 2**10
-"""Room for state.json and manifest.json: positions, counters, checksums."""
+"""Upper bound for state.json and manifest.json: positions, counters, checksums."""
 
 
 def checkpoint_bytes(parameter_bytes: int, optimizer_bytes: int, num_tensors: int = 0) -> int:
@@ -25,7 +25,7 @@ def checkpoint_bytes(parameter_bytes: int, optimizer_bytes: int, num_tensors: in
 
 
 def host_bytes(one_checkpoint: int, largest_tensor: int, *, num_ranks: int = 1) -> int:
-    """Host memory a process needs while it saves: the copy of its share, and two files' worth of scratch.
+    """Host memory that a process needs to save: the copy of its share, and temporary buffers of two files.
 
     Example:
         >>> host_bytes(2 * 2**30, 100 * 2**20) == 2 * 2**30 + 2 * FILE_BYTES

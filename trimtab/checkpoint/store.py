@@ -1,4 +1,4 @@
-"""The store of a run's checkpoints: saving in the background, finding the last good one, loading in place."""
+"""Checkpoint store of a run: save in the background, find the latest valid checkpoint, load in place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True)
 class Found:
-    """A published checkpoint. `verified`: every byte was compared with its checksum."""
+    """A published checkpoint. `verified`: all checksums were compared."""
 
     step: int
     path: Path
@@ -44,7 +44,7 @@ class Found:
 
 @dataclass(frozen=True)
 class _Save:
-    """One save on its way to the disk."""
+    """A save that is being written to disk."""
 
     step: int
     tags: tuple[str, ...]
@@ -55,13 +55,12 @@ class _Save:
 
 
 class Store:
-    """Checkpoints of one run in `folder`. With several ranks, build and call it on all of them.
+    """Checkpoints of one run in `folder`. With several ranks, construct and call it on all of them.
 
-    `save` copies the state to host memory, returns, and lets a thread write it; one save is under way at a
-    time. What goes wrong in that thread is announced at once and raised by the next `save` or `wait`.
-    `on_event` receives one-line messages, some of them from that thread, and `on_published` the step of every
-    checkpoint that is complete, from there too (on rank 0). `base` names the frozen weights that are not saved; it goes
-    into every manifest.
+    `save` copies the state to host memory and returns; a background thread writes it, one save at a time. An error in
+    that thread is reported immediately and raised by `wait` or `close`. `on_event` receives one-line messages, partly
+    from that thread; `on_published` receives the step of every complete checkpoint, from that thread on rank 0.
+    `base` identifies the frozen weights, which are not saved; it is stored in every manifest.
 
     Example:
         >>> store = Store("run/checkpoints", keep_last=2)                           # doctest: +SKIP
@@ -103,12 +102,12 @@ class Store:
         tags: Collection[str] = (),
         wait: bool = False,
     ) -> None:
-        """Saves the state as it is now; the caller may change the tensors right away.
+        """Save a snapshot of the state; the caller may change the tensors after the call.
 
-        `scalars` are plain JSON values, the same on every rank; tuples come back as lists. A tag (`best`)
-        protects the newest checkpoint that carries it from pruning; a step saved twice in a row keeps its
-        tags. Raises ResourceError, before copying anything, when the disk has no room. An error of an earlier
-        background save was reported to `on_event` then; it does not prevent this save.
+        `scalars` are plain JSON values, the same on every rank; tuples are loaded as lists. A tag (`best`) protects
+        the newest checkpoint with that tag from pruning; a step saved twice in a row keeps its tags. Raises
+        ResourceError, before copying anything, if the disk is full. An error of an earlier background save was
+        reported to `on_event`; it does not prevent this save.
         """
         assert step >= 0
         for tag in tags:
@@ -117,21 +116,21 @@ class Store:
         own = files.describe(tensors)
         state = plain.encode(scalars)
         if self._pending is not None and not self._pending[1].done():
-            self._tell(f"waiting until the checkpoint of step {self._pending[0]} is written")
-        # What an earlier save ran into was announced when it happened; the state of now is worth its own try.
+            self._notify(f"waiting until the checkpoint of step {self._pending[0]} is written")
+        # Errors of an earlier save were reported when they happened; they do not prevent this one.
         with suppress(TrimtabError):
             self.wait()
-        table = {name: entry for part in self._ranks.together(lambda: own) for name, entry in part.items()}
+        table = {name: entry for part in self._ranks.run_on_all(lambda: own) for name, entry in part.items()}
         needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
         needed += len(state) + STATE_BYTES
-        self._ranks.leader(lambda: self._make_room(step, needed))
-        job = _Save(step, tuple(sorted(set(tags))), self._host.take(tensors), table, state, needed)
+        self._ranks.run_on_leader(lambda: self._check_space(step, needed))
+        job = _Save(step, tuple(sorted(set(tags))), self._host.copy(tensors), table, state, needed)
         self._pending = (step, self._thread.submit(self._write, job))
         if wait:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when nothing is being written; raises what the last save ran into, once."""
+        """Wait for the background save; raises its error once."""
         if self._pending is not None:
             _, future = self._pending
             try:
@@ -141,7 +140,7 @@ class Store:
                     self._pending = None
 
     def close(self) -> None:
-        """Waits for the save under way, ends the thread and the ranks' group."""
+        """Wait for the background save, then stop the thread and destroy the process group."""
         try:
             self.wait()
         finally:
@@ -160,31 +159,33 @@ class Store:
         self.close()
 
     def latest(self, verify: bool = True) -> Found | None:
-        """The last good checkpoint, or None. Damaged ones are skipped with a message that names the file.
+        """The latest valid checkpoint, or None. Damaged ones are skipped with a message that names the file.
 
-        `verify` reads every byte of the candidate; without it only manifest and sizes are checked. Leftovers
-        of killed writers are removed as well, unless a process is writing.
+        `verify` reads every byte of the candidate; without it only manifest and sizes are checked. Files of
+        interrupted saves are removed as well, unless a process is writing.
         """
         return self._find(None, verify)
 
     def best(self, verify: bool = True) -> Found | None:
-        """The newest good checkpoint that was saved with the tag `best`, or None."""
+        """The newest valid checkpoint with the tag `best`, or None."""
         return self._find(BEST, verify)
 
     def at(self, step: int, verify: bool = True) -> Found | None:
-        """The good checkpoint of one step, or None."""
+        """The valid checkpoint of one step, or None."""
         self.wait()
-        return self._ranks.leader(lambda: self._search(None, verify, step))
+        return self._ranks.run_on_leader(lambda: self._search(None, verify, step))
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints whose manifest and file sizes are right, in order; bytes are not read."""
+        """Sorted steps of the checkpoints with a valid manifest and valid file sizes; checksums are not compared."""
         self.wait()
-        return self._ranks.leader(lambda: sorted(entry.step for _, entry in layout.by_age(self.folder)))
+        return self._ranks.run_on_leader(
+            lambda: sorted(entry.step for _, entry in layout.by_age(self.folder))
+        )
 
     def prune(self, newest: Found) -> None:
-        """Removes checkpoints beyond `keep_last`, as after a save; nothing if `newest` is not the newest one.
+        """Remove all but the `keep_last` newest checkpoints, as after a save, if `newest` is the newest one.
 
-        `newest` was read and is good: where it is an older one, those after it are damaged and count for nothing.
+        `newest` must be verified. If it is not the newest one, the later ones are damaged and nothing is removed.
 
         Example:
             >>> store.prune(store.latest())                                             # doctest: +SKIP
@@ -197,48 +198,50 @@ class Store:
             try:
                 for name in layout.prune(self.folder, self.keep_last):
                     self._report(f"removed {name}: save_total_limit is {self.keep_last}")
-            except OSError as error:  # whether there is room is checked before the next save
+            except OSError as error:  # the next save checks the free space
                 self._report(f"could not remove old checkpoints in {self.folder}: {error.strerror or error}")
 
-        self._ranks.leader(work)
+        self._ranks.run_on_leader(work)
 
     def load(
         self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
     ) -> dict[str, Any]:
-        """Fills `tensors` in place, in whatever layout they have, and returns the scalars.
+        """Load `tensors` in place, in their current sharding, and return the scalars.
 
-        Names, shapes and dtypes must be the checkpoint's own, otherwise CheckpointError names the first
-        differences and nothing is changed. With `partial` the checkpoint may hold more (weights are wanted,
-        optimizer states are not).
+        Names, shapes and dtypes must match the checkpoint's, otherwise CheckpointError names the first differences and
+        nothing is changed. With `partial` the checkpoint may contain more tensors (load weights without optimizer
+        states).
         """
         self.wait()
         wanted = files.describe(tensors)
-        manifest = self._ranks.leader(lambda: manifests.verify(found.path, checksums=not found.verified))
-        # The rank of a pipeline asks for its own stage only; what no rank asks for is a difference.
-        asked = {name for names in self._ranks.together(lambda: list(wanted)) for name in names}
+        manifest = self._ranks.run_on_leader(
+            lambda: manifests.verify(found.path, checksums=not found.verified)
+        )
+        # A pipeline rank requests only its own stage; a tensor that no rank requests is a difference.
+        requested = {name for names in self._ranks.run_on_all(lambda: list(wanted)) for name in names}
         have = {
             name: entry
             for name, entry in manifest.tensors.items()
-            if name in wanted or not (partial or name in asked)
+            if name in wanted or not (partial or name in requested)
         }
-        self._ranks.together(lambda: _compare(found.path, have, wanted))
+        self._ranks.run_on_all(lambda: _compare(found.path, have, wanted))
         self._published = None
-        if asked:
+        if requested:
             files.read(found.path, tensors, self._ranks)
         return self.scalars(found)
 
     def scalars(self, found: Found) -> dict[str, Any]:
-        """The scalars of a checkpoint alone."""
+        """Read only the scalars of a checkpoint."""
         return plain.decode((found.path / manifests.STATE).read_text(encoding="utf-8"))
 
     def _find(self, tag: str | None, verify: bool) -> Found | None:
         self.wait()
-        return self._ranks.leader(lambda: self._search(tag, verify))
+        return self._ranks.run_on_leader(lambda: self._search(tag, verify))
 
     def _search(self, tag: str | None, verify: bool, step: int | None = None) -> Found | None:
         if not self.folder.is_dir():
             return None
-        self._clear_up()
+        self._recover()
         for path, manifest in layout.by_age(self.folder, self._report):
             if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
                 continue
@@ -250,19 +253,19 @@ class Store:
             return Found(manifest.step, path, verified=verify)
         return None
 
-    def _clear_up(self) -> None:
+    def _recover(self) -> None:
         lock = FileLock(self.folder / layout.WRITER_LOCK)
         try:
             if lock.try_acquire():
-                for name in layout.clear_up(self.folder):
+                for name in layout.recover(self.folder):
                     self._report(f"removed {name}, left by an interrupted save")
         except OSError as error:
-            # An archive that cannot be written, or a full disk, can still be read.
-            self._report(f"could not clear up in {self.folder}: {error.strerror or error}")
+            # A read-only or full file system can still be read.
+            self._report(f"could not clean up {self.folder}: {error.strerror or error}")
         finally:
             lock.release()
 
-    def _make_room(self, step: int, needed: int) -> None:
+    def _check_space(self, step: int, needed: int) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.folder).free
@@ -272,35 +275,35 @@ class Store:
             raise _no_space(self.folder, step, needed, free, self.keep_last)
 
     def _write(self, job: _Save) -> None:
-        """The thread's work, on every rank: write, check, publish, prune."""
+        """Write, check, publish and prune; runs in the background thread of every rank."""
         started = time.monotonic()
         lock = FileLock(self.folder / layout.WRITER_LOCK)
         staging: Path | None = None
         try:
-            staging = self._ranks.leader(lambda: self._begin(job, lock))
+            staging = self._ranks.run_on_leader(lambda: self._begin(job, lock))
             files.write(staging, job.copies, self._ranks, self._file_bytes)
             assert staging is not None
             written: dict[str, FileDigest] = {}
-            for part in self._ranks.together(lambda: self._check(staging, job)):
+            for part in self._ranks.run_on_all(lambda: self._check(staging, job)):
                 written.update(part)
-            gone = self._ranks.leader(lambda: self._publish(staging, job, written))
+            gone = self._ranks.run_on_leader(lambda: self._publish(staging, job, written))
         except (OSError, TrimtabError) as error:
             known = (
                 _explain(error, self.folder, job.step, job.needed, self.keep_last)
                 if isinstance(error, OSError)
                 else error
             )
-            self._tell(f"the checkpoint of step {job.step} was not written: {known}")
+            self._notify(f"the checkpoint of step {job.step} was not written: {known}")
             raise known from error
         finally:
-            if self._ranks.leads:
+            if self._ranks.is_leader:
                 if staging is not None and staging.exists():
                     shutil.rmtree(staging, ignore_errors=True)
                 lock.release()
         size = format_bytes(sum(file.size for file in written.values()))
         took = format_seconds(time.monotonic() - started)
         removed = f", removed {', '.join(gone)}" if gone else ""
-        self._tell(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
+        self._notify(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
 
     def _begin(self, job: _Save, lock: FileLock) -> Path:
         if not lock.try_acquire():
@@ -308,7 +311,7 @@ class Store:
                 f"{lock.holder()} is writing a checkpoint in {self.folder}",
                 "let one run at a time use the folder",
             )
-        layout.clear_up(self.folder)
+        layout.recover(self.folder)
         staging = layout.staging_path(self.folder, job.step)
         staging.mkdir()
         return staging
@@ -327,25 +330,24 @@ class Store:
         for path, old in layout.by_age(self.folder):
             sequence = max(sequence, old.sequence + 1)
             if path.name == layout.step_name(job.step) == self._published:
-                tags |= set(
-                    old.tags
-                )  # the state of a step, saved again at the end of a run, is still the best
+                # A step saved again at the end of a run keeps its tags (`best`).
+                tags |= set(old.tags)
         manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table, self._base)
         write_atomic(staging / manifests.NAME, manifests.to_text(manifest))  # and syncs the folder
         manifests.verify(staging, checksums=False)
         self._published = layout.publish(self.folder, staging, job.step).name
         if self._on_published is not None:
             self._on_published(job.step)
-        layout.point(self.folder)
+        layout.update_pointers(self.folder)
         return layout.prune(self.folder, self.keep_last)
 
-    def _tell(self, message: str) -> None:
-        if self._ranks.leads:
+    def _notify(self, message: str) -> None:
+        if self._ranks.is_leader:
             self._report(message)
 
 
 def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEntry]) -> None:
-    """Raises CheckpointError with the first differences of a checkpoint's tensors from those asked for."""
+    """Raise CheckpointError with the first differences between a checkpoint's tensors and the requested ones."""
     both = [name for name in want if name in have]
     kinds = {
         "missing in the checkpoint": [name for name in want if name not in have],
@@ -374,7 +376,7 @@ def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEnt
 
 
 def _no_space(folder: Path, step: int, needed: int, free: int, keep_last: int | None) -> ResourceError:
-    # One checkpoint has to stay until the next one is complete, so a limit of 1 cannot be lowered.
+    # The last checkpoint is kept until the next one is complete, so a limit of 1 cannot be lowered.
     fewer = "" if keep_last == 1 else " or keep fewer checkpoints (save_total_limit)"
     return ResourceError(
         f"no room for the checkpoint of step {step} in {folder}: it needs {format_bytes(needed)} "

@@ -1,8 +1,8 @@
-"""Tensors to files and back: a host copy, torch.distributed.checkpoint's safetensors writer and its reader.
+"""Saving and loading tensors: a host copy, and the safetensors writer and reader of torch.distributed.checkpoint (DCP).
 
-Only the Hugging Face writer and reader are used: their files are safetensors, DCP's own `.metadata` is a
-pickle. Every rank writes its shards with their offsets in the header; reading into another layout, or into
-one process, is DCP's resharding. Each pitfall below is covered by a test.
+Only DCP's Hugging Face writer and reader are used: their files are safetensors, while DCP's default `.metadata` is a
+pickle. Every rank writes its shards with their offsets in the header; DCP reshards when another layout, or a single
+process, loads them. Each pitfall below is covered by a test.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from trimtab.checkpoint.manifest import TensorEntry
 from trimtab.checkpoint.ranks import Ranks
 from trimtab.facts.errors import CheckpointError
 
-# One process without a group is a normal way to train here, not something to warn about at each save.
+# Training in one process without a group is normal; do not warn at each save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
-    """Whole shapes and dtypes by name. Anything but tensors is refused: DCP would pickle it into the file."""
+    """Full shapes and dtypes by name. Values that are no tensors raise TypeError: DCP would pickle them."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor; give it among the scalars")
+            raise TypeError(f"{name} is a {type(tensor).__name__}, not a tensor; pass it in `scalars`")
         if tensor.is_meta:
             raise TypeError(f"{name} is on the meta device and has no values")
     return {
@@ -43,7 +43,7 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:
 
 
 def nbytes(entry: TensorEntry) -> int:
-    """Bytes of the whole tensor.
+    """Bytes of the full tensor.
 
     Example:
         >>> nbytes(TensorEntry("bfloat16", (2, 3)))
@@ -57,24 +57,24 @@ def nbytes(entry: TensorEntry) -> int:
 
 
 class HostCopy:
-    """One set of host buffers that every save fills again, so memory stays at one copy of the state.
+    """Host buffers that are reused by every save, so that host memory is one copy of the state.
 
-    Buffers are ordinary pages: pinned ones copy faster, but torch's pinned allocator rounds each up to a
-    power of two, up to double the memory.
+    The buffers are pageable: pinned memory copies faster, but torch's pinned allocator rounds each buffer up to a power
+    of two, which can double the memory.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def take(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's part of each tensor on the host, contiguous, sharing memory with nothing else."""
-        kept = self._buffers
+    def copy(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy this rank's shard of each tensor to a contiguous host buffer."""
+        previous = self._buffers
         self._buffers = {}
         copies: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, tensor in tensors.items():
                 part = local(tensor)
-                buffer = kept.pop(name, None)
+                buffer = previous.pop(name, None)
                 if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
                     buffer = torch.empty(part.shape, dtype=part.dtype)
                 self._buffers[name] = buffer.copy_(part)
@@ -88,20 +88,20 @@ class HostCopy:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor; the tensor itself when it is not distributed."""
+    """This rank's shard of a tensor; the tensor itself if it is not distributed."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Cuts each rank's tensors into files of bounded size: the serializer holds a file twice in memory."""
+    """Splits each rank's tensors into files of bounded size: the serializer needs twice a file's size in memory."""
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
         super().__init__(str(folder), save_distributed=True, enable_consolidation=False)
         self.file_bytes = file_bytes
-        # DCP syncs before its buffer is flushed; files are synced by us, after they are closed.
+        # DCP syncs before its buffer is flushed; `manifest.digests` syncs after the files are closed.
         self.sync_files = False
-        # The state is on the host already; copying ahead would only open a CUDA context in this thread.
+        # The state is already on the host; copy-ahead would only create a CUDA context in this thread.
         self.per_thread_copy_ahead = 0
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -110,7 +110,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _assign_files(plans: list[SavePlan], file_bytes: int) -> dict[str, int]:
-    """Tensor name → file number (from 1), such that no rank's file of a number exceeds `file_bytes`."""
+    """Tensor name → file number (from 1), such that no rank's file exceeds `file_bytes`."""
     share: dict[str, int] = {}
     for plan in plans:
         for item in plan.items:
@@ -126,7 +126,7 @@ def _assign_files(plans: list[SavePlan], file_bytes: int) -> dict[str, int]:
 
 
 def write(folder: Path, copies: dict[str, torch.Tensor], ranks: Ranks, file_bytes: int) -> None:
-    """Writes every rank's part into `folder`; collective. Nothing is synced yet."""
+    """Write every rank's shards into `folder`, without fsync; collective."""
     try:
         dcp.save(
             dict(copies),
@@ -144,7 +144,7 @@ def own_files(folder: Path, ranks: Ranks) -> list[Path]:
 
 
 def read_back(paths: list[Path], copies: dict[str, torch.Tensor]) -> None:
-    """Compares files with the host copies they were written from, byte by byte (NaNs included)."""
+    """Compare files with the host copies they were written from, byte by byte (so that NaNs compare equal)."""
     for path in paths:
         try:
             with safe_open(str(path), framework="pt") as file:
@@ -160,7 +160,7 @@ def read_back(paths: list[Path], copies: dict[str, torch.Tensor]) -> None:
 
 
 def read(folder: Path, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
-    """Fills the given tensors in place from a verified folder; collective."""
+    """Load the given tensors in place from a verified folder; collective."""
     try:
         dcp.load(
             dict(tensors),
@@ -172,11 +172,11 @@ def read(folder: Path, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
         raise _first_cause(error) from error
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_kind = one.shape == other.shape and one.dtype == other.dtype
-    return same_kind and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_layout = a.shape == b.shape and a.dtype == b.dtype
+    return same_layout and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _first_cause(error: CheckpointException) -> BaseException:
-    """DCP wraps every rank's exception into one BaseException; the first of them says what happened."""
+    """The first of the ranks' exceptions, which DCP wraps into one BaseException."""
     return error.failures[min(error.failures)][0]

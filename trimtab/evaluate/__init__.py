@@ -1,10 +1,10 @@
-"""Measuring a model: loss and perplexity, the probe of grammar and reasoning, exact answers.
+"""Evaluation: loss and perplexity, a likelihood probe of grammar and reasoning, exact-match answers.
 
     result = evaluate.loss(decoder, batches)              result.loss, result.perplexity, result.tokens
-    items = evaluate.probe_items()                        minimal pairs of sentences, the right one first
+    items = evaluate.probe_items()                        minimal pairs of sentences, the correct one first
     scores = evaluate.probe(decoder, tokenizer, items)    {"agreement": 0.94, …}
 
-Names resolve when they are used (PEP 562): importing this package imports no torch.
+Names are imported lazily (PEP 562), so that importing the package imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Exact answers: how many problems a model solves when it writes its own solutions."""
+"""Exact-match evaluation: the number of problems that a model solves by generation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Q = TypeVar("Q", bound=Question)
 
 @dataclass(frozen=True)
 class Example:
-    """One problem with what the model wrote."""
+    """One problem with the model's completion."""
 
     topic: str
     prompt: str
@@ -34,14 +34,14 @@ class Example:
 
 @dataclass(frozen=True)
 class AnswerResult:
-    """How many answers were exactly right, in all and by topic ([right, total]), with an example of each."""
+    """Number of exactly right answers, in total and by topic ([right, total]), with example completions."""
 
     exact: int
     total: int
     by_topic: dict[str, list[int]]
     examples: list[Example]
     right: list[bool]
-    """Of each problem, in the order given: two models are compared problem by problem."""
+    """Whether each problem was solved, in the given order, to compare two models problem by problem."""
 
 
 def exact_answers(
@@ -51,13 +51,13 @@ def exact_answers(
     *,
     num_examples: int = 12,
 ) -> AnswerResult:
-    """Lets a model complete every prompt and counts the answers that are exactly right.
+    """Complete every prompt with a model and count the exactly right answers.
 
     Args:
-        complete: prompts to completions (without the prompts), in order; greedy, for a measure that repeats.
+        complete: maps prompts to completions (without the prompts), in order; greedy for reproducible results.
         problems: each with a topic, a prompt and an answer.
         check: whether a completion answers the problem (`trimtab.starter.check`).
-        num_examples: how many problems to keep with their completions, the topics in turn.
+        num_examples: number of problems returned with their completions, alternating between topics.
 
     Example:
         >>> from trimtab.starter import check, math_problems
@@ -66,7 +66,7 @@ def exact_answers(
         0
     """
     completions = complete([problem.prompt for problem in problems])
-    assert len(completions) == len(problems), "a completion for each prompt"
+    assert len(completions) == len(problems), "one completion per prompt is required"
     examples: dict[str, list[Example]] = {}
     by_topic: dict[str, list[int]] = {}
     results = [check(problem, completion) for problem, completion in zip(problems, completions, strict=True)]
@@ -74,12 +74,14 @@ def exact_answers(
         counts = by_topic.setdefault(problem.topic, [0, 0])
         counts[0] += right
         counts[1] += 1
-        kept = examples.setdefault(problem.topic, [])
-        kept.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
-    return AnswerResult(sum(results), len(problems), by_topic, _in_turn(examples, num_examples), results)
+        of_topic = examples.setdefault(problem.topic, [])
+        of_topic.append(Example(problem.topic, problem.prompt, problem.answer, completion, right))
+    return AnswerResult(sum(results), len(problems), by_topic, _round_robin(examples, num_examples), results)
 
 
-def _in_turn(examples: dict[str, list[Example]], count: int) -> list[Example]:
-    """The first of each topic, then the second of each, …"""
+def _round_robin(examples: dict[str, list[Example]], count: int) -> list[Example]:
+    """The first example of each topic, then the second of each, …"""
     longest = max(map(len, examples.values()), default=0)
-    return [kept[i] for i in range(longest) for kept in examples.values() if i < len(kept)][:count]
+    return [of_topic[i] for i in range(longest) for of_topic in examples.values() if i < len(of_topic)][
+        :count
+    ]

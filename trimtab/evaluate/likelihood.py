@@ -1,10 +1,9 @@
-"""The probe: which of several texts does a model find likelier?
+"""Likelihood evaluation: log-likelihoods of texts, and the probe, which compares alternatives by likelihood.
 
-The score of a text is the log-likelihood of the whole of it, Σ ln p(token | before it): the convention of
-minimal pairs, where both sides have the same words but one. Nothing is divided by the length. Items are
-written so that the sides are equally long, and dividing by the number of tokens would favour a side whose
-odd word is cut into many easily predicted pieces. A text's first token is scored only where the tokenizer
-sets a beginning token before it; otherwise it is given (both sides begin alike).
+The score of a text is its log-likelihood, Σ ln p(token | previous tokens), as usual for minimal pairs, whose
+alternatives differ in one word. It is not normalized by length: alternatives have the same number of words, and
+normalization by tokens would favour an alternative whose rare word splits into many easily predicted tokens. The first
+token is scored only if the tokenizer adds a BOS token before it (alternatives begin with the same token).
 
 Legend: B texts, T tokens, N = B · T.
 """
@@ -24,25 +23,25 @@ from trimtab.text import Tokenizer
 
 IGNORE = -100
 Row = tuple[Sequence[int], Sequence[bool] | None]
-"""Tokens of a text, and which of them count; None for all."""
+"""Token ids of a text and a loss mask; None for all tokens."""
 
 
 def log_likelihoods(
     decoder: Decoder, tokenizer: Tokenizer, texts: Sequence[str], *, batch_size: int = 64
 ) -> list[float]:
-    """ln p of each text, in nats, in the order given.
+    """Log-likelihood of each text in nats, in the given order.
 
-    Texts are sorted by length and padded within a batch; padding is a document of its own without targets.
+    Texts are sorted by length and padded within a batch; padding is a separate document without targets.
 
     Example:
         >>> log_likelihoods(decoder, tokenizer, ["The dogs are here.", "The dogs is here."])  # doctest: +SKIP
         [-18.2, -24.9]
     """
     ids = [tokenizer.encode_prompt(text) for text in texts]
-    for text, found in zip(texts, ids, strict=True):
-        if len(found) > decoder.shape.max_positions:
+    for text, text_ids in zip(texts, ids, strict=True):
+        if len(text_ids) > decoder.shape.max_positions:
             raise DataError(
-                f"a text of {len(found)} tokens is longer than the model's {decoder.shape.max_positions}: "
+                f"a text of {len(text_ids)} tokens is longer than the model's {decoder.shape.max_positions}: "
                 f"{text[:40]!r} …",
                 "shorten it",
             )
@@ -50,15 +49,15 @@ def log_likelihoods(
 
 
 def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -> list[float]:
-    """Mean loss per target token of each row, in nats: −ln p(token | before it) over the tokens that count.
+    """Mean loss per target token of each row in nats: the mean of −ln p(token | previous tokens) over the mask.
 
     Args:
-        decoder: left in the mode (training or not) in which it came.
-        rows: (ids, which of them count) of each text; None where all do. A first token never does.
-        batch_size: rows in a batch.
+        decoder: its training mode is restored afterwards.
+        rows: (token ids, loss mask) of each text; None for all tokens. The first token is never a target.
+        batch_size: rows per batch.
 
     Raises:
-        DataError: a row has no token to measure.
+        DataError: a row has no target token.
         ModelError: a row is longer than the model's context.
         TrainingError: a loss is not finite.
 
@@ -71,7 +70,7 @@ def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -
         if len(ids) > decoder.shape.max_positions:
             raise ModelError(
                 f"text {number} has {len(ids)} tokens, the model's context {decoder.shape.max_positions}",
-                "shorten it, or measure a file with `trimtab eval`, which cuts text into windows",
+                "shorten it, or measure a file with `trimtab eval`, which splits text into sequences",
             )
         counts.append(len(ids) - 1 if counted is None else sum(counted[1:]))
         if counts[-1] < 1:
@@ -88,7 +87,7 @@ def mean_losses(decoder: Decoder, rows: Sequence[Row], *, batch_size: int = 8) -
 
 
 def _scores(decoder: Decoder, rows: Sequence[Row], batch_size: int) -> list[float]:
-    """ln p of what counts in each row, in the order given; rows of similar lengths share a batch."""
+    """Sum of ln p over the target tokens of each row, in the given order; rows are batched by length."""
     order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
     chunks = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     was_training = decoder.training
@@ -106,7 +105,7 @@ def _scores(decoder: Decoder, rows: Sequence[Row], batch_size: int) -> list[floa
 
 
 def _sums(decoder: Decoder, rows: list[Row]) -> torch.Tensor:
-    """ln p of what counts in each row, [B]."""
+    """Sum of ln p over the target tokens of each row of a batch, [B]."""
     B, T = len(rows), max(1, max(len(row) for row, _ in rows))
     ids_BT = torch.zeros(B, T, dtype=torch.int64)
     labels_BT = torch.full((B, T), IGNORE, dtype=torch.int64)
@@ -125,16 +124,16 @@ def _sums(decoder: Decoder, rows: list[Row]) -> torch.Tensor:
 
 
 def _targets(row: Sequence[int], counted: Sequence[bool]) -> list[int]:
-    return [token if on else IGNORE for token, on in zip(row[1:], counted[1:], strict=True)]
+    return [token if counts else IGNORE for token, counts in zip(row[1:], counted[1:], strict=True)]
 
 
 def probe_choices(
     decoder: Decoder, tokenizer: Tokenizer, items: Sequence[ProbeItem], *, batch_size: int = 64
 ) -> dict[str, list[bool]]:
-    """Whether the right alternative is the likeliest, item by item of each kind; a tie is not right.
+    """Whether the right alternative is the likeliest, for the items of each kind; a tie is wrong.
 
-    The context is the same for all alternatives of an item, so that scoring the whole text compares the
-    alternatives alone (and a tokenizer may join the end of a context with the beginning of a continuation).
+    Context and alternative are scored as one text, because a tokenizer may merge the end of a context with the
+    beginning of a continuation. All alternatives of an item have the same context, so only they are compared.
 
     Example:
         >>> probe_choices(decoder, tokenizer, probe_items())          # doctest: +SKIP
@@ -144,8 +143,8 @@ def probe_choices(
     scores = iter(log_likelihoods(decoder, tokenizer, texts, batch_size=batch_size))
     right: dict[str, list[bool]] = {}
     for item in items:
-        first, *others = [next(scores) for _ in item.alternatives]
-        right.setdefault(item.kind, []).append(all(first > other for other in others))
+        right_score, *wrong_scores = [next(scores) for _ in item.alternatives]
+        right.setdefault(item.kind, []).append(all(right_score > score for score in wrong_scores))
     return right
 
 

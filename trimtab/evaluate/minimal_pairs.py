@@ -1,8 +1,8 @@
-"""The items of the likelihood probe: minimal pairs, of which a model that knows English or reasons prefers the first.
+"""Items of the likelihood probe: minimal pairs for grammar and reasoning, the right alternative first.
 
-Each item has a context (which may be empty) and two endings; the first is right. Endings of a pair have the
-same number of words and differ in one place, after the first word, so that their likelihoods can be compared
-as they are. Half of all items would be right by chance. The words are everyday ones: a probe for any model.
+Each item has a context (which may be empty) and two endings; the first is right. Both endings have the same number of
+words and differ in one place after the first word, so that their likelihoods can be compared without normalization.
+Chance level is one half. The words are common, so that the items suit any English model.
 
 The items are in `minimal_pairs.jsonl`, one per line; `python -m tools.starter.probe` in the repository writes it.
 """

@@ -1,13 +1,12 @@
 """Loss and perplexity of a model on batches of text, weighted by tokens.
 
-    loss = Σ over all target tokens of −ln p(token | before it) / number of target tokens
+    loss = Σ over all target tokens of −ln p(token | previous tokens) / number of target tokens
 
-The sum runs over tokens and not over batches: a batch with few targets counts for little, and the result
-does not depend on how the windows were batched.
+The mean is over tokens, not over batches, so the result does not depend on how the sequences are batched.
 
-The same losses are also summed document by document, so that two models can be compared on each of them.
+The losses are also summed per document, so that two models can be compared document by document.
 
-Legend: B windows, T tokens, N = B · T, S stretches of tokens of one piece (or of padding).
+Legend: B sequences, T tokens, N = B · T, S segments of consecutive tokens of one document (or of padding).
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from trimtab.kernels.attention import Layout
 from trimtab.model import Decoder
 
 IGNORE = -100
-FEW_DOCUMENTS = 10
-"""Below so many documents, as where one long text is evaluated, losses are kept by piece of a document instead."""
-MOST_UNITS = 2048
-"""Beyond so many documents neighbours are added up, so that a log stays small however much text is evaluated."""
+MIN_DOCUMENTS = 10
+"""With fewer documents (one long text, for instance) losses are reported per piece of a document."""
+MAX_UNITS = 2048
+"""With more documents neighbours are grouped, to bound the size of the log."""
 
 
-class Windows(Protocol):
-    """What is needed of a batch (`trimtab.data.Batch`): labels already shifted, -100 for no target."""
+class EvaluationBatch(Protocol):
+    """The attributes of `trimtab.data.Batch` that are used here: labels are already shifted, -100 for no target."""
 
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
@@ -41,19 +40,19 @@ class Windows(Protocol):
     documents_BT: torch.Tensor
     num_targets: int
     origins: list[list[str]]
-    """For each sequence, the document (`file:row`) of each of its pieces."""
+    """For each sequence, the source (`file:row`) of each document piece in it."""
 
     def to(self, device: Any) -> Any:
-        """The same windows on a device."""
+        """The batch on a device."""
         ...
 
 
 @dataclass(frozen=True)
 class UnitLosses:
-    """Mean loss and number of target tokens of each document, in the order in which they were met.
+    """Mean loss and number of target tokens of each document, in the order of evaluation.
 
-    Where there are fewer than `FEW_DOCUMENTS` the units are pieces of them (what fits into a window), where there are
-    more than `MOST_UNITS` groups of neighbouring documents.
+    With fewer than `MIN_DOCUMENTS` documents the units are pieces of documents (the part in one sequence), with more
+    than `MAX_UNITS` they are groups of neighbouring documents.
     """
 
     unit: Literal["document", "piece", "group of documents"]
@@ -63,7 +62,7 @@ class UnitLosses:
 
 @dataclass(frozen=True)
 class LossResult:
-    """Mean loss in nats per token, its exponential, how many tokens were measured, and the losses by document."""
+    """Mean loss in nats per token, perplexity, number of target tokens, and losses per document."""
 
     loss: float
     perplexity: float
@@ -71,12 +70,12 @@ class LossResult:
     units: UnitLosses
 
 
-def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
-    """The token-weighted mean loss over all batches; never holds logits, and reads the device once.
+def loss(decoder: Decoder, batches: Iterable[EvaluationBatch]) -> LossResult:
+    """The token-weighted mean loss over all batches; materializes no logits and synchronizes with the device once.
 
     Args:
-        decoder: left in the mode (training or not) in which it came.
-        batches: windows of packed documents, input_ids_BT and the rest, on any device.
+        decoder: its training mode is restored afterwards.
+        batches: batches of packed sequences, on any device.
 
     Raises DataError if there is nothing to measure, TrainingError if the loss is not finite.
 
@@ -88,41 +87,41 @@ def loss(decoder: Decoder, batches: Iterable[Windows]) -> LossResult:
     was_training = decoder.training
     decoder.eval()
     sums: list[torch.Tensor] = []
-    stretches: list[_Stretches] = []
+    segments: list[_SegmentLosses] = []
     tokens = 0
     try:
         with torch.no_grad():
             for batch in batches:
-                # Built from the CPU tensor: its document offsets are then found without a synchronization.
+                # Built from the CPU tensor, so that finding document boundaries needs no synchronization.
                 layout = Layout.packed(batch.documents_BT)
                 moved = batch.to(device)
                 losses_N = decoder.loss(
                     moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout, reduction="none"
                 )
                 sums.append(losses_N.sum())
-                stretches.append(_Stretches(batch, losses_N))
+                segments.append(_SegmentLosses(batch, losses_N))
                 tokens += batch.num_targets
     finally:
         decoder.train(was_training)
     if tokens == 0:
         raise DataError(
-            "there is no token to measure the loss on",
-            "give evaluation text of at least two tokens a document",
+            "the evaluation text has no target token",
+            "give evaluation text of at least two tokens per document",
         )
-    # fp64 on the host: thousands of fp32 sums of different sizes lose digits when added in fp32.
+    # fp64 on the host: adding thousands of fp32 sums of different magnitude in fp32 loses precision.
     mean = float(torch.stack(sums).cpu().double().sum()) / tokens
     if not math.isfinite(mean):
         raise TrainingError(
             f"the loss on the evaluation text is {mean}",
             "weights are not finite, or overflow in this dtype: try an earlier checkpoint or fp32",
         )
-    return LossResult(mean, math.exp(mean) if mean < 700 else math.inf, tokens, _units(stretches))
+    return LossResult(mean, math.exp(mean) if mean < 700 else math.inf, tokens, _units(segments))
 
 
-class _Stretches:
-    """Losses of one batch summed over stretches of one piece, which lie one behind another; left on the device."""
+class _SegmentLosses:
+    """Losses of one batch, summed per segment; the sums remain on the device."""
 
-    def __init__(self, batch: Windows, losses_N: torch.Tensor) -> None:
+    def __init__(self, batch: EvaluationBatch, losses_N: torch.Tensor) -> None:
         documents_BT = batch.documents_BT.cpu().numpy()
         starts_BT = np.ones(documents_BT.shape, bool)
         starts_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
@@ -130,42 +129,40 @@ class _Stretches:
         lengths_S = np.diff(starts_S, append=documents_BT.size)
         targets_N = (batch.labels_BT.cpu().numpy() != IGNORE).reshape(-1)
         self.tokens_S = np.add.reduceat(targets_N, starts_S, dtype=np.int64)
-        windows_S = starts_S // documents_BT.shape[1]
-        self.pieces_S = list(
-            zip(windows_S.tolist(), documents_BT.reshape(-1)[starts_S].tolist(), strict=True)
-        )
+        rows_S = starts_S // documents_BT.shape[1]
+        self.pieces_S = list(zip(rows_S.tolist(), documents_BT.reshape(-1)[starts_S].tolist(), strict=True))
         self.origins = batch.origins
         self.sums_S = torch.segment_reduce(
             losses_N.double(), "sum", lengths=torch.from_numpy(lengths_S).to(losses_N.device), unsafe=True
         )
 
     def pieces(self) -> Iterator[tuple[str, float, int]]:
-        """(document, sum of losses, targets) of each piece that has a target."""
+        """(document, sum of losses, number of targets) of each piece with a target."""
         sums = self.sums_S.cpu().tolist()
-        for (window, piece), total, tokens in zip(self.pieces_S, sums, self.tokens_S.tolist(), strict=True):
+        for (row, piece), total, tokens in zip(self.pieces_S, sums, self.tokens_S.tolist(), strict=True):
             if tokens:
-                yield self.origins[window][piece], total, tokens
+                yield self.origins[row][piece], total, tokens
 
 
-def _units(stretches: list[_Stretches]) -> UnitLosses:
-    """Losses by document, or by piece where there are few, or by groups where there are many."""
-    pieces = [piece for batch in stretches for piece in batch.pieces()]
+def _units(segments: list[_SegmentLosses]) -> UnitLosses:
+    """Losses by document, by piece (few documents) or by group (many documents)."""
+    pieces = [piece for batch in segments for piece in batch.pieces()]
     documents: dict[str, tuple[float, int]] = {}
     for origin, total, tokens in pieces:
         before = documents.get(origin, (0.0, 0))
         documents[origin] = (before[0] + total, before[1] + tokens)
     unit: Literal["document", "piece", "group of documents"] = "document"
-    found = list(documents.values())
-    if len(found) < FEW_DOCUMENTS:
-        unit, found = "piece", [(total, tokens) for _, total, tokens in pieces]
-    if len(found) > MOST_UNITS:
+    units = list(documents.values())
+    if len(units) < MIN_DOCUMENTS:
+        unit, units = "piece", [(total, tokens) for _, total, tokens in pieces]
+    if len(units) > MAX_UNITS:
         unit = "group of documents" if unit == "document" else unit
-        found = _grouped(found, MOST_UNITS)
-    return UnitLosses(unit, [total / tokens for total, tokens in found], [tokens for _, tokens in found])
+        units = _grouped(units, MAX_UNITS)
+    return UnitLosses(unit, [total / tokens for total, tokens in units], [tokens for _, tokens in units])
 
 
 def _grouped(units: list[tuple[float, int]], count: int) -> list[tuple[float, int]]:
-    """Neighbours added up until `count` are left.
+    """Sums over neighbouring units, in `count` groups.
 
     Example:
         >>> _grouped([(1.0, 2), (3.0, 4), (5.0, 6)], 2)

@@ -1,4 +1,4 @@
-"""Export of models from trimtab, each with a receipt of what was checked.
+"""Export of models and adapters; each export is verified and writes a receipt of the checks.
 
 Names are imported lazily (PEP 562), so that importing the package imports no torch.
 """

@@ -1,4 +1,4 @@
-"""A Hugging Face folder from a decoder, read back and compared before it appears.
+"""Export of a decoder as a Hugging Face folder, verified by reading it back before it is published.
 
 Legend: B batch, T tokens, V vocabulary.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import safetensors
 import torch
 
-from trimtab.export.reader import STORED_NAMES, read_tensors
+from trimtab.export.reader import SAFETENSORS_DTYPES, read_tensors
 from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import sha256_of
@@ -49,28 +49,28 @@ def export_hf(
     kind: str = "hf",
     checked: Sequence[Check] = (),
 ) -> Receipt:
-    """Write a folder that transformers, vLLM and llama.cpp's converter load, and prove that it is the model.
+    """Write a folder that transformers, vLLM and llama.cpp's converter load, and verify it.
 
-    Before the folder appears under its name: an independent reader compares names, shapes and every weight's
-    bytes with the model in memory, and a fresh decoder loaded from the files must give bit-identical logits.
+    Before the folder gets its final name, an independent reader compares names, shapes and bytes of every weight with
+    the model in memory, and a new decoder loaded from the files must produce bitwise identical logits.
 
     Args:
         decoder: the model.
-        tokenizer: saved next to it; None leaves the folder without one.
+        tokenizer: saved with the model; None saves no tokenizer.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold a model).
         dtype: "fp32", "bf16" or "fp16" on disk.
-        receipt: where the receipt is written; None writes none.
-        config_extra: keys of `config.json` that the shape does not hold, such as token ids; by default the
-            tokenizer's beginning and end.
-        generation_config: by default the tokenizer's beginning and stop tokens.
-        source: what is known of the model's origin, for the receipt.
-        max_shard_bytes: the largest weight file.
+        receipt: path of the receipt; None writes none.
+        config_extra: keys of `config.json` that the shape does not contain, such as token ids; by default the
+            tokenizer's BOS and EOS ids.
+        generation_config: by default the tokenizer's BOS and stop tokens.
+        source: the model's origin, for the receipt.
+        max_shard_bytes: maximum size of a weight file.
         overwrite: replace a model folder.
-        kind: what the receipt calls it.
-        checked: what was verified before, for the receipt.
+        kind: kind of export, for the receipt.
+        checked: checks that passed earlier, for the receipt.
 
     Raises:
-        ModelError: the folder exists, the tokenizer does not fit, or what was written is not the model.
+        ModelError: the folder exists, the tokenizer does not fit, or the verification failed.
         ResourceError: not enough space.
     """
     folder = Path(folder)
@@ -83,7 +83,7 @@ def export_hf(
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             config_extra={**_token_ids(tokenizer), **(config_extra or {})},
-            generation_config=generation_config or (first_and_last(tokenizer) if tokenizer else None),
+            generation_config=generation_config or (generation_token_ids(tokenizer) if tokenizer else None),
         )
         checks = [_check_layout(decoder, staging, dtype), _check_weights(decoder, staging, dtype)]
         check, token_ids, digest = _check_logits(decoder, staging, dtype)
@@ -115,58 +115,60 @@ def export_hf(
 
 
 def _check_layout(decoder: Decoder, folder: Path, dtype: str) -> Check:
-    """Names, shapes and formats, and a config that describes this very shape."""
+    """Compare names, shapes and dtypes of the files with the model, and config.json with its shape."""
     stored = read_tensors(folder)
     expected = dict(decoder.shape.parameters())
     differing = [
         name
         for name in expected.keys() | stored.keys()
         if name not in stored
-        or stored[name].dims != expected.get(name)
-        or stored[name].format != STORED_NAMES[dtype]
+        or stored[name].shape != expected.get(name)
+        or stored[name].dtype != SAFETENSORS_DTYPES[dtype]
     ]
     if differing:
-        raise _not_the_model(
-            f"{len(differing)} tensors differ in name, shape or format, {min(differing)} first"
+        raise _export_mismatch(
+            f"{len(differing)} tensors differ in name, shape or dtype, {min(differing)} first"
         )
     if read_shape(folder) != decoder.shape:
-        raise _not_the_model("config.json describes another shape")
-    return Check("names and shapes", f"{len(stored)} tensors in {STORED_NAMES[dtype]}, config.json agrees")
+        raise _export_mismatch("config.json describes another architecture")
+    return Check(
+        "names and shapes", f"{len(stored)} tensors in {SAFETENSORS_DTYPES[dtype]}, config.json agrees"
+    )
 
 
 def _check_weights(decoder: Decoder, folder: Path, dtype: str) -> Check:
-    """Every tensor's bytes in the files against the model in memory, cast to the stored format."""
+    """Compare every tensor's bytes in the files with the model in memory, cast to the stored dtype."""
     stored = read_tensors(folder)
     for name, parameter in decoder.named_parameters():
         in_memory = parameter.detach().to("cpu", torch_dtype(dtype)).contiguous().view(-1).view(torch.uint8)
         if not np.array_equal(in_memory.numpy(), stored[name].raw()):
-            raise _not_the_model(f"{name} has other bytes in the file than in memory")
+            raise _export_mismatch(f"{name} differs between file and memory")
     count = format_count(decoder.shape.num_parameters)
-    return Check("weights", f"{count} numbers byte for byte, by a reader independent of the writer")
+    return Check("weights", f"{count} parameters byte for byte, by a reader independent of the writer")
 
 
 @torch.no_grad()
 def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, list[int], str]:
-    """The files' logits against the model's, both in the stored dtype on the model's own device."""
+    """Compare the reloaded model's logits with the original's, both in the stored dtype on the model's device."""
     device = decoder.head_weight.device
     token_ids = probe_ids(decoder)
     num_tokens = len(token_ids)
     ids_BT = torch.tensor([token_ids], device=device)
-    expected_BTV = _logits(_cast(decoder, dtype, device), ids_BT)
+    expected_BTV = _logits(_in_dtype(decoder, dtype, device), ids_BT)
     reloaded = build(decoder.shape, dtype=dtype, device=device, kernels=decoder.kernels)
     load_weights(reloaded, folder)
-    found_BTV = _logits(reloaded, ids_BT)
-    if not torch.equal(found_BTV, expected_BTV):
-        worst = float((found_BTV - expected_BTV).abs().max())
-        raise _not_the_model(f"logits differ by up to {worst:.3g}")
-    digest = digest_of(found_BTV)
+    reloaded_BTV = _logits(reloaded, ids_BT)
+    if not torch.equal(reloaded_BTV, expected_BTV):
+        worst = float((reloaded_BTV - expected_BTV).abs().max())
+        raise _export_mismatch(f"logits differ by up to {worst:.3g}")
+    digest = digest_of(reloaded_BTV)
     backends = ", ".join(dict.fromkeys(kernels.unpacked_attention for kernels in decoder.kernels))
     detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {backends} attention"
     return Check("logits", detail), token_ids, digest
 
 
 def probe_ids(decoder: Decoder) -> list[int]:
-    """The token ids whose logits are compared."""
+    """The token ids for which logits are compared."""
     num_tokens = min(_PROBE_TOKENS, decoder.shape.max_positions)
     return [(1 + 7919 * i) % decoder.shape.vocab_size for i in range(num_tokens)]
 
@@ -183,7 +185,7 @@ def digest_of(logits_BTV: torch.Tensor) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what wrote an export."""
+    """Versions of the software that wrote an export."""
     return {
         "trimtab": _version("trimtab"),
         "torch": torch.__version__,
@@ -194,15 +196,15 @@ def versions() -> dict[str, str]:
 
 def _logits(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
     training = decoder.training
-    decoder.eval()  # nothing is dropped
+    decoder.eval()  # no dropout
     try:
         return decoder.logits(decoder(ids_BT)).float()
     finally:
         decoder.train(training)
 
 
-def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
-    """The decoder itself if it has this dtype throughout, otherwise a copy that has."""
+def _in_dtype(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
+    """The decoder itself if all its parameters have this dtype, otherwise a converted copy."""
     if all(parameter.dtype == torch_dtype(dtype) for parameter in decoder.parameters()):
         return decoder
     copy = build(decoder.shape, dtype=dtype, device=device, kernels=decoder.kernels)
@@ -212,14 +214,14 @@ def _cast(decoder: Decoder, dtype: str, device: torch.device) -> Decoder:
 
 
 def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> Check:
-    """The saved tokenizer against the given one: same content, same ids for a text with everything in it."""
+    """Compare the saved tokenizer with the original: fingerprint, BOS and EOS, ids of a probe text."""
     reloaded = load_tokenizer(folder)
     if reloaded.encode(_PROBE_TEXT) != tokenizer.encode(_PROBE_TEXT):
-        raise _not_the_model("the saved tokenizer gives other ids")
+        raise _export_mismatch("the saved tokenizer returns other ids")
     if (reloaded.bos_id, reloaded.eos_id) != (tokenizer.bos_id, tokenizer.eos_id):
-        raise _not_the_model("the saved tokenizer has another beginning or end")
+        raise _export_mismatch("the saved tokenizer has other BOS or EOS ids")
     if reloaded.fingerprint != tokenizer.fingerprint:
-        raise _not_the_model("the saved tokenizer has another fingerprint")
+        raise _export_mismatch("the saved tokenizer has another fingerprint")
     return Check("tokenizer", f"{tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:16]}")
 
 
@@ -235,13 +237,13 @@ def _token_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
 
 
-def first_and_last(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Where writing begins and ends, as transformers reads it."""
+def generation_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """BOS and EOS ids as in transformers' generation_config.json."""
     stops = sorted(tokenizer.stop_ids)
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": stops[0] if len(stops) == 1 else stops or None}
 
 
-def _not_the_model(cause: str) -> ModelError:
+def _export_mismatch(cause: str) -> ModelError:
     return ModelError(
         f"the files written are not the model: {cause}", "nothing was published; check the disk and try again"
     )

@@ -1,4 +1,4 @@
-"""A model with its adapters merged in, as a Hugging Face folder with a receipt."""
+"""Export of a model with its adapters merged, as a Hugging Face folder with a receipt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from trimtab.model.decoder import Decoder
 from trimtab.model.save import check_replaceable
 from trimtab.text import Tokenizer
 
-ALLOWED = 1e-4
-"""Largest distance of the merged model's logits from those of base and adapter, as a share of the logits' rms, both
-in fp32: on SmolLM2's shape rounding alone gives 2e-6."""
+MAX_LOGITS_ERROR = 1e-4
+"""Largest difference between the logits of the merged model and of base and adapter, relative to the logits' rms, in
+fp32; rounding alone causes 2e-6 with SmolLM2's shape."""
 
 
 def export_merged(
@@ -26,26 +26,26 @@ def export_merged(
 ) -> Receipt:
     """Merge a decoder's active adapters into its weights, in place, and write the result as `export_hf` does.
 
-    Before anything is written the merged weights must be finite and differ from the base's in `dtype`, and the merged
-    model's logits must be those of base and adapter.
+    Before anything is written, the merged weights are checked to be finite and to differ from the base's in `dtype`,
+    and the merged model's logits to match those of base and adapter.
 
     Args:
-        decoder: in fp32, with the adapters active; plain afterwards.
-        tokenizer: saved next to it.
+        decoder: in fp32, with the adapters active; without adapters afterwards.
+        tokenizer: saved with the model.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
         options: as in `export_hf`.
 
     Raises:
-        ModelError: the merge changes nothing, is not finite or changes the logits, or what was written is not the
-            model.
+        ModelError: the merge changes nothing, is not finite or changes the logits, or the verification of the
+            files failed.
     """
     # Before anything is changed: merging cannot be undone.
     check_replaceable(Path(folder), bool(options.get("overwrite")))
-    loaded = decoder.model.embed_tokens.weight.dtype
-    if loaded != torch.float32:
+    loaded_dtype = decoder.model.embed_tokens.weight.dtype
+    if loaded_dtype != torch.float32:
         raise ModelError(
-            f"the model is loaded in {str(loaded).removeprefix('torch.')}, in which a merge rounds twice",
+            f"the model is loaded in {str(loaded_dtype).removeprefix('torch.')}, in which a merge rounds twice",
             'load it with dtype="fp32", or use `trimtab merge`',
         )
     expected_BTV = probe_logits(decoder)
@@ -56,19 +56,19 @@ def export_merged(
             "learning_rate",
         )
     merged = merge_adapters(decoder, dtype=dtype)
-    found_BTV = probe_logits(decoder)
+    merged_BTV = probe_logits(decoder)
     rms = float(expected_BTV.square().mean().sqrt())
-    worst = float((found_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
-    if not worst <= ALLOWED:
+    worst = float((merged_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
+    if not worst <= MAX_LOGITS_ERROR:
         raise ModelError(
             f"the merged model's logits are {worst:.3g} of their size from those of base and adapter, and at most "
-            f"{ALLOWED:g} is allowed: large changes lose digits when they are added to the weights",
+            f"{MAX_LOGITS_ERROR:g} is allowed: large changes lose digits when they are added to the weights",
             "nothing was written; use the adapter unmerged (`trimtab export peft` writes a run's), or merge an "
             "earlier checkpoint (--checkpoint)",
         )
     check = Check(
         "merge",
-        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.elements)} numbers changed "
+        f"{merged.layers} layers, {format_count(merged.changed)} of {format_count(merged.elements)} parameters changed "
         f"in {dtype}; logits within {worst:.2g} of base and adapter",
     )
     return export_hf(decoder, tokenizer, folder, dtype=dtype, kind="merge", checked=[check], **options)

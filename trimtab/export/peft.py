@@ -1,4 +1,4 @@
-"""An adapter in peft's files, read back and compared before the folder appears."""
+"""Export of an adapter in PEFT's format, verified by reading it back before it is published."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.saved_modules import rounded_modules
 from trimtab.adapt.spec import DEFAULT
-from trimtab.export.hf import digest_of, first_and_last, probe_ids, probe_logits, versions
+from trimtab.export.hf import digest_of, generation_token_ids, probe_ids, probe_logits, versions
 from trimtab.export.reader import read_tensors
 from trimtab.export.receipt import Check, Receipt
 from trimtab.facts.base_weights import BaseWeights
@@ -27,8 +27,8 @@ from trimtab.model.decoder import Decoder
 from trimtab.model.save import staged_folder
 from trimtab.text import Tokenizer
 
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_CHECKED = "read_back"
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_RELOADED = "read_back"
 """The name under which the written adapter is loaded next to the original one."""
 
 
@@ -44,44 +44,44 @@ def export_peft(
     overwrite: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> Receipt:
-    """Write a folder that peft loads, and prove that it is the adapter.
+    """Write a folder that peft loads, and verify it.
 
-    Before the folder appears under its name: an independent reader compares every tensor's bytes with the model in
-    memory, and the written adapter, loaded onto the same base, must give bit-identical logits.
+    Before the folder gets its final name, an independent reader compares every tensor's bytes with the model in
+    memory, and the written adapter, loaded onto the same base, must produce bitwise identical logits.
 
     Args:
         decoder: with the adapter on it.
         folder: must not exist, or be empty, unless `overwrite` (then it must hold an adapter).
-        base: the weights that the adapter belongs to; `BaseWeights(NAME)` where no more is known.
-        base_name: another hub id or folder for peft to load the base from (`base_model_name_or_path`); the source's
+        base: the base model's weights; `BaseWeights(NAME)` if only the name is known.
+        base_name: another hub id or folder from which PEFT loads the base (`base_model_name_or_path`); the source's
             name if None.
-        adapter: which one.
-        receipt: where the receipt is written; None writes none.
-        source: what is known of the adapter's origin, for the receipt.
+        adapter: the adapter's name.
+        receipt: path of the receipt; None writes none.
+        source: the adapter's origin, for the receipt.
         overwrite: replace an adapter's folder.
-        tokenizer: saved next to the adapter, if it differs from the base's.
+        tokenizer: saved with the adapter, if it differs from the base's.
 
     Raises:
-        ModelError: the folder exists, what was written is not the adapter, or the model holds a rounded one.
+        ModelError: the folder exists, the verification failed, or loading rounded the adapter's weights.
     """
     folder = Path(folder)
-    # Revision and checksums of the source say nothing about another place.
-    elsewhere = base_name not in (None, base.source)
+    # Revision and checksums of the source do not apply to another base.
+    other_base = base_name not in (None, base.source)
     rounded = rounded_modules(decoder, adapter)
     if rounded:
-        held = str(decoder.get_parameter(rounded[0]).dtype).removeprefix("torch.")
+        loaded_dtype = str(decoder.get_parameter(rounded[0]).dtype).removeprefix("torch.")
         raise ModelError(
-            f"{rounded[0].removesuffix('.weight')} was rounded to {held} when it was loaded",
+            f"{rounded[0].removesuffix('.weight')} was rounded to {loaded_dtype} when it was loaded",
             'load the model with dtype="fp32" to write it as it was trained, or use `trimtab export peft`',
         )
-    with _using(decoder, adapter), staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
+    with _only_adapter(decoder, adapter), staged_folder(folder, overwrite=overwrite, holds=CONFIG) as staging:
         save_adapter(
             decoder,
             staging,
             adapter=adapter,
             base_name=base_name or base.source,
-            revision=None if elsewhere else base.revision,
-            base=base if base.files and not elsewhere else None,
+            revision=None if other_base else base.revision,
+            base=base if base.files and not other_base else None,
         )
         tensors = stored_tensors(decoder, adapter)
         checks = [_check_bytes(tensors, staging)]
@@ -89,7 +89,7 @@ def export_peft(
         checks.append(check)
         if tokenizer is not None:
             tokenizer.save(staging)
-            write_json(staging / "generation_config.json", first_and_last(tokenizer))
+            write_json(staging / "generation_config.json", generation_token_ids(tokenizer))
         files = {
             path.name: {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
             for path in sorted(staging.iterdir())
@@ -98,7 +98,7 @@ def export_peft(
         kind="peft",
         folder=str(folder),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        dtype=", ".join(sorted({_FORMATS[tensor.dtype] for tensor in tensors.values()})),
+        dtype=", ".join(sorted({_DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()})),
         num_parameters=sum(tensor.numel() for tensor in tensors.values()),
         num_tensors=len(tensors),
         files=files,
@@ -114,30 +114,33 @@ def export_peft(
 
 
 @contextmanager
-def _using(decoder: Decoder, adapter: str) -> Iterator[None]:
-    """One adapter alone in use; afterwards the model is as it was."""
-    put_back = remember_adapters(decoder)
+def _only_adapter(decoder: Decoder, adapter: str) -> Iterator[None]:
+    """Activate only this adapter; restore the active adapters afterwards."""
+    restore = remember_adapters(decoder)
     use_adapters(decoder, adapter)
     try:
         yield
     finally:
-        put_back()
+        restore()
 
 
 def _check_bytes(tensors: dict[str, torch.Tensor], folder: Path) -> Check:
-    """Names, sizes and bytes in the file against the model in memory."""
+    """Compare names, shapes and bytes of the file with the model in memory."""
     stored = read_tensors(folder)
     differing = sorted(stored.keys() ^ tensors.keys())
     if differing:
-        raise _not_the_adapter(f"{differing[0]} is only in one of file and model")
+        raise _export_mismatch(f"{differing[0]} is only in the file or only in the model")
     for name, tensor in tensors.items():
         in_memory = tensor.to("cpu").contiguous().view(-1).view(torch.uint8)
-        if stored[name].dims != tuple(tensor.shape) or not np.array_equal(
+        if stored[name].shape != tuple(tensor.shape) or not np.array_equal(
             in_memory.numpy(), stored[name].raw()
         ):
-            raise _not_the_adapter(f"{name} is another in the file than in memory")
+            raise _export_mismatch(f"{name} differs between file and memory")
     count = format_count(sum(tensor.numel() for tensor in tensors.values()))
-    return Check("weights", f"{len(tensors)} tensors, {count} numbers byte for byte, by a reader of its own")
+    return Check(
+        "weights",
+        f"{len(tensors)} tensors, {count} parameters byte for byte, by a reader independent of the writer",
+    )
 
 
 def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, str]:
@@ -147,27 +150,30 @@ def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, 
             "with this adapter the model gives NaN or infinity",
             "export an earlier checkpoint (--checkpoint), or train anew with a lower learning_rate",
         )
-    checked = _CHECKED
-    while checked in adapter_names(decoder):
-        checked += "_"
+    reloaded = _RELOADED
+    while reloaded in adapter_names(decoder):
+        reloaded += "_"
     try:
-        load_adapter(decoder, folder, adapter=checked)
-        found_BTV = probe_logits(decoder)
+        load_adapter(decoder, folder, adapter=reloaded)
+        reloaded_BTV = probe_logits(decoder)
     finally:
-        if checked in adapter_names(decoder):
-            remove_adapter(decoder, checked)
+        if reloaded in adapter_names(decoder):
+            remove_adapter(decoder, reloaded)
         use_adapters(decoder, adapter)
-    if not torch.equal(found_BTV, expected_BTV):
-        worst = float((found_BTV - expected_BTV).abs().max())
-        raise _not_the_adapter(f"logits differ by up to {worst:.3g}")
+    if not torch.equal(reloaded_BTV, expected_BTV):
+        worst = float((reloaded_BTV - expected_BTV).abs().max())
+        raise _export_mismatch(f"logits differ by up to {worst:.3g}")
     use_adapters(decoder, [])
-    moved = float((probe_logits(decoder) - expected_BTV).abs().max())
+    distance = float((probe_logits(decoder) - expected_BTV).abs().max())
     use_adapters(decoder, adapter)
-    detail = f"bit-equal to the adapter's own on its base, {expected_BTV.shape[1]} tokens; {moved:.3g} from the base's"
-    return Check("logits", detail), digest_of(found_BTV)
+    num_tokens = expected_BTV.shape[1]
+    detail = (
+        f"bit-equal to the adapter's own on its base, {num_tokens} tokens; {distance:.3g} from the base's"
+    )
+    return Check("logits", detail), digest_of(reloaded_BTV)
 
 
-def _not_the_adapter(cause: str) -> ModelError:
+def _export_mismatch(cause: str) -> ModelError:
     return ModelError(
         f"the files written are not the adapter: {cause}",
         "nothing was published; check the disk and try again",

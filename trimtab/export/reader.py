@@ -1,6 +1,6 @@
-"""A second reader of safetensors files, independent of the library that wrote them: struct, JSON and numpy.
+"""A safetensors reader that is independent of the safetensors library: struct, JSON and numpy.
 
-Format: the header's length in 8 bytes, the header in JSON, the numbers; offsets count from there.
+Format: header length (8 bytes), JSON header, tensor data; offsets are relative to the data.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
 
-STORED_NAMES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
+SAFETENSORS_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "fp64": "F64"}
 _REMEDY = "check the disk and try again"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor's place in a file."""
+    """Location of one tensor in a file."""
 
     path: Path
-    dims: tuple[int, ...]
-    format: str
+    shape: tuple[int, ...]
+    dtype: str
     begin: int
     end: int
 
     def raw(self) -> np.ndarray:
-        """Its bytes, mapped from the file, uint8."""
+        """The tensor's bytes as uint8, memory-mapped from the file."""
         if self.begin == self.end:
             return np.empty(0, dtype=np.uint8)
         return np.memmap(
@@ -40,19 +40,19 @@ class StoredTensor:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor in a folder's safetensors files; the index, if any, is checked against what they hold."""
-    found: dict[str, StoredTensor] = {}
-    homes: dict[str, str] = {}
+    """All tensors in a folder's safetensors files; the index file, if any, is validated against them."""
+    tensors: dict[str, StoredTensor] = {}
+    weight_map: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         for name, tensor in _read_header(path).items():
-            if name in found:
+            if name in tensors:
                 raise ModelError(f"{name} is stored twice in {folder}", _REMEDY)
-            found[name] = tensor
-            homes[name] = path.name
+            tensors[name] = tensor
+            weight_map[name] = path.name
     index = folder / "model.safetensors.index.json"
-    if index.is_file() and read_json_object(index)["weight_map"] != homes:
-        raise ModelError(f"{index} does not describe the files beside it", _REMEDY)
-    return found
+    if index.is_file() and read_json_object(index)["weight_map"] != weight_map:
+        raise ModelError(f"{index} does not match the files next to it", _REMEDY)
+    return tensors
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -1,4 +1,4 @@
-"""A receipt: what was written, by whom, and what was read back to prove it. Plain data, no torch."""
+"""Receipts of exports: the files, the software versions and the checks that passed. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RECEIPT_VERSION = 1
 
 
 def receipt_path(folder: Path, receipts: Path | None, kind: str = "hf") -> Path:
-    """Where the receipt of an export to `folder` goes, asked before the export.
+    """Path of the receipt of an export to `folder`; call it before the export.
 
-    Into `receipts`, under a name unique to this target; next to the target if there is no such folder
-    or nothing can be written there (the caller says so: it sees by the parent which of them it is).
+    In `receipts`, under a name unique to this target; next to the target if `receipts` is None or not writable (the
+    caller reports that: the parent folder shows which case applies).
     """
     if receipts is None or not _can_write(receipts):
         return folder.with_name(f"{folder.name}.receipt.json")
@@ -38,7 +38,7 @@ def _can_write(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was verified; a failed one raises, so a receipt's checks have all passed."""
+    """A check that passed; failed checks raise, so receipts contain only passed ones."""
 
     name: str
     detail: str
@@ -46,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Proof of an export, kept as JSON.
+    """The record of a verified export, saved as JSON.
 
     Example:
         >>> receipt = export_hf(decoder, tokenizer, "out", dtype="bf16")     # doctest: +SKIP
@@ -65,12 +65,12 @@ class Receipt:
     """File name to {"bytes", "sha256"}."""
     checks: list[Check]
     token_ids: list[int]
-    """The ids whose logits were compared."""
+    """The token ids for which logits were compared."""
     logits_sha256: str
-    """Of the fp32 logits for those ids, little-endian; another machine may differ in the last bits."""
+    """SHA-256 of the fp32 logits of those ids, little-endian; other machines may round differently."""
     versions: dict[str, str]
     source: dict[str, Any] = field(default_factory=dict)
-    """What the caller knows of the model's origin: run folder, step, base model."""
+    """The model's origin as given by the caller: run folder, step, base model."""
     version: int = RECEIPT_VERSION
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Receipt:
         return Receipt(**{**data, "checks": [Check(**check) for check in data["checks"]]})
 
     def write(self, path: str | Path) -> Path:
-        """Write the receipt; the file appears whole or not at all."""
+        """Write the receipt atomically."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, self.to_dict())

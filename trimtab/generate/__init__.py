@@ -1,9 +1,9 @@
-"""Generating text: key/value cache, sampling, stop strings, streaming.
+"""Text generation: KV cache, sampling, stop strings, streaming.
 
 from trimtab.generate import SamplingOptions, generate
 
-done = generate(decoder, tokenizer, "The derivative of x² is", SamplingOptions(max_new_tokens=32), stream=print)
-done.text, done.finish_reason, done.tokens_per_second
+completion = generate(decoder, tokenizer, "The derivative of x² is", SamplingOptions(max_new_tokens=32), stream=print)
+completion.text, completion.finish_reason, completion.tokens_per_second
 """
 
 from __future__ import annotations

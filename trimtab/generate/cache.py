@@ -15,13 +15,13 @@ from torch import nn
 class KVCache:
     """A KV cache that grows in blocks; every row has the same number of tokens (shorter rows are left-padded).
 
-    A layer with sliding-window attention drops keys and values that no later token attends to, so that its memory
-    and its time per token do not grow with the length of the text.
+    A layer with sliding-window attention drops keys and values that no later token attends to, so its memory and
+    time per token do not grow with the sequence length.
 
     Args:
         num_layers: the number of layers of the model.
-        windows: the sliding window of each layer, None for full attention; by default no layer has one.
-        block: the number of tokens by which it grows.
+        windows: sliding-window size of each layer, None for full attention (the default for all layers).
+        block: number of tokens by which the buffers grow.
 
     Example:
         >>> cache = KVCache(num_layers=1, block=4)
@@ -40,14 +40,14 @@ class KVCache:
         self.windows = tuple(windows or [None] * num_layers)
         assert len(self.windows) == num_layers, f"{len(self.windows)} windows for {num_layers} layers"
         self._dropped = [0] * num_layers
-        """The number of first tokens that a layer has dropped."""
+        """Number of leading tokens that each layer has dropped."""
         self._keys: list[torch.Tensor | None] = [None] * num_layers
         self._values: list[torch.Tensor | None] = [None] * num_layers
         self._lengths = [0] * num_layers
 
     @property
     def length(self) -> int:
-        """Tokens in the cache of every layer; during a forward pass, the number before that pass."""
+        """Number of cached tokens; during a forward pass, the number before that pass."""
         return min(self._lengths)
 
     @property
@@ -58,45 +58,45 @@ class KVCache:
     def update(
         self, layer: int, k_BTKD: torch.Tensor, v_BTKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a layer's new keys and values; returns those that the new tokens attend to, k_BSKD and v_BSKD (views).
+        """Append a layer's new keys and values; returns views k_BSKD and v_BSKD of all that the new tokens attend to.
 
         S counts the new tokens and all earlier ones, or those within the layer's sliding window.
         """
         T, window = k_BTKD.shape[1], self.windows[layer]
-        held = self._lengths[layer] - self._dropped[layer]
-        seen = held if window is None else min(held, window - 1)
-        if held - seen >= self.block:
-            self._drop(layer, held - seen)
-            held = seen
-        end = held + T
-        keys = self._keys[layer] = self._with_room(self._keys[layer], k_BTKD, held, end)
-        values = self._values[layer] = self._with_room(self._values[layer], v_BTKD, held, end)
-        keys[:, held:end] = k_BTKD
-        values[:, held:end] = v_BTKD
+        cached = self._lengths[layer] - self._dropped[layer]
+        attended = cached if window is None else min(cached, window - 1)
+        if cached - attended >= self.block:
+            self._drop(layer, cached - attended)
+            cached = attended
+        end = cached + T
+        keys = self._keys[layer] = self._with_capacity(self._keys[layer], k_BTKD, cached, end)
+        values = self._values[layer] = self._with_capacity(self._values[layer], v_BTKD, cached, end)
+        keys[:, cached:end] = k_BTKD
+        values[:, cached:end] = v_BTKD
         self._lengths[layer] += T
-        return keys[:, held - seen : end], values[:, held - seen : end]
+        return keys[:, cached - attended : end], values[:, cached - attended : end]
 
     def _drop(self, layer: int, count: int) -> None:
-        """Frees the first `count` cached tokens of a layer."""
+        """Free the first `count` cached tokens of a layer."""
         end = self._lengths[layer] - self._dropped[layer]
-        for stored in (self._keys, self._values):
-            tensor = stored[layer]
+        for buffers in (self._keys, self._values):
+            tensor = buffers[layer]
             assert tensor is not None
-            stored[layer] = tensor[:, count:end].clone()
+            buffers[layer] = tensor[:, count:end].clone()
         self._dropped[layer] += count
 
     def select(self, rows: Sequence[int], *, start: int = 0) -> None:
-        """Keep only these rows, in this order, without their first `start` tokens (padding that all of them have)."""
-        for held in (self._keys, self._values):
-            for layer, tensor in enumerate(held):
+        """Keep only these rows, in this order, without their first `start` tokens (padding in all of them)."""
+        for buffers in (self._keys, self._values):
+            for layer, tensor in enumerate(buffers):
                 if tensor is not None:
                     first = max(start - self._dropped[layer], 0)
-                    held[layer] = tensor[torch.tensor(rows, device=tensor.device), first:]
+                    buffers[layer] = tensor[torch.tensor(rows, device=tensor.device), first:]
         self._lengths = [length - start for length in self._lengths]
         self._dropped = [max(dropped - start, 0) for dropped in self._dropped]
 
     def can_truncate(self, length: int) -> bool:
-        """Whether the cache still has everything that the token after the first `length` ones attends to."""
+        """Whether no dropped token is needed after truncation to `length` tokens."""
         pairs = zip(self._dropped, self.windows, strict=True)
         return all(not dropped or dropped <= length - ((window or 1) - 1) for dropped, window in pairs)
 
@@ -114,24 +114,24 @@ class KVCache:
         assert self.can_truncate(length), f"the window before token {length} was dropped"
         self._lengths = [length] * len(self._lengths)
 
-    def _with_room(
-        self, held: torch.Tensor | None, new: torch.Tensor, length: int, needed: int
+    def _with_capacity(
+        self, buffer: torch.Tensor | None, new: torch.Tensor, length: int, needed: int
     ) -> torch.Tensor:
-        if held is not None and held.shape[1] >= needed:
-            return held
-        # Grow by half, so that a long text is copied a few times and not once per block.
+        if buffer is not None and buffer.shape[1] >= needed:
+            return buffer
+        # Grow by half: a long sequence is then copied a few times instead of once per block.
         capacity = -(-max(needed, length + length // 2) // self.block) * self.block
         grown = new.new_empty(new.shape[0], capacity, *new.shape[2:])
-        if held is not None:
-            grown[:, :length] = held[:, :length]
+        if buffer is not None:
+            grown[:, :length] = buffer[:, :length]
         return grown
 
 
 class WeightState:
-    """Identifies the current weights of a model, to detect that cached keys and values are stale.
+    """Identifies the current weights of a model, to detect stale keys and values in a cache.
 
-    It keeps no weights in memory. Replacing a tensor or writing to it is detected; writing through `tensor.data`
-    is not.
+    It holds only weak references to the weights. Replacing a tensor or writing to it is detected; writing through
+    `tensor.data` is not.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -153,21 +153,21 @@ class WeightState:
         """Whether both identify the same, unchanged tensors."""
         pairs = zip(self._tensors, other._tensors, strict=False)
         return self._versions == other._versions and all(
-            mine() is not None and mine() is theirs() for mine, theirs in pairs
+            tensor() is not None and tensor() is other_tensor() for tensor, other_tensor in pairs
         )
 
 
 class PromptCache:
-    """A prefix cache that is kept between calls of `generate`: only the part of a prompt that differs is prefilled.
+    """A prefix cache for several calls of `generate`: a prompt is prefilled only from where it differs from the last.
 
-    If the weights have changed since, the whole prompt is prefilled. It cannot detect which adapters are active: use
-    a new cache for other adapters.
+    If the weights have changed, the whole prompt is prefilled. Switching adapters is not detected: use a new cache
+    for other adapters.
 
     Example:
         >>> cache = PromptCache()
         >>> cache.ids = [5, 6, 7, 8]
         >>> kv = cache.begin(num_layers=1, prompt=[5, 6, 9])
-        >>> cache.ids, kv.length                  # no keys and values are held yet, so none are reused
+        >>> cache.ids, kv.length                  # no keys and values are cached yet
         ([], 0)
     """
 
@@ -185,9 +185,9 @@ class PromptCache:
         windows: Sequence[int | None] | None = None,
         weights: WeightState | None = None,
     ) -> KVCache:
-        """The cache, truncated to the prefix that it shares with a prompt; the last token is always recomputed.
+        """Return the cache, truncated to the prefix that it shares with a prompt, without the prompt's last token.
 
-        The cache is empty if `weights` differ from the last call, or if `windows` made it drop keys and values that
+        The cache is empty if `weights` differ from the last call, or if sliding windows dropped keys and values that
         the next token of the prompt attends to.
         """
         if weights is not None and (self._weights is None or not self._weights.matches(weights)):
@@ -195,8 +195,8 @@ class PromptCache:
         if self._cache is None:
             self._cache = KVCache(num_layers, windows=windows)
         shared = 0
-        for ours, theirs in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
-            if ours != theirs:
+        for cached_id, prompt_id in zip(self.ids[: self._cache.length], prompt[:-1], strict=False):
+            if cached_id != prompt_id:
                 break
             shared += 1
         if not self._cache.can_truncate(shared):

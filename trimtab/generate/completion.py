@@ -1,4 +1,4 @@
-"""A completion, and the state of one while it is generated."""
+"""Completions, and the state of a completion while it is generated."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _CONTEXT = 8
 
 @dataclass(frozen=True)
 class Completion:
-    """What a model generated after a prompt."""
+    """The text that a model generated after a prompt."""
 
     text: str
-    """Without the prompt, and without the stop string or end token that ended it."""
+    """Without the prompt and without the stop string or end-of-text token."""
     ids: list[int]
-    """The generated tokens, without the end token. With a stop string they may reach beyond `text`."""
+    """Generated token ids, without the end-of-text token. After a stop string they may extend beyond `text`."""
     finish_reason: FinishReason
-    """"eos": the model ended; "stop": a stop string came; "length": as long as was asked for."""
+    """"eos": end-of-text token; "stop": stop string; "length": `max_new_tokens` reached."""
     tokens_per_second: float
-    """New tokens per second of the whole call (all its prompts), including the time for prefill."""
+    """New tokens per second over the whole call (all prompts), prefill time included."""
 
 
-class Writing:
-    """A row of the batch: its prompt, the generated tokens, and whether it is finished."""
+class GenerationState:
+    """One row of the batch: prompt, generated tokens, finish reason."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Writing:
         self.finish_reason: FinishReason | None = None
         self._pieces: list[str] = []
         self._stop_ids = tokenizer.stop_ids
-        # The end of the prompt is decoded too: some tokenizers drop the space before the first token.
+        # Decode the end of the prompt too: some tokenizers drop the space before the first token.
         self._detokenizer = Detokenizer(tokenizer, context=prompt[-_CONTEXT:])
         self._stops = StopStrings(stop)
         self._stream = stream
@@ -56,23 +56,23 @@ class Writing:
         return "".join(self._pieces)
 
     def push(self, token_id: int) -> None:
-        """Take the next token; sets `finish_reason` if it is the last."""
+        """Append the next token; set `finish_reason` if it is the last."""
         if token_id in self._stop_ids:
             self._finish("eos")
             return
         self.ids.append(token_id)
-        if self._show(self._detokenizer.push(token_id)):
+        if self._push_text(self._detokenizer.push(token_id)):
             self.finish_reason = "stop"
         elif len(self.ids) >= self.max_new_tokens:
             self._finish("length")
 
     def _finish(self, reason: FinishReason) -> None:
-        stopped = self._show(self._detokenizer.finish())
+        stopped = self._push_text(self._detokenizer.finish())
         self.finish_reason = "stop" if stopped else reason
         if not stopped:
             self._emit(self._stops.finish())
 
-    def _show(self, piece: str) -> bool:
+    def _push_text(self, piece: str) -> bool:
         shown, stopped = self._stops.push(piece)
         self._emit(shown)
         return stopped

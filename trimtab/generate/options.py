@@ -1,4 +1,4 @@
-"""The options for text generation, validated in one place. No torch."""
+"""Sampling options, validated when they are created. No torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SamplingKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How text is generated: which token is drawn, and when it ends. Raises RecipeError for values that cannot be used.
+    """Sampling and stopping options of text generation. Raises RecipeError for invalid values.
 
     Args:
-        spelled: how error messages write an option's name; the command line gives its flags.
+        spelled: returns an option's name as error messages write it; the command line passes its flags.
 
     Example:
         >>> SamplingOptions(top_p=0.9).sampling_temperature, SamplingOptions().sampling_temperature
@@ -35,17 +35,17 @@ class SamplingOptions:
     """
 
     max_new_tokens: int | None = None
-    """At most so many; None for 128 (512 in a conversation), or fewer where the model has no more positions."""
+    """None for 128 (512 in a conversation), or fewer if the model's context ends before."""
     temperature: float | None = None
     """0 is greedy decoding, 1 samples from the model's own distribution; None: see `sampling_temperature`."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together reach this probability."""
+    """Nucleus sampling: keep the likeliest tokens whose probabilities add up to this value."""
     top_k: int = 0
-    """Only the k likeliest tokens; 0 for all."""
+    """Keep only the k likeliest tokens; 0 keeps all."""
     stop: str | Sequence[str] | None = ()
-    """A text or several that end the generation; they are not part of the result. Becomes a tuple."""
+    """One or several stop strings; they are not part of the result. Normalized to a tuple."""
     seed: int = 0
-    """The same seed samples the same text."""
+    """The same seed gives the same text."""
     spelled: InitVar[Callable[[str], str]] = str
 
     def __post_init__(self, spelled: Callable[[str], str]) -> None:
@@ -77,7 +77,7 @@ class SamplingOptions:
 
     @property
     def sampling_temperature(self) -> float:
-        """The temperature in use: without one it is 1 if top_p or top_k is given, otherwise 0."""
+        """The effective temperature; the default is 1 if top_p or top_k is given, otherwise 0."""
         if self.temperature is None:
             return 1.0 if self._limits() else 0.0
         return self.temperature
@@ -93,7 +93,7 @@ class SamplingOptions:
 
     @classmethod
     def of(cls, given: SamplingKeywords) -> SamplingOptions:
-        """The options that a method takes as `**sampling`; RecipeError for one that does not exist.
+        """Options from the `**sampling` keywords of a method; RecipeError for unknown keywords.
 
         Example:
             >>> SamplingOptions.of({"seed": 7}).seed
@@ -108,10 +108,10 @@ class SamplingOptions:
 
 
 def _in_range(value: object, name: str, remedy: str, most: float | None = None) -> float:
-    """A temperature (from 0, finite), or with `most` a share (above 0, at most that)."""
+    """Validate a temperature (finite, at least 0), or with `most` a probability (above 0, at most that)."""
     number = real_number(value, name, remedy)
-    good = 0 <= number < float("inf") if most is None else 0 < number <= most
-    if not good:
+    is_valid = 0 <= number < float("inf") if most is None else 0 < number <= most
+    if not is_valid:
         raise RecipeError(f"{name} is {number}", remedy)
     return number
 
@@ -120,9 +120,9 @@ def _stop_strings(stop: object, name: str) -> tuple[str, ...]:
     if stop is None:
         return ()
     texts = [stop] if isinstance(stop, str) else list(stop) if isinstance(stop, Iterable) else [None]
-    found = tuple(one for one in texts if isinstance(one, str) and one)
-    if len(found) != len(texts):
+    strings = tuple(text for text in texts if isinstance(text, str) and text)
+    if len(strings) != len(texts):
         raise RecipeError(
             f"{name} is {described(stop)}", "give a text or a list of texts, none of them empty"
         )
-    return found
+    return strings

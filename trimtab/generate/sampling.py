@@ -1,7 +1,7 @@
-"""From logits to the next token. Legend: B rows, V vocabulary, N candidates of a row, best first.
+"""Sampling of the next token from logits. Legend: B rows, V vocabulary, N candidates of a row, best first.
 
-Randomness is one number u in [0, 1) per token, a pure function of (seed, prompt, step): the token is the one at u
-of the cumulative distribution. So a text does not depend on the other prompts of its batch.
+Each token uses one uniform random number u in [0, 1), a pure function of (seed, prompt, step), and inverts the
+cumulative distribution at u. So a text does not depend on the other prompts of its batch.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from trimtab.facts.randomness import derive
 from trimtab.generate.options import SamplingOptions
 
-LEAST_TEMPERATURE = 1e-30
-"""Below it, logits overflow when divided by it; only the likeliest token would be sampled in any case."""
+MIN_TEMPERATURE = 1e-30
+"""Dividing logits by less would overflow; below it decoding is greedy."""
 
 
 def uniform(seed: int, prompt: int, step: int) -> float:
-    """The random number in [0, 1) that one token is sampled with."""
+    """The uniform random number in [0, 1) for one token."""
     return derive(seed, "sample", prompt, step) / 2**63
 
 
-def pick_tokens(
-    logits_BV: torch.Tensor, options: SamplingOptions, places_B: Sequence[tuple[int, int]]
+def sample_tokens(
+    logits_BV: torch.Tensor, options: SamplingOptions, draws_B: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
-    """The next token of each row, int64 [B], from fp32 logits; `places_B` are the (prompt, step) of each row.
+    """Sample the next token of each row, int64 [B], from fp32 logits; `draws_B` has (prompt, step) of each row.
 
     Example:
-        >>> pick_tokens(torch.tensor([[0.0, 3.0, 1.0]]), SamplingOptions(), [(0, 0)]).tolist()
+        >>> sample_tokens(torch.tensor([[0.0, 3.0, 1.0]]), SamplingOptions(), [(0, 0)]).tolist()
         [1]
     """
     temperature, top_k, top_p = options.sampling_temperature, options.top_k, options.top_p
-    if temperature < LEAST_TEMPERATURE:
+    if temperature < MIN_TEMPERATURE:
         return logits_BV.argmax(dim=-1)
     scaled_BV = logits_BV / temperature
     ids_BN: torch.Tensor | None = None
@@ -47,7 +47,7 @@ def pick_tokens(
         # A token is kept if those before it have not yet reached top_p, so at least one always is.
         kept_B1 = (cumulative_BN < top_p * total_B1).sum(dim=-1, keepdim=True)
         total_B1 = cumulative_BN.gather(-1, kept_B1.clamp(max=cumulative_BN.shape[-1] - 1))
-    uniforms_B = [uniform(options.seed, prompt, step) for prompt, step in places_B]
+    uniforms_B = [uniform(options.seed, prompt, step) for prompt, step in draws_B]
     u_B1 = torch.tensor(uniforms_B, dtype=torch.float64, device=logits_BV.device)[:, None]
     at_B1 = torch.searchsorted(cumulative_BN, u_B1 * total_B1, right=True)
     at_B1 = at_B1.clamp(max=cumulative_BN.shape[-1] - 1)

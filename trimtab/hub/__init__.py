@@ -1,4 +1,4 @@
-"""Names to files: a hub id becomes a folder pinned to a commit, a local path stays what it is. No torch.
+"""Resolves names of models and data sets: a hub id to a folder pinned to a commit, a local path to itself. No torch.
 
 from trimtab import hub
 

@@ -1,4 +1,4 @@
-"""Which files of a data set belong to a configuration and a split: from its card, or from their names."""
+"""Maps the files of a data set to configurations and splits, by its card or by file names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Config:
 
 
 def front_matter(readme: str) -> dict[str, Any]:
-    """The YAML at the top of a card; empty if there is none."""
+    """The YAML front matter of a card; empty if there is none."""
     found = _FRONT.match(readme)
     if found is None:
         return {}
@@ -48,7 +48,7 @@ def front_matter(readme: str) -> dict[str, Any]:
 
 
 def configs(card: dict[str, Any], names: Iterable[str]) -> list[Config]:
-    """Every configuration, from the card's `configs`, else from how the files are called."""
+    """All configurations, from the card's `configs` or from the file names."""
     names = sorted(names)
     listed = card.get("configs")
     if isinstance(listed, list) and listed:
@@ -64,7 +64,7 @@ def configs(card: dict[str, Any], names: Iterable[str]) -> list[Config]:
 
 
 def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
-    """Files by split: "train-00000-of-00002", a word for a split in the path, or everything is "train".
+    """Files by split: "train-00000-of-00002", or a split's name in the path; otherwise all are "train".
 
     Example:
         >>> splits_by_name(["data/train-00000-of-00001.parquet", "data/val.parquet"])
@@ -86,7 +86,7 @@ def splits_by_name(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names that a card's pattern stands for: `*` within a folder, `**` across, a folder for all in it.
+    """File names that match a card's pattern: `*` within a folder, `**` across folders, a folder for all its files.
 
     Example:
         >>> matching("data/*.json", ["data/a.json", "data/b/c.json"])
@@ -141,7 +141,7 @@ def _from_card(entry: dict[str, Any], names: list[str]) -> Config:
 
 
 def _patterns(data_files: Any) -> list[tuple[str, list[str]]]:
-    """The ways a card may write `data_files`: a pattern, a list, {split: patterns}, [{split, path}]."""
+    """Normalize a card's `data_files`: a pattern, a list, {split: patterns} or [{split, path}]."""
     if isinstance(data_files, dict):
         return [(str(split), _texts(wanted)) for split, wanted in data_files.items()]
     if isinstance(data_files, list) and all(isinstance(item, dict) for item in data_files):

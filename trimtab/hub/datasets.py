@@ -1,4 +1,4 @@
-"""A data set by name: its data files of one configuration and split."""
+"""Resolves a data set's name to the data files of one configuration and split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.hub.local_files import LocalFiles, looks_local
 from trimtab.hub.repository import Access, Repository, open_repository
 
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".txt", ".md")
-"""What is ever fetched, the first kind that is there taken where the card names no files."""
+"""Kinds of files that may be downloaded; without a card's `configs`, only the first kind that is present."""
 _CARD = "README.md"
 _NO_DATA = {
     "dataset_infos.json",
@@ -37,20 +37,20 @@ def resolve_dataset(
     endpoint: str | None = None,
     progress: bool = True,
 ) -> LocalFiles:
-    """The data files that a data set's name stands for.
+    """Resolve a data set's name to its data files.
 
-    Which files belong to a configuration and a split is read from the data set's card (`configs`), else from
-    the files' names. A path that exists is returned as it is. Nothing but Parquet, JSON, CSV, text and
-    Markdown is fetched, and no code of a data set is ever run.
+    Files are assigned to configurations and splits by the data set's card (`configs`) or by their names. An existing
+    path is returned unchanged. Only Parquet, JSON, CSV, text and Markdown files are downloaded, and no code of a data
+    set is ever run.
 
     Args:
         name: a hub id "owner/name", or a local path.
-        revision: a branch, tag or commit; the default branch if None. The result names the commit.
-        token: for private and gated data sets; by default the one huggingface_hub stored at login.
-        config: needed where there are several and none is called the default.
+        revision: a branch, tag or commit; the default branch if None. The result contains the commit.
+        token: for private and gated data sets; by default the token stored by `hf auth login`.
+        config: required if there are several configurations and no default.
         split: "train" if None.
-        offline: use only what was downloaded before.
-        max_files: only the first files of the split, in the order of their names.
+        offline: use only files in the cache.
+        max_files: only the first files of the split, sorted by name.
         cache_dir, endpoint, progress: as for `resolve_model`.
 
     Example:

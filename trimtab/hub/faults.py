@@ -1,4 +1,4 @@
-"""What goes wrong between here and the hub, in a line with its remedy."""
+"""Converts errors of the hub and the network to trimtab's errors with a remedy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _LOGIN = "log in with `hf auth login`, or set HF_TOKEN"
 
 
 @contextlib.contextmanager
-def explained(repo_id: str, revision: str | None) -> Iterator[None]:
-    """Turn huggingface_hub's and the network's errors into `HubError`s."""
+def translated_errors(repo_id: str, revision: str | None) -> Iterator[None]:
+    """Convert errors of huggingface_hub and the network to `HubError`."""
     try:
         yield
-    except (TrimtabError, hf.OfflineModeIsEnabled):  # the latter is the caller's to answer
+    except (TrimtabError, hf.OfflineModeIsEnabled):  # the caller handles offline mode
         raise
-    # hf.HTTPError is the network library's own base class, whichever library huggingface_hub uses.
+    # hf.HTTPError is the base class of the HTTP library that huggingface_hub uses.
     except (hf.HTTPError, hf.EntryNotFoundError, hf.HFValidationError, OSError) as error:
         raise explain(error, repo_id, revision) from error
 

@@ -23,18 +23,18 @@ class LocalFiles:
     """"folder": a Hugging Face folder; "gguf": one file; "dataset": `files`; "local": data as given."""
     path: Path
     commit: str | None
-    """The commit the files belong to; None for what was local all along."""
+    """The commit of the files; None for local paths."""
     files: list[Path] = field(default_factory=list)
-    """The data files of a data set, in the order of their names."""
+    """The data files of a data set, sorted by name."""
     name: str = ""
     config: str | None = None
     split: str | None = None
 
 
 def looks_local(name: str) -> bool:
-    """Whether a name that does not exist was meant as a path, so that nothing is asked of the hub.
+    """Whether a name that does not exist is a path, so that the hub is not queried.
 
-    `runs/demp` where a folder `runs` exists is a typo and not a repository.
+    `runs/demp` is a typo and no repository id if a folder `runs` exists.
 
     Example:
         >>> [looks_local(n) for n in ("./model", "/data/x", "Qwen/Qwen3-0.6B", "runs/a/b")]
@@ -49,12 +49,12 @@ def looks_local(name: str) -> bool:
 
 
 def check_name(name: str, repo_id: str) -> str:
-    """A file's name as a server gives it, if it is a plain relative path."""
+    """Return a file name from a server if it is a plain relative path, otherwise raise HubError."""
     pure = PurePosixPath(name)
     plain = name and not name.startswith("/") and str(pure) == name and ".." not in pure.parts
     if not plain or "\\" in name or ":" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
         raise HubError(
-            f"{repo_id} lists a file with the name {name!r}",
+            f"{repo_id} lists a file named {name!r}",
             "it leads out of its folder; use another copy of the repository",
         )
     return name

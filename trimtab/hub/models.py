@@ -1,4 +1,4 @@
-"""A model by name: a local path, a hub id, or a GGUF file of a hub repository."""
+"""Resolves a model's name: a local path, a hub id, or a GGUF file of a hub repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""Everything but weights that is ever fetched."""
+"""All files except weights that may be downloaded."""
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 
@@ -39,20 +39,19 @@ def resolve_model(
     endpoint: str | None = None,
     progress: bool = True,
 ) -> LocalFiles:
-    """The folder or file that a model's name stands for.
+    """Resolve a model's name to a local folder or file.
 
-    Fetched from the hub are configuration, tokenizer and safetensors, or one GGUF file; never pickles, never
-    code. Interrupted downloads resume where they stopped: within a file during this call, by whole files
-    from one call to the next.
+    Configuration, tokenizer and safetensors, or one GGUF file, are downloaded from the hub; never pickles or code.
+    Interrupted downloads resume: within a file during one call, file by file in later calls.
 
     Args:
         name: a local folder or .gguf file; a hub id "owner/name"; or "owner/name/file.gguf".
-        revision: a branch, tag or commit; the default branch if None. The result names the commit.
-        token: for private and gated models; by default the one huggingface_hub stored at login.
-        offline: use only what was downloaded before.
-        weights: False to fetch only the small files, to plan or to tokenize.
-        cache_dir: where downloads are kept; huggingface_hub's own cache by default.
-        endpoint: another hub than huggingface_hub's.
+        revision: a branch, tag or commit; the default branch if None. The result contains the commit.
+        token: for private and gated models; by default the token stored by `hf auth login`.
+        offline: use only files in the cache.
+        weights: False to download only the small files, to plan or to tokenize.
+        cache_dir: folder of the downloads; huggingface_hub's cache by default.
+        endpoint: URL of another hub.
         progress: show huggingface_hub's progress bars.
 
     Example:
@@ -105,14 +104,14 @@ def _split_id(text: str) -> tuple[str, str | None]:
 
 
 def _only_gguf(repository: Repository) -> str | None:
-    """The GGUF file of a repository that holds nothing but one."""
+    """The GGUF file of a repository without safetensors weights; an error if it has several."""
     if "config.json" in repository.sizes and any(n.endswith(".safetensors") for n in repository.sizes):
         return None
     found = sorted(n for n in repository.sizes if n.endswith(".gguf"))
     if len(found) > 1:
         listed = ", ".join(found[:12]) + (" …" if len(found) > 12 else "")
         raise HubError(
-            f"{repository.repo_id} holds several GGUF files: {listed}", "name one: owner/name/file.gguf"
+            f"{repository.repo_id} has several GGUF files: {listed}", "name one: owner/name/file.gguf"
         )
     return found[0] if found else None
 
@@ -125,7 +124,7 @@ def _gguf(repository: Repository, file: str, name: str) -> LocalFiles:
 
 
 def _weight_files(repository: Repository) -> list[str]:
-    """The safetensors to fetch: those the index names, else model.safetensors, else all at the top."""
+    """Safetensors files to download: those in the index, else model.safetensors, else all in the top folder."""
     names = repository.sizes
     if _INDEX in names:
         index = repository.fetch([_INDEX])[0]
@@ -137,7 +136,7 @@ def _weight_files(repository: Repository) -> list[str]:
             ) from None
         if absent := sorted(shards - set(names)):
             raise HubError(
-                f"{repository.repo_id} lacks the shard {absent[0]}",
+                f"{repository.repo_id} does not have the shard {absent[0]}",
                 "use another revision or copy of the model",
             )
         return sorted(shards)

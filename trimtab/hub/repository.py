@@ -1,7 +1,7 @@
-"""One repository at one commit: its list of files, and the files themselves in huggingface_hub's cache.
+"""A hub repository at one commit: its list of files, and the files in huggingface_hub's cache.
 
-The list is stored next to the cached files, under the name of the requested revision. So a second use
-without network sees the same list, and can tell a complete download from a broken one.
+The list is cached next to the files, by requested revision. So a later use without network has the same list and can
+detect an incomplete download.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from trimtab.facts.errors import HubError, ResourceError
 from trimtab.facts.files import read_json_object, write_json
 from trimtab.facts.names import shortened, unusable_name
 from trimtab.facts.units import format_bytes
-from trimtab.hub.faults import explained
+from trimtab.hub.faults import translated_errors
 from trimtab.hub.local_files import COMMIT, check_name
 
 _VERSION = 1
 _SPARE_BYTES = 256 << 20
-_TRIES = 3
+_NUM_TRIES = 3
 
 
 @dataclass(frozen=True)
 class Access:
-    """How the hub is reached. A token comes from here or from huggingface_hub's own store, nowhere else."""
+    """How to access the hub. A token is taken only from here or from huggingface_hub's token store."""
 
     token: str | None = None
     offline: bool = False
@@ -52,20 +52,20 @@ class Repository:
     revision: str
     commit: str
     sizes: dict[str, int | None]
-    """File names, all plain relative paths, with sizes where known."""
+    """Sizes by file name (plain relative paths); None if unknown."""
     access: Access
 
     @property
     def folder(self) -> Path:
-        """Where its files are, or will be."""
+        """The snapshot folder of the files in the cache."""
         return _storage(self.kind, self.repo_id, self.access) / "snapshots" / self.commit
 
     def missing(self, names: list[str]) -> list[str]:
-        """Those of the names that are not here yet."""
+        """The names that are not downloaded yet."""
         return [name for name in names if not (self.folder / name).is_file()]
 
     def fetch(self, names: list[str]) -> list[Path]:
-        """The files by these names, downloaded where they are not here; a cut connection is resumed."""
+        """Return the paths of these files and download missing ones; lost connections are retried."""
         absent = self.missing(names)
         if absent and self.access.offline:
             raise HubError(
@@ -74,13 +74,13 @@ class Repository:
             )
         if absent:
             self._check_space(absent)
-            for tries_left in range(_TRIES - 1, -1, -1):
-                with explained(self.repo_id, self.revision):
+            for tries_left in range(_NUM_TRIES - 1, -1, -1):
+                with translated_errors(self.repo_id, self.revision):
                     try:
                         self._download(absent)
                         break
                     except (hf.HTTPError, OSError) as error:
-                        # A lost connection is tried again; an answer of the hub or a full disk is not.
+                        # Retry lost connections, but not error responses of the hub or a full disk.
                         if (
                             tries_left == 0
                             or isinstance(error, hf.HfHubHTTPError)
@@ -89,7 +89,7 @@ class Repository:
                             raise
                 time.sleep(1)
             if absent := self.missing(names):
-                raise HubError(f"{absent[0]} of {self.repo_id} did not arrive", "try again")
+                raise HubError(f"{absent[0]} of {self.repo_id} was not downloaded", "try again")
         return [self.folder / name for name in names]
 
     def _download(self, names: list[str]) -> None:
@@ -102,7 +102,7 @@ class Repository:
             cache_dir=self.access.cache_dir,
             endpoint=self.access.endpoint,
             max_workers=4,
-            tqdm_class=None if self.access.progress else _Silent,
+            tqdm_class=None if self.access.progress else _DisabledTqdm,
         )
 
     def _check_space(self, names: list[str]) -> None:
@@ -112,13 +112,13 @@ class Repository:
         needed, free = sum(self.sizes[name] or 0 for name in names), shutil.disk_usage(place).free
         if needed + _SPARE_BYTES > free:
             raise ResourceError(
-                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} left",
+                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} free",
                 "free some, or set HF_HUB_CACHE to another disk",
             )
 
 
-class _Silent(tqdm):
-    """huggingface_hub's progress bar, switched off."""
+class _DisabledTqdm(tqdm):
+    """huggingface_hub's progress bar, disabled."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **{**kwargs, "disable": True})
@@ -127,9 +127,9 @@ class _Silent(tqdm):
 def open_repository(
     kind: Literal["model", "dataset"], repo_id: str, revision: str | None, access: Access
 ) -> Repository:
-    """The repository at the commit that the revision (a branch, tag or commit; None for main) names now.
+    """Open a repository at the commit to which the revision (branch, tag or commit; None for main) resolves now.
 
-    A full commit never changes: once its list is here, the hub is not asked again.
+    A full commit hash is immutable: once its list is cached, the hub is not queried again.
     """
     wanted = revision or "main"
     if unusable_name(_record_name(wanted)) is not None:
@@ -142,23 +142,23 @@ def open_repository(
     if access.offline:
         return known or _from_cache(kind, repo_id, wanted, access)
     try:
-        return _ask(kind, repo_id, wanted, access)
+        return _query_hub(kind, repo_id, wanted, access)
     except hf.OfflineModeIsEnabled:  # the user has set HF_HUB_OFFLINE
         return open_repository(kind, repo_id, revision, dataclasses.replace(access, offline=True))
 
 
-def _ask(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
+def _query_hub(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
     api = HfApi(endpoint=access.endpoint, token=access.token)
-    with explained(repo_id, revision):
+    with translated_errors(repo_id, revision):
         commit = api.repo_info(repo_id, repo_type=kind, revision=revision, timeout=20).sha or ""
         tree = list(api.list_repo_tree(repo_id, recursive=True, revision=commit, repo_type=kind))
     if not COMMIT.fullmatch(commit):
-        raise HubError(f"the hub names no commit for {repo_id}", "check that the endpoint is a hub")
+        raise HubError(f"the hub returned no commit for {repo_id}", "check that the endpoint is a hub")
     sizes: dict[str, int | None] = {
         check_name(entry.path, repo_id): entry.size for entry in tree if isinstance(entry, RepoFile)
     }
     repository = Repository(kind, repo_id, revision, commit, sizes, access)
-    with explained(repo_id, revision):
+    with translated_errors(repo_id, revision):
         for key in {revision, commit}:
             _write_record(repository, key)
     return repository
@@ -202,7 +202,7 @@ def _read_record(
 
 
 def _from_cache(kind: Literal["model", "dataset"], repo_id: str, revision: str, access: Access) -> Repository:
-    """What another tool downloaded: the commit from the cache's refs, the list from the files there."""
+    """A repository that another tool downloaded: the commit from the cache's refs, the list from the cached files."""
     storage = _storage(kind, repo_id, access)
     ref = storage / "refs" / revision
     commit = revision if COMMIT.fullmatch(revision) else ref.read_text().strip() if ref.is_file() else ""

@@ -1,12 +1,12 @@
-"""The embedded base model, the text files that ship with it, and the mathematics corpus; no torch here.
+"""The starter: a small base model, its text files and recipes, and the mathematics corpus. No torch.
 
     base_folder()                     the base model, a Hugging Face folder
     data_file("general")              held-out general text; data_file("replay") text it was trained on
-    recipe_file("demo")               the recipes that ship with it
+    recipe_file("demo")               its recipes
     math_documents(seed, count)       the mathematics corpus; math_problems(seed, count) held-out problems
     math_chats(seed, count)           the same problems as conversations
 
-Names resolve when they are used (PEP 562).
+Names are imported lazily (PEP 562).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the files that ship with the starter are."""
+"""Paths of the starter's files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RECIPES = ("demo", "pretrain")
 
 
 def base_folder() -> Path:
-    """The base model as a Hugging Face folder: config, weights, tokenizer.
+    """The base model's Hugging Face folder: config, weights, tokenizer.
 
     Example:
         >>> base_folder().name
@@ -26,14 +26,14 @@ def base_folder() -> Path:
 
 
 def data_file(name: str) -> Path:
-    """A JSON-lines file of texts: `general` (held out) or `replay` (from what the base was trained on)."""
+    """A JSON-lines file of texts: `general` (held out) or `replay` (from the pretraining data)."""
     if name not in DATA:
         raise DataError(f"the starter has no text named {name!r}", f"use one of {', '.join(DATA)}")
     return HERE / "data" / f"{name}.jsonl"
 
 
 def recipe_file(name: str) -> Path:
-    """A recipe that ships with the starter: `demo`, or `pretrain`, which made the base model."""
+    """A recipe of the starter: `demo`, or `pretrain`, which trained the base model."""
     if name not in RECIPES:
         raise DataError(f"the starter has no recipe named {name!r}", f"use one of {', '.join(RECIPES)}")
     return HERE / f"{name}.yaml"

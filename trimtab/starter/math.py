@@ -1,13 +1,13 @@
-"""The mathematics corpus, used at run time (`starter:math`, exact answers): documents and held-out problems.
+"""The mathematics corpus, generated at run time (`starter:math`, exact answers): documents and held-out problems.
 
-A document holds one to six problems, each with a short worked solution and an "Answer:" line:
+A document has one to six problems, each with a short worked solution and an "Answer:" line:
 
     Question: Solve 3x + 5 = 20 for x.
     Solution: Subtract 5 from both sides: 3x = 15. Divide by 3: x = 5.
     Answer: x = 5
 
-Which problems are held out follows from a hash of the problem itself (`mathematics.problem`), not from the
-seed: whatever seeds are used, no held-out problem is ever in a training document.
+A hash of the problem itself (`mathematics.problem`) determines whether it is held out, not the seed: no seed can put a
+held-out problem into a training document.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "algebra": ("algebra",),
     "calculus": ("derivative", "integral"),
 }
-"""Parts of the corpus by the name that a recipe gives them (`starter:calculus`)."""
+"""Topics of each part of the corpus, by its name in recipes (`starter:calculus`)."""
 MAX_PROBLEMS = 1000
-"""Far fewer than the larger topics hold."""
+"""Far fewer than the held-out problems of the larger topics."""
 
 
 def worked(topic: str, rng: random.Random, split: str) -> Worked:
-    """A problem of the topic that belongs to the split, drawn again until it does."""
+    """Draw problems of a topic until one belongs to the split."""
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r} of the mathematics", f"use one of {', '.join(SPLITS)}")
     make = TOPICS[topic]
     while True:
-        found = make(rng)
-        if found.split == split:
-            return found
+        problem = make(rng)
+        if problem.split == split:
+            return problem
 
 
 def math_documents(
     seed: int, count: int, split: str = "train", start: int = 0, *, topics: Sequence[str] = tuple(TOPICS)
 ) -> Iterator[str]:
-    """`count` documents from `start` on; each is a function of (seed, split, index, topics) alone.
+    """Yield `count` documents from index `start`; each depends only on (seed, split, index, topics).
 
     Example:
         >>> next(math_documents(0, 1)).startswith("Question: ")
@@ -93,7 +93,7 @@ def math_documents(
 def math_chats(
     seed: int, count: int, split: str = "train", *, topics: Sequence[str] = tuple(TOPICS)
 ) -> Iterator[list[dict[str, str]]]:
-    """`count` conversations of one to three problems: each a question and its worked answer.
+    """Yield `count` conversations of one to three problems, each a question and its worked answer.
 
     Example:
         >>> [message["role"] for message in next(math_chats(3, 1))][:2]
@@ -104,17 +104,17 @@ def math_chats(
         rng = random.Random(derive(seed, "mathematics-chat", split, index))
         messages: list[dict[str, str]] = []
         for _ in range(rng.choice((1, 1, 2, 3))):
-            found = worked(rng.choice(names), rng, split)
-            answer = f"{found.solution}\nAnswer: {found.answer}"
+            problem = worked(rng.choice(names), rng, split)
+            answer = f"{problem.solution}\nAnswer: {problem.answer}"
             messages += [
-                {"role": "user", "content": found.question},
+                {"role": "user", "content": problem.question},
                 {"role": "assistant", "content": answer},
             ]
         yield messages
 
 
 def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) -> list[Problem]:
-    """Held-out problems, all different, the topics in turn.
+    """Distinct held-out problems, alternating between topics.
 
     Example:
         >>> [p.topic for p in math_problems(0, 2)]
@@ -124,14 +124,14 @@ def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) 
         raise DataError(f"{count} held-out problems are asked for", f"ask for at most {MAX_PROBLEMS}")
     names = list(topics)
     rng = random.Random(derive(seed, "mathematics-problems"))
-    found: dict[tuple[object, ...], Problem] = {}
+    problems: dict[tuple[object, ...], Problem] = {}
     turn = tries = 0
-    while len(found) < count:
-        one = worked(names[turn % len(names)], rng, "heldout")
-        new = (one.topic, one.key) not in found
+    while len(problems) < count:
+        drawn = worked(names[turn % len(names)], rng, "heldout")
+        is_new = (drawn.topic, drawn.key) not in problems
         tries += 1
-        if new:
-            found[one.topic, one.key] = one.problem
-        if new or tries == 50:  # a topic whose held-out problems are used up passes its turn
+        if is_new:
+            problems[drawn.topic, drawn.key] = drawn.problem
+        if is_new or tries == 50:  # a topic without unused held-out problems is skipped
             turn, tries = turn + 1, 0
-    return list(found.values())
+    return list(problems.values())

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates: text to ids and back. Imports no torch.
+"""Tokenizers and chat templates. Imports no torch.
 
 from trimtab import text
 

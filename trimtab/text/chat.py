@@ -1,8 +1,8 @@
-"""Chat templates: a model's own Jinja program, rendered in a process of its own with limits.
+"""Chat templates: a model's Jinja template, rendered in a sandboxed child process with limits.
 
-A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox (no
-attributes that lead out, no changes to what it is given), in a child process with limited processor time,
-address space and output; the parent also watches the clock. One child renders any number of conversations.
+A template comes with the model, so it is untrusted code. It runs in Jinja's immutable sandbox (no access to Python
+internals, no changes to its inputs), in a child process with limited CPU time, address space and output; the parent
+also enforces a wall-clock timeout. One child renders any number of conversations.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TrainOn = Literal["completions", "last", "all"]
 
 @dataclass(frozen=True)
 class Limits:
-    """What rendering may take. Real templates need milliseconds and a few MB."""
+    """Resource limits of rendering. Real templates need milliseconds and a few MB."""
 
     seconds: float = 10.0
-    """Processor time of one request."""
+    """CPU time per request."""
     memory_bytes: int = 1 << 30
-    """Address space of the child (Linux; other systems have the limits on output and on single values)."""
+    """Address space of the child (Linux only; elsewhere only the limits on output and on single values apply)."""
     output_chars: int = 16 << 20
-    """Characters in one rendered conversation, and in any single string a template builds."""
+    """Maximum characters of a rendered conversation, and of any string that a template builds."""
     patience: float = 5.0
-    """Seconds on the clock beyond `seconds`, for a machine that is busy."""
+    """Wall-clock seconds in addition to `seconds`, for a busy machine."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -42,7 +42,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Conversation:
-    """What is given to a template: messages, the tools they may use, and answers that are not trained on."""
+    """Input of a template: messages, their tools, and the indices of answers that are not trained on."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Any] | None = None
@@ -51,26 +51,26 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the (start, end) in characters of what is trained on."""
+    """A rendered conversation, and the character spans (start, end) that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
     rewritten: bool = False
-    """Whether the template writes what comes before an answer otherwise once the answer is there."""
+    """Whether the template renders the text before an answer differently once the answer is there."""
 
 
 class TemplateFailed(ModelError):
-    """A template that does not take a conversation."""
+    """A template raised an error for a conversation."""
 
 
 class ChatProcess:
-    """One template in one sandboxed process, which lives until `close`; for one thread at a time.
+    """A template in a sandboxed process, which runs until `close`; for one thread at a time.
 
     Args:
-        template: the Jinja program.
+        template: the Jinja template.
         specials: contents of the tokenizer's special tokens; one of them closes an answer.
-        now: an ISO date that `strftime_now` always gives, so that texts are the same on every day.
-        limits: what each request may take.
+        now: a fixed ISO date for `strftime_now`, so that texts are the same on every day.
+        limits: resource limits of each request.
 
     Example:
         >>> with ChatProcess("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}") as process:
@@ -94,57 +94,59 @@ class ChatProcess:
             "now": now,
             "limits": asdict(limits),
         }
-        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        # -P: the worker's own folder does not become a place to import from.
+        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        # -P: do not add the worker's folder to sys.path.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(chat_worker.__file__))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            start_new_session=True,  # Ctrl-C is for the parent, which then closes the pipe
+            stderr=self._stderr,
+            start_new_session=True,  # only the parent receives Ctrl-C; it then closes the pipe
         )
 
     def render(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], variables: Mapping[str, Any]
     ) -> list[str]:
-        """Each conversation as text."""
+        """Render each conversation as text."""
         plain = [[dict(message) for message in messages] for messages in conversations]
-        texts: list[str] = self._ask({"conversations": plain, "variables": dict(variables)})["texts"]
+        texts: list[str] = self._request({"conversations": plain, "variables": dict(variables)})["texts"]
         return texts
 
     def examples(
         self, conversations: Sequence[Conversation], variables: Mapping[str, Any], train_on: TrainOn
     ) -> list[Rendered | TemplateFailed]:
-        """Each conversation as text with what is trained on, or why the template does not take it."""
+        """Render each conversation with its training spans, or return the template's error for it."""
         plain = [
             {
-                "messages": [dict(message) for message in one.messages],
-                "tools": list(one.tools) if one.tools else None,
-                "skipped": list(one.skipped),
+                "messages": [dict(message) for message in conversation.messages],
+                "tools": list(conversation.tools) if conversation.tools else None,
+                "skipped": list(conversation.skipped),
             }
-            for one in conversations
+            for conversation in conversations
         ]
         request = {"examples": plain, "variables": dict(variables), "train_on": train_on}
         return [
-            _failed(one)
-            if "error" in one
-            else Rendered(one["text"], [(start, end) for start, end in one["spans"]], one["rewritten"])
-            for one in self._ask(request)["examples"]
+            _failed(result)
+            if "error" in result
+            else Rendered(
+                result["text"], [(start, end) for start, end in result["spans"]], result["rewritten"]
+            )
+            for result in self._request(request)["examples"]
         ]
 
     def kill(self) -> None:
-        """Kills the process, from any thread; a caller that waits for an answer gets an error."""
+        """Kill the process, from any thread; a waiting `render` or `examples` raises."""
         self._process.kill()
 
     def close(self) -> None:
-        """Ends the process and closes the pipes to it; idempotent."""
+        """Kill the process and close its pipes; idempotent."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
             assert stream is not None
             try:
                 stream.close()
-            except BrokenPipeError:  # bytes for a process that is gone
+            except BrokenPipeError:  # unflushed data for a dead process
                 continue
 
     def __enter__(self) -> ChatProcess:
@@ -153,19 +155,20 @@ class ChatProcess:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
             payload = chat_worker.frame(request)
         except (TypeError, ValueError) as error:
             raise ModelError(
-                f"a conversation holds what is no plain data ({error})", "use text, numbers, lists"
+                f"a conversation contains values that are not plain data ({error})",
+                "use text, numbers, lists",
             ) from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        late = threading.Event()
+        timed_out = threading.Event()
 
         def stop() -> None:
-            late.set()
+            timed_out.set()
             self._process.kill()
 
         timer = threading.Timer(self.limits.seconds + self.limits.patience, stop)
@@ -182,22 +185,22 @@ class ChatProcess:
         finally:
             timer.cancel()
         if answer is None:
-            raise self._died(late.is_set())
+            raise self._exit_error(timed_out.is_set())
         if "error" in answer:
             raise _failed(answer)
         return answer
 
-    def _died(self, late: bool) -> ModelError:
+    def _exit_error(self, timed_out: bool) -> ModelError:
         code, seconds = self._process.wait(), f"{self.limits.seconds:g} seconds"
-        if late:
-            return _over(f"took more than {seconds}")
+        if timed_out:
+            return _limit_error(f"took more than {seconds}")
         if code in (-getattr(signal, "SIGXCPU", 0), -getattr(signal, "SIGKILL", 0)):
-            return _over(f"took more than {seconds} of processor time")
-        # Out of memory where even the message for it found no room.
-        self._complaints.seek(0)
-        said = self._complaints.read().decode("utf-8", "replace").strip().splitlines()
-        last = said[-1] if said else f"its process ended with status {code}"
-        return _over(f"was stopped ({last[:200]})")
+            return _limit_error(f"took more than {seconds} of CPU time")
+        # Out of memory, even for the error message.
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
+        last = lines[-1] if lines else f"its process ended with status {code}"
+        return _limit_error(f"was stopped ({last[:200]})")
 
 
 def render_chats(
@@ -207,7 +210,7 @@ def render_chats(
     *,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[str]:
-    """Each conversation (a list of {"role", "content"}) through the template.
+    """Render each conversation (a list of {"role", "content"}) with the template.
 
     Example:
         >>> render_chats("{% for m in messages %}[{{ m.role }}] {{ m.content }}\\n{% endfor %}",
@@ -222,8 +225,8 @@ def _failed(answer: dict[str, Any]) -> TemplateFailed:
     return TemplateFailed(f"the chat template failed: {answer['error']}", answer.get("remedy"))
 
 
-def _over(what: str) -> ModelError:
+def _limit_error(what: str) -> ModelError:
     return ModelError(
         f"the chat template {what}",
-        "a sound template needs milliseconds; use another, or text without a template",
+        "a valid template needs milliseconds; use another one, or text without a template",
     )

@@ -1,10 +1,10 @@
-"""The child process that renders chat templates: requests as JSON on stdin, answers as JSON on stdout.
+"""The child process that renders chat templates: JSON requests on stdin, JSON responses on stdout.
 
-Run by `trimtab.text.chat` as a file, so that it starts in a tenth of a second; it ends by itself when stdin does.
-A frame is eight bytes with the length, little-endian, and JSON. The first frame sets the process up; the others
-are requests, each with the whole allowance of processor time. The environment of a template is the one Hugging
-Face documents: trimmed blocks, loop controls, `tojson` without HTML escapes, `raise_exception`, `strftime_now`, and
-a `generation` tag around what the model writes itself.
+`trimtab.text.chat` runs it as a script, so that it starts in a tenth of a second; it exits when stdin is closed. A
+frame is the length in eight bytes, little-endian, and JSON. The first frame configures the process; the others are
+requests, each with the full CPU time limit. Templates get the environment that Hugging Face documents: trimmed blocks,
+loop controls, `tojson` without HTML escapes, `raise_exception`, `strftime_now`, and a `generation` tag around the
+assistant's answers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import sys
 from typing import IO, Any
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around what a `generation` tag holds, until its place is known: noncharacters, which no real text has."""
+"""Temporary marks around the content of a `generation` tag: noncharacters, which no real text contains."""
 
 
 def limit_memory(memory_bytes: int) -> None:
-    """Address space of this process, where the system has such a limit."""
-    if sys.platform == "linux":  # elsewhere the call is refused or has no effect
+    """Limit the address space of this process, if the system supports it."""
+    if sys.platform == "linux":  # elsewhere the call fails or has no effect
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
 
 
-def limit_seconds(seconds: float) -> None:
-    """Processor time from now on; a process that takes more is ended by the system."""
+def limit_cpu_time(seconds: float) -> None:
+    """Limit the CPU time from now on; the system kills a process that exceeds it."""
     try:
         import resource
-    except ImportError:  # Windows has none; the parent's clock and the limits on values remain
+    except ImportError:  # not on Windows; the parent's timeout and the limits on values remain
         return
     used = resource.getrusage(resource.RUSAGE_SELF)
     whole = max(1, int(used.ru_utime + used.ru_stime + seconds + 0.999))
@@ -45,14 +45,14 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as Hugging Face's filter writes it: no HTML escapes."""
+    """Hugging Face's `tojson` filter: no HTML escapes."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def clock(now: str | None) -> Any:
-    """`strftime_now`: the time now, or always a given one, in a form such as "%d %b %Y"."""
+    """Return `strftime_now`, which formats the current or a fixed time ("%d %b %Y")."""
 
     def strftime_now(form: str) -> str:
         return (datetime.datetime.fromisoformat(now) if now else datetime.datetime.now()).strftime(form)
@@ -61,14 +61,14 @@ def clock(now: str | None) -> Any:
 
 
 def raise_exception(message: str) -> None:
-    """How a template says that a conversation has not the form it wants."""
+    """Raise an error from a template, for conversations that it does not support."""
     import jinja2
 
     raise jinja2.TemplateError(message)
 
 
 def make_environment(max_chars: int, now: str | None = None) -> Any:
-    """Jinja's immutable sandbox with Hugging Face's names in it."""
+    """Jinja's immutable sandbox with Hugging Face's functions and filters."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
@@ -77,7 +77,7 @@ def make_environment(max_chars: int, now: str | None = None) -> Any:
         intercepted_binops = frozenset(["*", "**"])
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """`"a" * 10**9` and `9 ** 9 ** 9` are refused before they are built."""
+            """Reject `"a" * 10**9` and `9 ** 9 ** 9` before they are computed."""
             if operator == "**" and (abs(left) > 1e6 or abs(right) > 64):
                 raise SecurityError("a power with such large numbers is not allowed in a chat template")
             for sized, count in ((left, right), (right, left)):
@@ -104,7 +104,7 @@ def make_environment(max_chars: int, now: str | None = None) -> Any:
             raise SecurityError(f"the attribute {name!r} is not allowed in a chat template")
 
     class PlainNamespace(jinja2.utils.Namespace):
-        """`namespace()` whose attributes cannot be Python's inner ones."""
+        """`namespace()` that rejects private Python attributes."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:  # no named self: `namespace(self=…)` is allowed
             values = dict(*args[1:], **kwargs)
@@ -126,7 +126,7 @@ def make_environment(max_chars: int, now: str | None = None) -> Any:
 
 
 class Renderer:
-    """One template, compiled when it is first used."""
+    """A template, compiled on first use."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.setup = setup
@@ -136,7 +136,7 @@ class Renderer:
     def render(
         self, messages: list[Any], variables: dict[str, Any]
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """(text, (start, end) of what `generation` tags hold; None where the template has no such tag)."""
+        """Returns (text, spans of `generation` tags; None if the template has no such tag)."""
         import jinja2
 
         if self._template is None:
@@ -156,28 +156,28 @@ class Renderer:
         return [self.render(messages, request["variables"])[0] for messages in request["conversations"]]
 
     def example(self, example: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
-        """One conversation as {"text", "spans", "rewritten"}: what is trained on, in characters."""
+        """Render one conversation as {"text", "spans", "rewritten"}; spans are the trained characters."""
         from trimtab.text import chat_spans
 
         variables = {**request["variables"], "tools": example["tools"]}
         messages, which = example["messages"], request["train_on"]
 
-        known: dict[tuple[int, bool], str] = {}
+        rendered: dict[tuple[int, bool], str] = {}
 
         def prefix(part: list[Any], prompt: bool) -> str:
-            place = (len(part), prompt)
-            if any(one is not other for one, other in zip(part, messages, strict=False)):
+            key = (len(part), prompt)
+            if any(given is not original for given, original in zip(part, messages, strict=False)):
                 return self.render(part, {**variables, "add_generation_prompt": prompt})[0]
-            if place not in known:
-                known[place] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
-            return known[place]
+            if key not in rendered:
+                rendered[key] = self.render(part, {**variables, "add_generation_prompt": prompt})[0]
+            return rendered[key]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
         chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
         if which == "all":
             spans: list[Any] = [(0, len(text))]
         elif marks is not None:
-            spans = chat_spans.chosen_marks(marks, chat_spans.answers(messages), chosen, which == "last")
+            spans = chat_spans.select_marks(marks, chat_spans.answers(messages), chosen, which == "last")
         else:
             specials = self.setup["specials"]
             asked = chosen[-1:] if which == "last" else chosen
@@ -186,7 +186,7 @@ class Renderer:
 
 
 def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and where they stood.
+    """Remove the marks from a text and return their positions.
 
     Example:
         >>> unmark(f"a{OPEN}bc{CLOSE}d")
@@ -203,7 +203,7 @@ def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """What a template raises for a conversation that it does not take."""
+    """The exceptions that a template may raise for a conversation that it does not support."""
     import jinja2
 
     return (
@@ -219,20 +219,20 @@ def failures() -> tuple[type[Exception], ...]:
 
 
 def complaint(error: Exception) -> dict[str, Any]:
-    """{"error": …, "remedy": …}: whatever a template does wrong is its author's to read."""
+    """Describe a template's error as {"error": …, "remedy": …}."""
     import jinja2
 
     from trimtab.text.chat_spans import NotFound
 
     if isinstance(error, MemoryError):
-        return {"error": "it needs more memory than it may have", "remedy": "use another template"}
+        return {"error": "it exceeds the memory limit", "remedy": "use another template"}
     if isinstance(error, jinja2.TemplateSyntaxError):
-        said = f"{error.message} (line {error.lineno})"
-        return {"error": said, "remedy": "correct the chat template"}
+        message = f"{error.message} (line {error.lineno})"
+        return {"error": message, "remedy": "correct the chat template"}
     if isinstance(error, jinja2.TemplateError):  # raise_exception, undefined names, the sandbox
         return {
             "error": str(error),
-            "remedy": "see what the model's card says about the form of a conversation",
+            "remedy": "see the model's card for the required form of a conversation",
         }
     if isinstance(error, NotFound):
         return {
@@ -242,14 +242,12 @@ def complaint(error: Exception) -> dict[str, Any]:
         }
     return {
         "error": f"{type(error).__name__}: {error}",
-        "remedy": "check the roles and contents given to it",
+        "remedy": "check the roles and contents of the messages",
     }
 
 
 def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
-    """{"texts": […]} or {"examples": […]}, of which each may be {"error": …, "remedy": …}; that alone where nothing
-    can be rendered.
-    """
+    """Respond with {"texts": […]}, {"examples": […]} (each of which may be an error) or {"error": …, "remedy": …}."""
     import jinja2
 
     from trimtab.text.chat_spans import NotFound
@@ -272,7 +270,7 @@ def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_frame(stream: IO[bytes]) -> Any:
-    """One JSON value; None when the other side has closed."""
+    """Read one JSON value; None at the end of the stream."""
     head = stream.read(8)
     if len(head) < 8:
         return None
@@ -280,24 +278,24 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 
 def frame(value: Any) -> bytes:
-    """One JSON value as it is sent."""
+    """Encode one JSON value as a frame."""
     data = json.dumps(value).encode()
     return len(data).to_bytes(8, "little") + data
 
 
 def main() -> None:
-    """Set up, then answer until stdin closes."""
+    """Configure the process, then serve requests until stdin is closed."""
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     setup = read_frame(stdin)
     if setup is None:
         return
     sys.path[:] = setup["path"]
-    import jinja2  # noqa: F401 imported before the limits: its own needs are not the template's
+    import jinja2  # noqa: F401 imported before the limits apply
 
     limit_memory(setup["limits"]["memory_bytes"])
     renderer = Renderer(setup)
     while (request := read_frame(stdin)) is not None:
-        limit_seconds(setup["limits"]["seconds"])
+        limit_cpu_time(setup["limits"]["seconds"])
         stdout.write(frame(answer(renderer, request)))
         stdout.flush()
 

@@ -18,7 +18,7 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 def load_folder(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; ModelError says what is missing and what to do."""
+    """The tokenizer of a Hugging Face folder; raises ModelError if files are missing or invalid."""
     folder = Path(folder)
     backend = _read_backend(folder)
     config = _read_json(folder / "tokenizer_config.json")
@@ -29,7 +29,7 @@ def load_folder(folder: str | Path) -> Tokenizer:
     for name, token_id in (("bos_token", bos), ("eos_token", eos)):
         if token_id is not None and (token := backend.id_to_token(token_id)) is not None:
             special.setdefault(name, token)
-    # transformers lets these two keys, where they are written, replace the post-processor; so do we.
+    # As in transformers, these two keys replace the post-processor if they are present.
     if isinstance(config.get("add_bos_token"), bool) or isinstance(config.get("add_eos_token"), bool):
         backend.post_processor = tokenizers.processors.Sequence([])
         set_affixes(
@@ -59,12 +59,12 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
                 'T.from_pretrained(p).save_pretrained(p)" (needs transformers and sentencepiece)',
             )
         raise ModelError(f"{folder} has no tokenizer.json", "download it too, or name another tokenizer")
-    _read_json(path)  # a file that is no JSON at all gets a message that says where it breaks
+    _read_json(path)  # for invalid JSON, an error message with the position
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 the tokenizers library raises Exception itself, nothing narrower
+    except Exception as error:  # noqa: BLE001 the tokenizers library raises plain Exception
         raise ModelError(f"{path} is not a tokenizer ({error})", "download it again") from None
-    # Some files were saved with the settings of a classifier's batch; they would cut documents silently.
+    # Some files were saved with truncation enabled, which would silently shorten documents.
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -77,11 +77,11 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except ValueError as error:
-        raise ModelError(f"{path} holds no JSON object ({error})", "download it again") from None
+        raise ModelError(f"{path} is not a JSON object ({error})", "download it again") from None
 
 
 def _special_tokens(config: dict[str, Any], mapped: dict[str, Any]) -> dict[str, str]:
-    """Names to tokens; each is written as a string or as {"content": …}."""
+    """Special tokens by name; files have them as a string or as {"content": …}."""
     found = {}
     for name in _NAMES:
         value = config.get(name) or mapped.get(name)
@@ -100,7 +100,7 @@ def _ids(
     key: str,
     folder: Path,
 ) -> tuple[int | None, set[int]]:
-    """The id of bos or eos, and every id the files give for it (chat models end turns with a second one)."""
+    """The id of BOS or EOS, and all ids that the files list for it (chat models end turns with a second one)."""
     first = None
     if token is not None:
         first = backend.token_to_id(token)
@@ -112,7 +112,7 @@ def _ids(
     for source in (model, model.get("text_config"), generation):
         value = source.get(key) if isinstance(source, dict) else None
         values = value if isinstance(value, list) else [value]
-        # -1 stands for none in some configs.
+        # -1 means none in some configs.
         stated += [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
     if stated and max(stated) > MAX_TOKEN_ID:
         raise ModelError(f"{folder}: {key} is {shortened(str(max(stated)))}", "download config.json again")
@@ -126,7 +126,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")
-    if isinstance(template, list):  # several by name; the one called default is meant
+    if isinstance(template, list):  # several named templates; use the default one
         named = {
             t["name"]: t["template"]
             for t in template

@@ -1,6 +1,6 @@
-"""A tokenizer rebuilt from a GGUF file's metadata.
+"""Rebuilds a tokenizer from a GGUF file's metadata.
 
-Two kinds exist in the families trimtab reads: `gpt2`, byte-level BPE with merges (Llama 3, Qwen, SmolLM), and
+The supported model families use two kinds: `gpt2`, byte-level BPE with merges (Llama 3, Qwen, SmolLM), and
 `llama`, SentencePiece BPE whose merges follow from the tokens' scores (Llama 2, Mistral).
 """
 
@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import read_gguf_header
-from trimtab.text.pretokenizers import CUTS, Cut
+from trimtab.text.pretokenizers import SPLIT_RULES, SplitRule
 from trimtab.text.tokenizer import Tokenizer
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -33,12 +33,12 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> Tokeniz
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokens", source)
     if len(set(tokens)) != len(tokens):
-        raise ModelError(f"{source}: the vocabulary holds a token twice", _REMEDY)
+        raise ModelError(f"{source}: the vocabulary contains a token twice", _REMEDY)
     if kind == "gpt2":
-        cut = _cut(metadata, source)
+        rule = _split_rule(metadata, source)
         backend, adds_bos = (
-            _byte_level(tokens, _strings(metadata, "merges", source), cut, source),
-            cut.adds_bos,
+            _byte_level(tokens, _strings(metadata, "merges", source), rule, source),
+            rule.adds_bos,
         )
     elif kind == "llama":
         backend, adds_bos = _sentencepiece(metadata, tokens, source), True
@@ -68,7 +68,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any], source: str) -> Tokeniz
 
 
 def set_affixes(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Give the pipeline a post-processor that sets these tokens before and after a text."""
+    """Set a post-processor that adds these tokens before and after a text."""
     if bos is None and eos is None:
         return
     single = " ".join([*([bos] if bos else []), "$A", *([eos] if eos else [])])
@@ -76,26 +76,26 @@ def set_affixes(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None)
     backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(known.items()))
 
 
-def _cut(metadata: Mapping[str, Any], source: str) -> Cut:
+def _split_rule(metadata: Mapping[str, Any], source: str) -> SplitRule:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in CUTS:
-        known = ", ".join(sorted(CUTS))
+    if name not in SPLIT_RULES:
+        known = ", ".join(sorted(SPLIT_RULES))
         raise ModelError(f"{source}: the pre-tokenizer {name!r} is not one of {known}", _REMEDY)
-    return CUTS[name]
+    return SPLIT_RULES[name]
 
 
-def _byte_level(tokens: list[str], merges: list[str], cut: Cut, source: str) -> tokenizers.Tokenizer:
+def _byte_level(tokens: list[str], merges: list[str], rule: SplitRule, source: str) -> tokenizers.Tokenizer:
     pairs = []
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not (left and space and right) or " " in right:
             raise ModelError(f"{source}: {merge!r} is not a merge of two tokens", _REMEDY)
         pairs.append((left, right))
-    model = _bpe(tokens, pairs, source, ignore_merges=cut.whole_words)
+    model = _bpe(tokens, pairs, source, ignore_merges=rule.ignore_merges)
     backend = tokenizers.Tokenizer(model)
-    if (normalizer := cut.normalizer()) is not None:
+    if (normalizer := rule.normalizer()) is not None:
         backend.normalizer = normalizer
-    backend.pre_tokenizer = cut.pre_tokenizer()
+    backend.pre_tokenizer = rule.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return backend
 
@@ -128,10 +128,10 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], source: str) 
 def merges_from_scores(
     tokens: Sequence[str], scores: Sequence[float], plain: Sequence[bool]
 ) -> list[tuple[str, str]]:
-    """Every way to join two plain tokens into a third, best first: the joined token's score, then its id.
+    """All merges of two plain tokens into a third, ordered by the merged token's score, then its id.
 
-    SentencePiece merges the neighbours whose join scores highest; a BPE with these merges does the same.
-    Control and byte tokens never come from letters.
+    SentencePiece merges the neighbours whose merged token has the highest score; BPE with these merges does the same.
+    Control and byte tokens are never produced by merges.
     """
     ids = {token: i for i, token in enumerate(tokens) if plain[i]}
     found: list[tuple[float, int, int, int]] = []
@@ -157,14 +157,14 @@ def _bpe(tokens: list[str], merges: list[tuple[str, str]], source: str, **option
 def _add_tokens(
     backend: tokenizers.Tokenizer, tokens: list[str], metadata: Mapping[str, Any], source: str
 ) -> None:
-    """Control tokens become special, user-defined ones stay whole; both keep their ids."""
+    """Add control tokens as special tokens and user-defined tokens as added tokens; ids do not change."""
     types = _types(tokens, metadata, source)
-    of = {
+    by_kind = {
         kind: [t for t, k in zip(tokens, types, strict=True) if k == kind and t]
         for kind in (_CONTROL, _USER_DEFINED)
     }
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in of[_CONTROL]])
-    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in of[_USER_DEFINED]])
+    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in by_kind[_CONTROL]])
+    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in by_kind[_USER_DEFINED]])
 
 
 def _types(tokens: list[str], metadata: Mapping[str, Any], source: str) -> list[int]:
@@ -181,14 +181,14 @@ def _plain(tokens: list[str], metadata: Mapping[str, Any], source: str) -> list[
 def _strings(metadata: Mapping[str, Any], name: str, source: str) -> list[str]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not values or not all(isinstance(v, str) for v in values):
-        raise ModelError(f"{source} holds no tokenizer (tokenizer.ggml.{name} is missing)", _REMEDY)
-    # Surrogates stand for bytes that are no UTF-8, which the tokenizers library cannot hold.
+        raise ModelError(f"{source} has no tokenizer (tokenizer.ggml.{name} is missing)", _REMEDY)
+    # Surrogates stand for bytes that are not UTF-8, which the tokenizers library cannot represent.
     return [v.encode("utf-8", "surrogateescape").decode("utf-8", "replace") for v in values]
 
 
 def _token_id(metadata: Mapping[str, Any], name: str, tokens: list[str], source: str) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if value is None or value == 0xFFFFFFFF:  # the format's way to say "none"
+    if value is None or value == 0xFFFFFFFF:  # GGUF's value for "none"
         return None
     if not isinstance(value, int) or not 0 <= value < len(tokens):
         raise ModelError(f"{source}: the {name} token {value!r} is not one of {len(tokens)} tokens", _REMEDY)

@@ -1,9 +1,9 @@
-"""Long texts cut where cutting changes no token, so that memory stays small whatever a document's length.
+"""Splits long texts where splitting changes no token, to bound the memory of tokenization.
 
-The tokenizers library keeps about 180 bytes per character while it works: 9 GB for a document of 50 MB. A
-text cut between two words gives the same tokens piece by piece, if (1) the cut lies where the pre-tokenizer
-cuts anyway, (2) nothing looks across it. Both are checked: at each cut, on the text around it. Where no such
-place is found, or a tokenizer works in another way, the text is left whole: exact first.
+The tokenizers library needs about 180 bytes per character: 9 GB for a document of 50 MB. Pieces of a text yield the
+same tokens if (1) the pre-tokenizer splits at that position anyway, (2) no rule looks across it. Both are checked at
+each position on the surrounding text. If no such position is found, or for other kinds of tokenizers, the text is not
+split.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import tokenizers
 PIECE_CHARS = 1 << 16
 _WINDOW = 256
 _TRIES = 64
-"""Places looked at before a text is left whole."""
+"""Positions that are tried before a text is left unsplit."""
 _SPACE = "▁"
-# Before " word", or between a line's end and a letter; both after something that is no space.
+# Before " word", or between a line's end and a letter; both after a character that is no space.
 _BORDER = re.compile(r"(?<=\S)(?= [A-Za-z])|(?<=\S\n)(?=[A-Za-z])")
 _WORD_BORDER = re.compile(r"(?<=\S)(?= [A-Za-z])")
 
 
 class LongText:
-    """Cuts texts for one tokenizer.
+    """Splits long texts for one tokenizer.
 
     Example:
         >>> cutter = LongText(tokenizer.backend)                           # doctest: +SKIP
@@ -39,24 +39,24 @@ class LongText:
         self._border: re.Pattern[str] | None = None
         added = backend.get_added_tokens_decoder().values()
         self._added = [t.content for t in added]
-        if any(t.lstrip or t.rstrip or t.single_word or not _starts_apart(t.content) for t in added):
+        if any(t.lstrip or t.rstrip or t.single_word or not _cannot_span_cut(t.content) for t in added):
             return  # an added token could reach across a cut
         pipeline = json.loads(backend.to_str())
         pipeline.update(padding=None, truncation=None)
         normalizer, pre_tokenizer = pipeline["normalizer"], pipeline["pre_tokenizer"]
-        if _without_prefix(pipeline):
-            # SentencePiece: no token joins a letter and a space after it; later pieces bring their own space.
-            if _spaces_lead(pipeline["model"]["vocab"]):
+        if _drop_space_prefix(pipeline):
+            # SentencePiece: no token contains a space after a letter; later pieces begin with their own space.
+            if _spaces_only_lead(pipeline["model"]["vocab"]):
                 self._border = _WORD_BORDER
                 self.later = tokenizers.Tokenizer.from_str(json.dumps(pipeline))
         elif pre_tokenizer is not None and (normalizer is None or normalizer["type"] in ("NFC", "NFKC")):
             self._border = _BORDER
 
     def pieces(self, text: str) -> Iterator[tuple[tokenizers.Tokenizer, str]]:
-        """(pipeline, piece) whose tokens, in order, are those of the text."""
+        """Yield (pipeline, piece); the tokens of all pieces, in order, are the tokens of the text."""
         start, backend = 0, self.first
         if self._border is _WORD_BORDER and any(token in text for token in self._added):
-            yield backend, text  # after an added token the space is set again, by `first` only
+            yield backend, text  # only `first` adds the space after an added token
             return
         while (end := self._next_cut(text, start)) < len(text):
             yield backend, text[start:end]
@@ -67,13 +67,13 @@ class LongText:
         at = start + PIECE_CHARS
         if self._border is not None and at < len(text):
             for found in itertools.islice(self._border.finditer(text, at), _TRIES):
-                if self._changes_nothing(text, found.start()):
+                if self._keeps_tokens(text, found.start()):
                     return found.start()
         return len(text)
 
-    def _changes_nothing(self, text: str, at: int) -> bool:
+    def _keeps_tokens(self, text: str, at: int) -> bool:
         if self._border is _WORD_BORDER:
-            return True  # SentencePiece: decided by its vocabulary
+            return True  # SentencePiece: checked on its vocabulary
         cutter = self.first.pre_tokenizer
         before, after = text[max(0, at - _WINDOW) : at], text[at : at + _WINDOW]
         whole = [word for word, _ in cutter.pre_tokenize_str(before + after)]
@@ -81,13 +81,13 @@ class LongText:
         return whole == apart
 
 
-def _starts_apart(content: str) -> bool:
-    """Whether an added token can neither begin at a cut nor hold one."""
+def _cannot_span_cut(content: str) -> bool:
+    """Whether an added token can neither begin at a split position nor contain one."""
     return bool(content) and not content[0].isalnum() and not any(c.isspace() for c in content)
 
 
-def _without_prefix(pipeline: dict[str, Any]) -> bool:
-    """Take out the space that SentencePiece sets before a text; False for a pipeline of another kind."""
+def _drop_space_prefix(pipeline: dict[str, Any]) -> bool:
+    """Remove the space that SentencePiece adds before a text; False for other kinds of pipelines."""
     normalizer, pre_tokenizer = pipeline["normalizer"], pipeline["pre_tokenizer"]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     llama = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _SPACE}, replace]}
@@ -100,6 +100,6 @@ def _without_prefix(pipeline: dict[str, Any]) -> bool:
     return False
 
 
-def _spaces_lead(vocabulary: dict[str, int]) -> bool:
-    """Whether ▁ stands only at the beginning of tokens (a run of several counts as one beginning)."""
+def _spaces_only_lead(vocabulary: dict[str, int]) -> bool:
+    """Whether ▁ occurs only at the beginning of tokens (possibly several times)."""
     return all(_SPACE not in token.lstrip(_SPACE) for token in vocabulary)

@@ -1,12 +1,12 @@
-"""Tokens that no text spells by chance: those that may close an answer."""
+"""Special and chat-template tokens, which may close an answer."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
 
 
-class Marked(Protocol):
-    """What is asked of a tokenizer here."""
+class HasChatTemplate(Protocol):
+    """The attributes of a tokenizer that are used here."""
 
     @property
     def backend(self) -> Any:
@@ -15,12 +15,12 @@ class Marked(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """Its template's source."""
+        """The template's source."""
         ...
 
 
-def markers(tokenizer: Marked) -> dict[int, str]:
-    """Special tokens, and others that were added to the vocabulary and stand in the chat template, by id.
+def markers(tokenizer: HasChatTemplate) -> dict[int, str]:
+    """Special tokens, and added tokens that occur in the chat template, by id.
 
     Example:
         >>> markers(tokenizer)                                      # doctest: +SKIP

@@ -1,8 +1,8 @@
-"""How byte-level vocabularies cut text into words before merging, by the names GGUF files use.
+"""Pre-tokenizers of byte-level BPE tokenizers, by the names that GGUF files use.
 
-A GGUF file holds tokens and merges but only the *name* of the cut (`tokenizer.ggml.pre`); the expressions are
-those of the models' own tokenizer.json files. A wrong cut gives slightly different ids, so an unknown name is
-an error and not a guess.
+A GGUF file contains tokens and merges but only the *name* of the pre-tokenizer (`tokenizer.ggml.pre`); the regular
+expressions are those of the models' tokenizer.json files. A wrong pre-tokenizer yields slightly different ids, so an
+unknown name is an error.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _GPT4O = rf"{_WORD[0]}{_CONTRACTIONS}?|{_WORD[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One way to cut: GPT-2's own expression if `pattern` is None."""
+class SplitRule:
+    """Pre-tokenization of a byte-level BPE; GPT-2's regular expression if `pattern` is None."""
 
     pattern: str | None = None
     digits: bool = False
-    """Each digit a word of its own, before anything else."""
+    """Split digits individually, before anything else."""
     nfc: bool = False
-    """Text is normalized to composed characters first."""
-    whole_words: bool = False
-    """A word that is in the vocabulary is one token, whatever the merges say (`ignore_merges`)."""
+    """Normalize text to NFC (composed characters) first."""
+    ignore_merges: bool = False
+    """A word in the vocabulary is one token, whatever the merges (`ignore_merges` of BPE)."""
     adds_bos: bool = False
-    """What holds where the file does not say whether texts begin with the beginning token."""
+    """Whether texts begin with the BOS token if the file does not specify it."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         """The pipeline for the `tokenizers` library."""
@@ -53,12 +53,12 @@ class Cut:
         return normalizers.NFC() if self.nfc else None
 
 
-_GPT2 = Cut()
-_DIGITS = Cut(digits=True)
-_LLAMA_BPE = Cut(_LLAMA3, whole_words=True, adds_bos=True)
-_QWEN = Cut(_QWEN2, nfc=True)
+_GPT2 = SplitRule()
+_DIGITS = SplitRule(digits=True)
+_LLAMA_BPE = SplitRule(_LLAMA3, ignore_merges=True, adds_bos=True)
+_QWEN = SplitRule(_QWEN2, nfc=True)
 
-CUTS: dict[str, Cut] = {
+SPLIT_RULES: dict[str, SplitRule] = {
     "default": _GPT2,
     "gpt-2": _GPT2,
     "mpt": _GPT2,
@@ -72,11 +72,11 @@ CUTS: dict[str, Cut] = {
     "llama-bpe": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
-    "dbrx": Cut(_LLAMA3),
-    "smaug-bpe": Cut(_LLAMA3),
+    "dbrx": SplitRule(_LLAMA3),
+    "smaug-bpe": SplitRule(_LLAMA3),
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
-    "tekken": Cut(_TEKKEN, whole_words=True, adds_bos=True),
-    "gpt-4o": Cut(_GPT4O),
-    "llama4": Cut(_GPT4O, adds_bos=True),
+    "tekken": SplitRule(_TEKKEN, ignore_merges=True, adds_bos=True),
+    "gpt-4o": SplitRule(_GPT4O),
+    "llama4": SplitRule(_GPT4O, adds_bos=True),
 }

@@ -1,4 +1,4 @@
-"""Where a tokenizer comes from: a folder, or a GGUF file."""
+"""Loading a tokenizer from a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.text.tokenizer import Tokenizer
 
 
 def load(path: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (tokenizer.json …) or of a .gguf file.
+    """Load the tokenizer of a Hugging Face folder (tokenizer.json …) or of a .gguf file.
 
     Example:
         >>> load("models/SmolLM2-135M").vocab_size     # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""Ids to text one at a time, never half a character."""
+"""Incremental detokenization without incomplete characters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from trimtab.text.tokenizer import Tokenizer
 
-_HALF = "\ufffd"
-"""What a decoder shows for bytes that are no (or not yet a) UTF-8 character."""
+_REPLACEMENT_CHARACTER = "\ufffd"
+"""Decoders return it for bytes that are not (yet) a UTF-8 character."""
 
 
 class Detokenizer:
-    """Text that is safe to show after each id; the pieces add up to `tokenizer.decode` of all ids.
+    """Returns the final text after each id; the pieces concatenate to `tokenizer.decode` of all ids.
 
     A character of several bytes may need several tokens, and some decoders treat the first token of a text
-    differently (SentencePiece drops its space). So a few ids stay in view, and only the difference is given
-    out, when it does not end in the middle of a character.
+    differently (SentencePiece drops its space). So the last ids are decoded together with the new one, and the new text
+    is emitted once it does not end in the middle of a character.
 
     Example:
         >>> stream = Detokenizer(tokenizer)                                          # doctest: +SKIP
@@ -26,30 +26,30 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, *, skip_special: bool = True, context: Sequence[int] = ()
     ) -> None:
-        """`context` are ids before the first one pushed (the end of a prompt); their text is left out."""
+        """`context`: ids before the first pushed one (the end of a prompt); their text is not emitted."""
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._ids: list[int] = list(context)
-        """Ids in view: the last ones given out, then those not yet given out."""
-        self._num_given = len(self._ids)
-        self._given_text = self._decode(self._ids)
+        """Ids that are decoded together: the last emitted ones, then those not emitted yet."""
+        self._num_emitted = len(self._ids)
+        self._emitted_text = self._decode(self._ids)
 
     def push(self, token_id: int) -> str:
-        """The text this id completes; empty while a character is unfinished."""
+        """Add an id and return the text that it completes; empty while a character is incomplete."""
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        if len(text) <= len(self._given_text) or text.endswith(_HALF):
+        if len(text) <= len(self._emitted_text) or text.endswith(_REPLACEMENT_CHARACTER):
             return ""
-        piece = text[len(self._given_text) :]
-        self._ids = self._ids[self._num_given :]
-        self._num_given = len(self._ids)
-        self._given_text = self._decode(self._ids)
+        piece = text[len(self._emitted_text) :]
+        self._ids = self._ids[self._num_emitted :]
+        self._num_emitted = len(self._ids)
+        self._emitted_text = self._decode(self._ids)
         return piece
 
     def finish(self) -> str:
-        """What is left when no id follows: an unfinished character shows as U+FFFD."""
-        text = self._decode(self._ids)[len(self._given_text) :]
-        self._ids, self._num_given, self._given_text = [], 0, ""
+        """Return the remaining text when no id follows; an incomplete character becomes U+FFFD."""
+        text = self._decode(self._ids)[len(self._emitted_text) :]
+        self._ids, self._num_emitted, self._emitted_text = [], 0, ""
         return text
 
     def _decode(self, ids: list[int]) -> str:

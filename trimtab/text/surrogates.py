@@ -11,7 +11,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def replace_surrogates(text: str) -> str:
-    """Returns the text with U+FFFD for every surrogate; the same object where there is none.
+    """Replace every surrogate by U+FFFD; returns the same object if there is none.
 
     Example:
         >>> replace_surrogates("a\\ud800b") == "a\\ufffdb"

@@ -1,4 +1,4 @@
-"""A chat template given by the user: a Jinja file, or the template itself."""
+"""`model.chat_template`: a Jinja file, or the template itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_BYTES = 1 << 20
 
 
 def is_template(named: str) -> bool:
-    """Whether this is a template itself: a file's name has no Jinja in it."""
+    """Whether a string is a template and not a file name: it contains Jinja."""
     return "{{" in named or "{%" in named
 
 
@@ -26,7 +26,7 @@ def read_template(named: str) -> str:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RecipeError(
-                f"model.chat_template: {path} has more than a megabyte",
+                f"model.chat_template: {path} is larger than 1 MiB",
                 "name a Jinja file, which is a text of a few kilobytes",
             )
         text = path.read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""The tokenizer: a `tokenizers` pipeline and the conventions around it (beginning, end, stop, chat).
+"""The tokenizer: a `tokenizers` pipeline with conventions for BOS, EOS, stop ids and chat templates.
 
-**Beginning and end of a document.** A beginning token is set only where the tokenizer's own post-processor
-sets one (Llama does, Qwen and SmolLM do not). Every document is closed by the end token, whether or not the
-post-processor would: a model that never sees an end never learns to stop.
+**BOS and EOS.** A BOS token is added only if the tokenizer's post-processor adds one (Llama's does, Qwen's and SmolLM's
+do not). Every document ends with the EOS token, even if the post-processor adds none: a model that never sees it never
+learns to stop.
 
-**Special tokens in the text.** Text that spells a special token ("<|im_end|>") becomes that token, as in
-Hugging Face's tokenizers; chat prompts depend on it.
+**Special tokens in the text.** A special token in the text ("<|im_end|>") is encoded as that token, as in Hugging
+Face's tokenizers; chat prompts depend on it.
 
 **Text that is not valid Unicode.** Lone surrogates become U+FFFD, in prompts as in training data.
 """
@@ -29,8 +29,8 @@ from trimtab.text.chat import DEFAULT_LIMITS, Limits, render_chats
 from trimtab.text.long_text import PIECE_CHARS, LongText
 from trimtab.text.surrogates import replace_surrogates
 
-_PIECES_AT_ONCE = 8
-"""64 K characters each: about 100 MB while they are worked on, and work for eight cores."""
+_PIECES_PER_BATCH = 8
+"""Of 64 K characters each: about 100 MB of working memory, and work for eight cores."""
 
 Message = Mapping[str, Any]
 """One turn of a conversation: {"role": "user", "content": "…"}."""
@@ -38,7 +38,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tokenizer:
-    """Text to ids and back; made by `trimtab.text.load`.
+    """A tokenizer with its chat template; `trimtab.text.load` creates it.
 
     Example:
         >>> from trimtab import text
@@ -51,23 +51,23 @@ class Tokenizer:
     bos_id: int | None
     eos_id: int | None
     stop_ids: frozenset[int]
-    """Ids that end a generation: the end of text and, where the model has one, the end of a turn."""
+    """Ids that end a generation: EOS and, for chat models, the end of a turn."""
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """By Hugging Face's names: {"bos_token": "<s>", …}; templates see them as variables."""
+    """By Hugging Face's names: {"bos_token": "<s>", …}; also variables of the chat template."""
     chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
-    """Default variables of the template, as the model was trained with."""
+    """Default template variables, as in training."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The content of tokenizer_config.json, kept to be written back."""
+    """The content of tokenizer_config.json, for `save`."""
     source: str = "tokenizer"
-    """Where it came from, for messages."""
+    """Path or name, for error messages."""
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.source!r}, {self.vocab_size} tokens)"
 
     @cached_property
     def _affixes(self) -> tuple[list[int], list[int]]:
-        """What the post-processor sets before and after a text."""
+        """Ids that the post-processor adds before and after a text."""
         bare = self.backend.encode("a", add_special_tokens=False).ids
         full = self.backend.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
@@ -80,22 +80,22 @@ class Tokenizer:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """Ids that the tokenizer's own convention sets before a text; empty for many."""
+        """Ids that the post-processor adds before a text; often empty."""
         return list(self._affixes[0])
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the tokenizer's own convention begins a text with the beginning token."""
+        """Whether the post-processor adds a BOS token."""
         return self.bos_id is not None and self.bos_id in self._affixes[0]
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id plus one: how many rows an embedding must have at least."""
+        """The largest id plus one: the minimum number of embedding rows."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides which ids a text becomes, the chat template included."""
+        """SHA-256 of everything that determines the ids of a text, chat template included."""
         rest = json.dumps([self.bos_id, self.eos_id, self._affixes, self.chat_template], sort_keys=True)
         digest = hashlib.sha256(self.backend.to_str(pretty=False).encode())
         digest.update(rest.encode())
@@ -106,14 +106,14 @@ class Tokenizer:
         return LongText(self.backend)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone, nothing set before or after it; memory stays small for any length."""
+        """Ids of a text without added special tokens; memory is bounded for texts of any length."""
         text = replace_surrogates(text)
         if len(text) > PIECE_CHARS:
             return self._encode_long(text)
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each text, on all cores; the caller bounds how much text a batch holds."""
+        """`encode` for many texts, on all cores; the caller bounds the size of a batch."""
         texts = [replace_surrogates(text) for text in texts]
         long = {i for i, text in enumerate(texts) if len(text) > PIECE_CHARS}
         short = [text for i, text in enumerate(texts) if i not in long]
@@ -123,38 +123,38 @@ class Tokenizer:
     def _encode_long(self, text: str) -> list[int]:
         ids: list[int] = []
         pieces = self._long_text.pieces(text)
-        while group := list(itertools.islice(pieces, _PIECES_AT_ONCE)):
-            # At most the first piece has a pipeline of its own, so a group is one call or two.
+        while group := list(itertools.islice(pieces, _PIECES_PER_BATCH)):
+            # At most the first piece has another pipeline, so a group needs one or two calls.
             for backend, parts in itertools.groupby(group, key=lambda piece: piece[0]):
                 encoded = backend.encode_batch_fast([part for _, part in parts], add_special_tokens=False)
                 ids.extend(itertools.chain.from_iterable(e.ids for e in encoded))
         return ids
 
     def wrap_document(self, ids: Sequence[int]) -> list[int]:
-        """Ids of a text → ids of a document: the tokenizer's own beginning, and the end token."""
+        """Add the post-processor's prefix and the EOS token to the ids of a text."""
         prefix, suffix = self._affixes
         end = suffix if suffix and suffix[-1] == self.eos_id else [*suffix, self._end()]
         return [*prefix, *ids, *end]
 
     def encode_document(self, text: str) -> list[int]:
-        """Ids of a whole document for training (see the top of this file for beginning and end)."""
+        """Ids of a document for training, with BOS and EOS as described in the module docstring."""
         return self.wrap_document(self.encode(text))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of the beginning of a document, to be continued: the same beginning, no end.
+        """Ids of a prompt: like a document, but without the EOS token.
 
-        A text that already spells the beginning token (chat templates do) gets no second one.
+        A text that already begins with the BOS token (chat templates do) gets no second one.
         """
         ids = self.encode(text)
         prefix = self._affixes[0]
         return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
 
     def encode_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a rendered conversation; the template itself says what stands at the beginning."""
+        """Ids of a rendered conversation; the template itself adds BOS."""
         return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of these ids; bytes that are no UTF-8 become U+FFFD."""
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def render_chat(
@@ -166,9 +166,9 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> str:
-        """A conversation as the text the model was tuned on, through the model's own chat template.
+        """Render a conversation with the model's chat template.
 
-        `variables` are extra names the template may know (`enable_thinking` for Qwen3).
+        `variables` are additional template variables (`enable_thinking` for Qwen3).
         """
         return self.render_chats(
             [messages], add_generation_prompt, tools=tools, variables=variables, limits=limits
@@ -183,11 +183,11 @@ class Tokenizer:
         variables: Mapping[str, Any] | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> list[str]:
-        """`render_chat` of many conversations in one sandbox (starting one costs about 0.1 s)."""
+        """`render_chat` for many conversations in one sandbox process (which takes about 0.1 s to start)."""
         if self.chat_template is None:
             raise ModelError(
                 f"{self.source} has no chat template",
-                "give plain text, use a model tuned for chat, or put a chat_template.jinja next to it",
+                "use plain text or a model tuned for chat, or put a chat_template.jinja next to it",
             )
         known = {**self.special_tokens, "tools": list(tools) if tools else None, "documents": None}
         return render_chats(
@@ -223,16 +223,16 @@ class Tokenizer:
     def _end(self) -> int:
         if self.eos_id is None:
             raise ModelError(
-                f"{self.source} names no end token, so documents cannot be closed",
+                f"{self.source} has no EOS token, so documents cannot be ended",
                 "set eos_token in tokenizer_config.json",
             )
         return self.eos_id
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """An error if the tokenizer can make ids for which the model has no embedding.
+    """Raise ModelError if the tokenizer has ids without an embedding in the model.
 
-    Fewer ids than embeddings are fine: models pad their vocabulary.
+    More embeddings than ids are valid: models pad their vocabulary.
     """
     if tokenizer.vocab_size > vocab_size:
         raise ModelError(

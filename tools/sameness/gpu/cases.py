@@ -1,4 +1,4 @@
-"""What is recorded: calls of the kernels, and training runs of the GPU's recipes."""
+"""Recorded cases: kernel calls, and training runs of the GPU recipes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Recorded = Callable[[], None]
 
 
 def cases(world: Path, pattern: str | None = None) -> dict[str, Recorded]:
-    """Name to what is run on the emulated device; those whose name matches, or contains the pattern."""
+    """Functions to run on the emulated device by name, optionally filtered by a pattern or substring."""
     calls = (
         attention_calls, norm_calls, rope_calls, gated_calls, quantization_calls, optimizer_calls, loss_calls
     )  # fmt: skip
@@ -39,7 +39,7 @@ def cases(world: Path, pattern: str | None = None) -> dict[str, Recorded]:
 
 
 def _train(case: Case, world: Path) -> None:
-    """All steps of a recipe: weights are read, evaluated, trained and saved as on a GPU."""
+    """Run a recipe with loading, evaluation, training and saving, as on a GPU."""
     with tempfile.TemporaryDirectory(prefix="sameness-") as work:
         plain = dataclasses.replace(case, then=())
         recipe = plain.recipe(cases_gpu.BASE, world)

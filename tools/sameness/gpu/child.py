@@ -1,6 +1,6 @@
 """A process that records cases with the trimtab of one tree. Started by `tools.sameness.ptx`; arguments come as JSON.
 
-Each case runs in a fork of this process: what a module keeps from one call to the next cannot reach another case.
+Each case runs in a fork of this process: module state cannot affect another case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tools.sameness.gpu.recording import Recording, Store
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is to record."""
+    """The cases that a process records."""
 
     tree: str
     names: list[str]

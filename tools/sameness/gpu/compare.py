@@ -15,7 +15,7 @@ from tools.sameness.gpu.recording import Recording, Store
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case came out."""
+    """The result of comparing a case."""
 
     case: str
     operators: int
@@ -23,20 +23,20 @@ class Verdict:
     text: str
     """`equal`, or what differs."""
     note: str = ""
-    """What differs without being work for the GPU: memory that is allocated."""
+    """Differences in allocations, which are not work for the GPU."""
     diff: tuple[str, ...] = ()
     failed: bool = False
     """Whether it failed in both commits, so that nothing was compared."""
 
     @property
     def different(self) -> bool:
-        """Whether the GPU was asked for something else."""
+        """Whether operators or launches differ."""
         return self.text != "equal" and not self.failed
 
 
 @dataclass(frozen=True)
 class KernelVerdict:
-    """How a kernel came out, over all pairs of specializations that were launched at the same place."""
+    """The result of comparing a kernel, over all pairs of specializations that were launched at the same place."""
 
     kernel: str
     pairs: int = 0

@@ -1,4 +1,4 @@
-"""Kernels compiled to PTX without a GPU, and PTX without what is not code."""
+"""Compiles kernels to PTX without a GPU, and removes everything but code from PTX."""
 
 from __future__ import annotations
 

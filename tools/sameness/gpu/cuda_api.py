@@ -1,6 +1,6 @@
-"""torch.cuda as it answers on a machine with an H200, streams and graphs included, where there is no GPU.
+"""Emulates torch.cuda of a machine with an H200, with streams and graphs.
 
-Operations on streams are recorded: work that is no longer waited for would be a difference.
+Stream operations are recorded, so that a missing synchronization is a difference.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Runtime:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of what has no effect here."""
+    """Replaces functions without an effect here."""
 
 
 @contextmanager

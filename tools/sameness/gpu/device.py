@@ -1,4 +1,4 @@
-"""A CUDA device emulated on the CPU, for code that asks tensors where they are.
+"""A CUDA device emulated on the CPU, for code that depends on the device of tensors.
 
 torch's CPU build has no tensors on `cuda`. FakeTensor can stand for them, but its backward pass needs a build with
 CUDA, and it holds no values, on which the host's control flow depends. Here tensors hold values in host memory, have

@@ -1,4 +1,4 @@
-"""What is recorded: one entry for each operator, launch and stream operation, in the order of the calls."""
+"""The log: one entry per operator, launch and stream operation, in call order."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def is_allocation(self) -> bool:
-        """Whether nothing but memory is asked for."""
+        """Whether the operator only allocates memory."""
         return self.name.startswith("aten.") and self.name.split(".")[1] in ALLOCATIONS
 
 

@@ -14,7 +14,7 @@ from tools.sameness.gpu.log import Entry, Specialization
 
 @dataclass(frozen=True)
 class Recording:
-    """What one case asked of the GPU."""
+    """The log of one case."""
 
     case: str
     entries: list[Entry] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Store:
         return [case for case in cases if not self._case(case).exists()]
 
     def recover(self) -> None:
-        """Forgets what a process that was killed had begun: kernels that it claimed, and the cases that need them."""
+        """Remove incomplete results of killed processes: kernels that they claimed, and the cases that need them."""
         stopped = {path.stem: path for path in self.folder.glob("kernels/*.json") if not path.stat().st_size}
         if not stopped:
             return
@@ -52,7 +52,7 @@ class Store:
             path.unlink()
 
     def write(self, recording: Recording) -> None:
-        """Keeps a case; a file is whole or not there."""
+        """Write a case atomically."""
         path = self._case(recording.case)
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(".writing")

@@ -4,7 +4,7 @@
     Solution: Five is more than three, so Mia has more pears.
     Answer: Mia
 
-The words "Question", "Solution" and "Answer" are then English to the model before anybody teaches it mathematics.
+So the model knows the words "Question", "Solution" and "Answer" before it is trained on mathematics.
 """
 
 # ruff: noqa: E501 (a template reads better on one line)

@@ -140,7 +140,7 @@ def origin(rng: random.Random) -> str:
 
 
 def job(rng: random.Random) -> str:
-    """The day of somebody with a trade, in the past tense."""
+    """A day of a character with a profession, in the past tense."""
     j = rng.choice(words.PROFESSIONS)
     s = {"n": j.name, "pl": j.place, "w": j.work, "t": j.tool, "p": j.product, "who": rng.choice(GIRLS)}
     lines = [

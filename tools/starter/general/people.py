@@ -49,7 +49,7 @@ class Person:
 
     @property
     def a(self) -> str:
-        """As somebody not met before: "a fox"."""
+        """The first mention, with the indefinite article: "a fox"."""
         return f"a {self.kind}"
 
     @property
@@ -99,7 +99,7 @@ def adult(rng: random.Random, hero: Person | None = None) -> Person:
 
 
 def worker(rng: random.Random) -> tuple[Person, words.Profession]:
-    """The baker, the farmer, …: a person known by the work they do."""
+    """A character with a profession: the baker, the farmer, …"""
     job = rng.choice(words.PROFESSIONS)
     he = rng.choice(("she", "he"))
     return person(f"the {job.name}", "woman" if he == "she" else "man", he, job.name.capitalize()), job

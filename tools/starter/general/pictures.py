@@ -1,7 +1,7 @@
-"""What there is to see at a place, in the present or the past: one and several, near and far, and how they are told.
+"""Descriptions of scenes in the present or past tense, to train agreement of number.
 
-Stories are about one hero in the past tense. Here the subjects are one or several in equal parts, often with a
-noun of the other number between them and their verb, which is where agreement is learned.
+Stories have one hero and the past tense. Here half of the subjects are singular and half plural, often with a noun
+of the other number between subject and verb.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the lists and templates that stand beside the code as TOML: text for people to edit."""
+"""Reads the word lists and templates from the TOML files next to the code."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def story(rng: random.Random) -> str:
 
 
 def _with_pronouns(text: str, slots: dict[str, Any], rng: random.Random) -> str:
-    """The second of two sentences that begin with the hero's name and name nobody else says he or she."""
+    """Replace the hero's name by a pronoun in the second of two sentences that begin with it and have no other name."""
     hero = slots["hero"]
     others = (slots["friend"].name, slots["elder"].name, slots["victim"].name)
     name = re.escape(hero.Name)

@@ -14,7 +14,7 @@ def _ask(rng: random.Random, expression: str) -> str:
 
 
 def add_steps(a: int, b: int) -> str:
-    """The sum in words: tens first, then ones.
+    """The worked sum: tens first, then ones.
 
     Example:
         >>> add_steps(17, 25)
@@ -28,7 +28,7 @@ def add_steps(a: int, b: int) -> str:
 
 
 def subtract_steps(a: int, b: int) -> str:
-    """The difference in words: tens first, then ones."""
+    """The worked difference: tens first, then ones."""
     tens, ones = b - b % 10, b % 10
     if tens and ones:
         half = a - tens
@@ -40,7 +40,7 @@ def subtract_steps(a: int, b: int) -> str:
 
 
 def multiply_steps(a: int, b: int) -> str:
-    """The product in words: b split into ten and the rest."""
+    """The worked product: b split into ten and the rest."""
     if b > 10:
         tens, rest = a * 10, a * (b - 10)
         return (
@@ -88,7 +88,7 @@ def multiplication(rng: random.Random) -> Worked:
 
 
 def division(rng: random.Random) -> Worked:
-    """An exact quotient, by turning the times table round."""
+    """An exact quotient, from the inverted times table."""
     a, b = rng.randint(2, 9), rng.randint(1, 12)
     solution = f"{a} × {b} = {a * b}, so {a * b} / {a} = {b}."
     return Worked("division", (a * b, a), _ask(rng, f"{a * b} / {a}"), solution, str(b))

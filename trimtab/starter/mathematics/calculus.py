@@ -11,7 +11,7 @@ Term = tuple[int, int]  # (coefficient, power)
 
 
 def term_text(coefficient: int, power: int) -> str:
-    """One term as it is written, without its sign.
+    """A term of a polynomial as text, without its sign.
 
     Example:
         >>> [term_text(3, 2), term_text(1, 1), term_text(5, 0)]

@@ -1,4 +1,4 @@
-"""A mathematics problem, its worked solution, and how an answer is checked."""
+"""Mathematics problems with worked solutions, and the check of an answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELDOUT_ONE_IN = 10
 class Problem:
     """A question with a known answer.
 
-    `prompt` is what a model is given; a good completion works the problem and ends in "Answer: …".
+    `prompt` is the input of a model; a good completion solves the problem and ends in "Answer: …".
     """
 
     topic: str
@@ -25,11 +25,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Worked:
-    """A problem with its solution, as it stands in the corpus.
+    """A problem with its worked solution, as in the corpus.
 
-    `key` names the mathematics without the wording (operands of sums and products in order), so that a
-    held-out problem cannot reach training in other words. `basic` facts (single-digit sums, the times
-    table) are the alphabet of the rest and always belong to training.
+    `key` identifies the problem independently of its wording (operands of sums are sorted), so that a held-out problem
+    cannot occur in training in other words. `basic` facts (single-digit sums, the times table) are the basis of all
+    other problems and always belong to training.
     """
 
     topic: str

@@ -10,7 +10,7 @@ from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 
 class Template(NamedTuple):
-    """A story with {n}ame, {he}, {a}, {b}, {things}, and what is done with the two numbers."""
+    """A story with {n}ame, {a}, {b}, {things}, and the operation on the two numbers."""
 
     text: str
     operation: str

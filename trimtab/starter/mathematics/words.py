@@ -1,4 +1,4 @@
-"""Names, countable nouns and plurals of the word problems, used at run time; the corpus generators share them."""
+"""Names, countable nouns and plurals of the word problems, used at run time and by the corpus generators."""
 
 from __future__ import annotations
 
