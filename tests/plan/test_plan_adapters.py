@@ -17,7 +17,7 @@ from trimtab.adapt import (  # noqa: E402
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -130,7 +130,7 @@ def test_predicted_is_what_a_step_holds(name: str) -> None:
         step.forward_backward()
     assert storage_bytes(p.grad for p in step.parameters.values()) == memory.peak.gradients
     # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = memory.forward_backward - workspace_bytes(job) - unpacking_bytes(job)
+    predicted = memory.forward_backward - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert 0.985 * live.peak <= predicted <= 1.02 * live.peak, (predicted / live.peak, memory.moments)
 
 

@@ -12,7 +12,7 @@ from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.plan import assignments
 from trimtab.plan.layers import Layers
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import _around, least, policy_seconds, search_rates
+from trimtab.plan.memory_search import _bytes_outside_blocks, lowest_memory, policy_seconds, search_rates
 
 WIDE = uniform_shape("llama", 32_000, 1024, 2816, 40, num_heads=16, num_kv_heads=8, head_dim=64)
 
@@ -34,8 +34,8 @@ def test_a_coarse_grid_loses_next_to_nothing(
 ) -> None:
     job = dataclasses.replace(QLORA, shape=shape, batch=1, tokens=8192)
     costs = policy_seconds(job, search_rates(H200, job.dtype))
-    lowest, plain = least(job, H200, tiles=1), predict(job).needed
-    limit, around = int(lowest + share * (plain - lowest)) + 2**20, _around(job)
+    lowest, plain = lowest_memory(job, H200, tiles=1), predict(job).needed
+    limit, around = int(lowest + share * (plain - lowest)) + 2**20, _bytes_outside_blocks(job)
 
     def fastest() -> assignments.Assignment:
         found = assignments.Assignments(Layers(job), costs, OFFLOADING, None).fastest(around, limit)
@@ -56,7 +56,7 @@ def test_the_host_has_room_for_some_layers_only() -> None:
     costs = policy_seconds(job, search_rates(H200, job.dtype))
     layers = Layers(job)
     room = 7 * layers.of(0, "offload").host
-    found = assignments.Assignments(layers, costs, ("offload",), room).smallest(_around(job))
+    found = assignments.Assignments(layers, costs, ("offload",), room).smallest(_bytes_outside_blocks(job))
     assert dict(found.segments)["offload"] == 7
-    free = assignments.Assignments(layers, costs, ("offload",), None).smallest(_around(job))
+    free = assignments.Assignments(layers, costs, ("offload",), None).smallest(_bytes_outside_blocks(job))
     assert free.needed < found.needed

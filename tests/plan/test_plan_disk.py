@@ -10,7 +10,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.plan import check_disk, make_plan
-from trimtab.plan.disk import Disk, Saving
+from trimtab.plan.disk import Disk, SaveSchedule
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
 
@@ -20,7 +20,7 @@ LLAMA_1B = uniform_shape(
 )
 
 
-def most_at_once(saving: Saving) -> int:
+def most_at_once(saving: SaveSchedule) -> int:
     """The most checkpoints over every order of improving evaluations, as the store writes and removes them."""
     assert saving.total_steps is not None
     steps = range(1, saving.total_steps + 1)
@@ -47,10 +47,10 @@ def most_at_once(saving: Saving) -> int:
 def test_checkpoints_at_once(
     keep: int, save_steps: int | None, best_steps: int | None, total_steps: int
 ) -> None:
-    saving = Saving(keep, save_steps, best_steps, total_steps)
-    assert saving.standing() == most_at_once(saving)
-    unknown = Saving(keep, save_steps, best_steps, None)
-    assert unknown.standing() >= saving.standing()
+    saving = SaveSchedule(keep, save_steps, best_steps, total_steps)
+    assert saving.max_checkpoints() == most_at_once(saving)
+    unknown = SaveSchedule(keep, save_steps, best_steps, None)
+    assert unknown.max_checkpoints() >= saving.max_checkpoints()
 
 
 def plan_disk(keys: str) -> Disk:
@@ -61,12 +61,12 @@ def plan_disk(keys: str) -> Disk:
 def test_a_run_that_saves_only_at_the_end_needs_room_for_one_checkpoint() -> None:
     """1.2 B bf16 weights with fp32 moments: 11.5 GiB, where three such checkpoints would take 34.5."""
     disk = plan_disk("save_steps: null\nmax_steps: 30")
-    assert disk.saving.standing() == 1
+    assert disk.saving.max_checkpoints() == 1
     check_disk(disk, 12 * 2**30, "runs/a")
     with pytest.raises(ResourceError, match=r"the checkpoint takes 11\.5 GiB"):
         check_disk(disk, 11 * 2**30, "runs/a")
 
 
 def test_the_best_checkpoint_is_among_the_newest_where_only_improvements_are_saved() -> None:
-    assert plan_disk("save_steps: null\neval_steps: 10\nmax_steps: 1000").saving.standing() == 3
-    assert plan_disk("save_steps: 10\neval_steps: 10\nmax_steps: 1000").saving.standing() == 4
+    assert plan_disk("save_steps: null\neval_steps: 10\nmax_steps: 1000").saving.max_checkpoints() == 3
+    assert plan_disk("save_steps: 10\neval_steps: 10\nmax_steps: 1000").saving.max_checkpoints() == 4

@@ -16,7 +16,7 @@ from trimtab.adapt import LoraSettings, lora_dropout, spec_linears, workspace  #
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
 
@@ -74,5 +74,5 @@ def test_a_step_with_fused_kernels_holds_what_is_planned(
         step.forward_backward()
     memory = predict(job)
     # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = memory.forward_backward - workspace_bytes(job) - unpacking_bytes(job)
+    predicted = memory.forward_backward - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert 0.995 * live.peak <= predicted <= 1.02 * live.peak, (predicted / live.peak, memory.moments)

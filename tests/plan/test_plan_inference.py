@@ -23,9 +23,9 @@ from trimtab.export.merged import export_merged  # noqa: E402
 from trimtab.generate import SamplingOptions, cache, loop  # noqa: E402
 from trimtab.model import weights  # noqa: E402
 from trimtab.model.save import MAX_SHARD_BYTES  # noqa: E402
-from trimtab.plan import exporting, inference, phases  # noqa: E402
+from trimtab.plan import inference, phases, weights_io  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.run import evaluation  # noqa: E402
 from trimtab.starter import math_problems  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
@@ -66,7 +66,7 @@ def computing_in(job: Job) -> Any:
 
 def visible(job: Job, tensors: inference.Tensors) -> int:
     """Without what an operator holds inside itself, which a dispatch mode does not see."""
-    return inference.total(tensors) - workspace_bytes(job) - unpacking_bytes(job)
+    return inference.total(tensors) - workspace_bytes(job) - dequantize_scratch_bytes(job)
 
 
 def text_of(job: Job) -> Batch:
@@ -150,13 +150,13 @@ def test_export_and_merge(name: str, tmp_path: Path) -> None:
             torch.nn.init.normal_(parameter.data, std=0.1)
     with RealBytes() as live:
         (export_hf if job.lora is None else export_merged)(decoder, None, tmp_path / "model", dtype=dtype)
-    predicted = exporting.reloading_bytes(job.shape, dtype)
+    predicted = weights_io.reloading_bytes(job.shape, dtype)
     if job.lora is not None:
-        logits = exporting.PROBE_TOKENS * job.shape.vocab_size * 4
-        predicted += exporting.merged_bytes(job) + 2 * logits
-        assert exporting.merge_memory(job, dtype).total >= predicted
+        logits = weights_io.PROBE_TOKENS * job.shape.vocab_size * 4
+        predicted += weights_io.merged_bytes(job) + 2 * logits
+        assert weights_io.merge_memory(job, dtype).total >= predicted
     else:
-        whole = exporting.export_memory(job.shape, dtype)
+        whole = weights_io.export_memory(job.shape, dtype)
         assert whole.model == 4 * job.shape.num_parameters
         assert whole.temporary >= predicted
     assert live.peak == pytest.approx(predicted, rel=TOLERANCE)
@@ -171,8 +171,8 @@ def test_the_comparison_can_fail() -> None:
 def test_constants_are_those_of_the_code_that_runs() -> None:
     assert cache.KVCache(1).block == inference.CACHE_BLOCK
     assert inference.PREFILL_TOKENS == loop._PREFILL_TOKENS
-    assert (exporting.READ_ELEMENTS, exporting.CHECKED_ELEMENTS) == (weights._PIECE, weights._CHUNK)
-    assert exporting.SHARD_BYTES == MAX_SHARD_BYTES
+    assert (weights_io.READ_ELEMENTS, weights_io.CHECKED_ELEMENTS) == (weights._PIECE, weights._CHUNK)
+    assert weights_io.SHARD_BYTES == MAX_SHARD_BYTES
     assert (phases.ANSWER_TOKENS, phases.SAMPLE_TOKENS) == (
         evaluation.ANSWER_TOKENS,
         evaluation.SAMPLE_TOKENS,

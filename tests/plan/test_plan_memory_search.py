@@ -28,12 +28,12 @@ from trimtab.plan.limits import limit_of
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.memory_search import (
     find_setting,
-    least,
+    find_setting_with_policies,
+    lowest_memory,
     policy_seconds,
     search_rates,
     segment_seconds,
-    with_policies,
-    within_limit,
+    usable_bytes,
 )
 from trimtab.plan.step_time import loss_time
 from trimtab.plan.time import flops_per_token
@@ -75,12 +75,12 @@ def test_what_is_chosen_fits_and_more_memory_is_never_slower(job: Job, gigabytes
     assert setting.policies == canonical(setting.policies)
     wider, wider_fits = find_setting(job, GPU, int(limit * more))
     if fits:
-        assert setting.needed <= within_limit(job, limit) <= limit
+        assert setting.needed <= usable_bytes(job, limit) <= limit
         assert wider_fits
         assert wider.seconds <= setting.seconds * (1 + 1e-9)
     else:
-        assert setting.needed > within_limit(job, limit)
-        assert least(job, GPU) <= setting.needed
+        assert setting.needed > usable_bytes(job, limit)
+        assert lowest_memory(job, GPU) <= setting.needed
 
 
 ADAPTERS = [None, LoraSettings(r=4), LoraSettings(r=4, lora_dropout=0.1)]
@@ -95,7 +95,7 @@ def test_the_search_finds_what_trying_everything_finds(
 ) -> None:
     job = dataclasses.replace(JOB, shape=SMALL, tokens=8192, lora=lora, compiled=compiled)
     plain = predict(job).needed
-    lowest = least(job, GPU, tiles=1)
+    lowest = lowest_memory(job, GPU, tiles=1)
     limit = int(lowest + 80 * 2**20 + share * (plain - lowest))
     found, fits = find_setting(job, GPU, limit, tiles=1, fixed_loss=True)
     all_of_them = []
@@ -107,7 +107,7 @@ def test_the_search_finds_what_trying_everything_finds(
         others = [count for policy, count in zip(OFFLOADING, sent, strict=True) if policy not in ways]
         if sum(counts) == 5 and sum(map(bool, sent)) <= 1 and not any(others):
             policies = canonical(dict(zip(POLICIES, counts, strict=True)))
-            if predict(job.changed(policies=policies)).needed <= within_limit(job, limit):
+            if predict(job.changed(policies=policies)).needed <= usable_bytes(job, limit):
                 all_of_them.append(loss + segment_seconds(layers, costs, segments_of(policies)))
     assert fits
     assert found.seconds == pytest.approx(min(all_of_them), rel=1e-9)
@@ -124,7 +124,7 @@ def test_no_order_holds_less_than_the_canonical_one(order: tuple[str, ...]) -> N
 
 def test_the_host_bounds_what_is_offloaded() -> None:
     job = dataclasses.replace(JOB, tokens=16_384)
-    limit = int(least(job, GPU) * 1.05)
+    limit = int(lowest_memory(job, GPU) * 1.05)
     rich, _ = find_setting(job, GPU, limit)
     assert any(policy in rich.policies for policy in OFFLOADING)
     assert rich.host > 0
@@ -255,18 +255,18 @@ def test_a_resumed_run_is_told_only_what_it_may_change() -> None:
 
 def test_beside_policies_by_hand_loss_and_tiles_still_make_the_run_fit() -> None:
     job, policies = dataclasses.replace(JOB, tokens=8192), ("block",) * JOB.shape.num_layers
-    roomy, fits = with_policies(job, GPU, 10**12, policies)
+    roomy, fits = find_setting_with_policies(job, GPU, 10**12, policies)
     assert fits
     assert (roomy.loss_memory, roomy.mlp_tiles, roomy.policies) == (job.loss_memory, 1, policies)
-    smallest, fits = with_policies(job, GPU, 0, policies)
+    smallest, fits = find_setting_with_policies(job, GPU, 0, policies)
     assert not fits
     assert smallest.needed < roomy.needed
-    tight, fits = with_policies(job, GPU, smallest.needed, policies)
+    tight, fits = find_setting_with_policies(job, GPU, smallest.needed, policies)
     assert fits
     assert tight.needed == smallest.needed
     assert tight.seconds >= roomy.seconds
     assert tight.loss_memory != job.loss_memory
-    kept, fits = with_policies(job, GPU, smallest.needed, policies, tiles=1, fixed_loss=True)
+    kept, fits = find_setting_with_policies(job, GPU, smallest.needed, policies, tiles=1, fixed_loss=True)
     assert not fits
     assert (kept.loss_memory, kept.mlp_tiles) == (job.loss_memory, 1)
 

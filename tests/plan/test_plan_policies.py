@@ -13,7 +13,7 @@ from trimtab.model.spec import flops_per_token
 from trimtab.plan import policy_costs
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import recompute_seconds, setting_of
+from trimtab.plan.memory_search import make_setting, recompute_seconds
 from trimtab.recipe import loads
 
 JOBS = {"full": FULL.changed(tokens=4096), "adapters": QLORA.changed(tokens=8192)}
@@ -24,12 +24,12 @@ def test_rows_are_the_plan_s_own_figures(job: Job) -> None:
     rows = policy_costs(job, H200)
     assert [row.policy for row in rows] == list(POLICIES)
     layers = job.shape.num_layers
-    plain = setting_of(job, H200, (("none", layers),)).seconds
+    plain = make_setting(job, H200, (("none", layers),)).seconds
     for row in rows:
         assert row.kept + row.saved == rows[0].kept
         whole = predict(job.changed(policies=(row.policy,) * layers))
         assert whole.host == row.host * layers
-        seconds = setting_of(job, H200, ((row.policy, layers),)).seconds - plain
+        seconds = make_setting(job, H200, ((row.policy, layers),)).seconds - plain
         assert recompute_seconds(job, H200, [row.policy] * layers) == pytest.approx(seconds, abs=1e-12)
         # The first layer under frozen embeddings has less to recompute; the rows are of the others.
         assert row.seconds * layers == pytest.approx(seconds, rel=0.01, abs=1e-12)

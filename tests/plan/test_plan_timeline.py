@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import itertools
 
 from tests.plan.declared import full_training
-from tests.plan.test_plan_saved import FAMILIES, METHODS
+from tests.plan.test_plan_saved_activations import FAMILIES, METHODS
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.operations import Part
 from trimtab.plan.job import Job

@@ -20,7 +20,7 @@ from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.dtypes import nbytes  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import Moment, Phase, predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -173,7 +173,7 @@ def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
             copy -= nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
         moments[Moment(Phase.EMBEDDING_BACKWARD)] += copy
     # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = max(moments.values()) - workspace_bytes(job) - unpacking_bytes(job)
+    predicted = max(moments.values()) - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert live.peak == pytest.approx(predicted, rel=0.005)
 
 

@@ -137,7 +137,7 @@ def recompute(w: World, value: Any) -> object:
 
 
 case(
-    "plan/limits.py:by_hand: give one for each layer, one word for all, or how many layers have which",
+    "plan/limits.py:requested_policies: give one for each layer, one word for all, or how many layers have which",
     lambda w: recompute(w, ["block"]),
     lambda w, remedy: (
         recompute(w, ["block", "none"]),
@@ -146,7 +146,7 @@ case(
     ),
 )
 case(
-    "plan/limits.py:by_hand: let the numbers add up to {} at most",
+    "plan/limits.py:requested_policies: let the numbers add up to {} at most",
     lambda w: recompute(w, {"block": 9}),
     lambda w, remedy: recompute(w, {"block": int(re.findall(r"\d+", remedy)[0])}),
 )
@@ -159,7 +159,7 @@ def unpacked(w: World, layers: int) -> object:
 
 
 case(
-    "plan/unpacked.py:by_hand: set dequantized_layers to at most {}",
+    "plan/dequantized_copies.py:requested_copies: set dequantized_layers to at most {}",
     lambda w: unpacked(w, 9),
     lambda w, remedy: unpacked(w, int(remedy.split()[-1])),
 )

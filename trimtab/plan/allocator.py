@@ -23,7 +23,7 @@ BLOCK = 512
 SMALL_SIZE = 2**20
 SMALL_SEGMENT = 2 * 2**20
 LARGE_SEGMENT = 20 * 2**20
-LEAST_OWN_SEGMENT = 10 * 2**20
+MIN_OWN_SEGMENT = 10 * 2**20
 ROUND_LARGE = 2 * 2**20
 
 
@@ -46,7 +46,7 @@ def segment_bytes(size: int) -> int:
     """
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT
-    if size < LEAST_OWN_SEGMENT:
+    if size < MIN_OWN_SEGMENT:
         return LARGE_SEGMENT
     return -(-size // ROUND_LARGE) * ROUND_LARGE
 
@@ -72,28 +72,30 @@ class _Pool:
     end: _Block | None = None
     """The last block of the segment that grows."""
 
-    def take(self, size: int) -> tuple[_Block, int]:
+    def allocate(self, size: int) -> tuple[_Block, int]:
         """(a block of this size, bytes that were reserved for it)."""
-        block, reserved = self._fitting(size), 0
+        block, reserved = self._best_fit(size), 0
         if block is None:
-            block, reserved = self._grown(size) if self.expandable else self._segment(size)
-        self._unlist(block)
+            block, reserved = self._grow_segment(size) if self.expandable else self._new_segment(size)
+        self._remove_free(block)
         rest = block.size - size
         if rest >= BLOCK if self.small or self.expandable else rest > SMALL_SIZE:
             self._split(block, size)
         block.free = False
         return block, reserved
 
-    def give(self, block: _Block) -> None:
+    def release(self, block: _Block) -> None:
         """Frees a block and joins it with free neighbours."""
         block.free = True
-        for other in (block.before, block.after):
-            if other is not None and other.free:
-                self._unlist(other)
-                block = self._joined(*((other, block) if other is block.before else (block, other)))
-        self._list(block)
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and neighbour.free:
+                self._remove_free(neighbour)
+                block = self._merge(
+                    *((neighbour, block) if neighbour is block.before else (block, neighbour))
+                )
+        self._add_free(block)
 
-    def _fitting(self, size: int) -> _Block | None:
+    def _best_fit(self, size: int) -> _Block | None:
         at = bisect.bisect_left(self.free, (size, -1))
         last = None
         for _, start in self.free[at : at + 2]:
@@ -103,21 +105,21 @@ class _Pool:
             last = block
         return last
 
-    def _segment(self, size: int) -> tuple[_Block, int]:
+    def _new_segment(self, size: int) -> tuple[_Block, int]:
         reserved = segment_bytes(size)
         start = max(self.blocks, default=0) + 2**44  # never a neighbour of another one
         block = _Block(start, reserved, free=True)
         self.blocks[start] = block
-        self._list(block)
+        self._add_free(block)
         return block, reserved
 
-    def _grown(self, size: int) -> tuple[_Block, int]:
+    def _grow_segment(self, size: int) -> tuple[_Block, int]:
         end = self.end
-        there = end.size if end is not None and end.free else 0
+        available = end.size if end is not None and end.free else 0
         page = SMALL_SEGMENT if self.small else LARGE_SEGMENT
-        reserved = -(-(size - there) // page) * page
+        reserved = -(-(size - available) // page) * page
         if end is not None and end.free:
-            self._unlist(end)
+            self._remove_free(end)
             end.size += reserved
         else:
             end = _Block(0 if end is None else end.start + end.size, reserved, free=True, before=end)
@@ -125,7 +127,7 @@ class _Pool:
                 end.before.after = end
             self.blocks[end.start] = end
         self.end = end
-        self._list(end)
+        self._add_free(end)
         return end, reserved
 
     def _split(self, block: _Block, size: int) -> None:
@@ -134,11 +136,11 @@ class _Pool:
             block.after.before = rest
         block.size, block.after = size, rest
         self.blocks[rest.start] = rest
-        self._list(rest)
+        self._add_free(rest)
         if block is self.end:
             self.end = rest
 
-    def _joined(self, first: _Block, second: _Block) -> _Block:
+    def _merge(self, first: _Block, second: _Block) -> _Block:
         first.size += second.size
         first.after = second.after
         if second.after is not None:
@@ -149,10 +151,10 @@ class _Pool:
         first.free = True
         return first
 
-    def _list(self, block: _Block) -> None:
+    def _add_free(self, block: _Block) -> None:
         bisect.insort(self.free, (block.size, block.start))
 
-    def _unlist(self, block: _Block) -> None:
+    def _remove_free(self, block: _Block) -> None:
         del self.free[bisect.bisect_left(self.free, (block.size, block.start))]
 
 
@@ -182,7 +184,7 @@ class CachingAllocator:
         """A number that `free` takes."""
         size = rounded(size)
         pool = self._small if size <= SMALL_SIZE else self._large
-        block, reserved = pool.take(size)
+        block, reserved = pool.allocate(size)
         self.reserved += reserved
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
@@ -194,4 +196,4 @@ class CachingAllocator:
         """Frees what `allocate` gave this number for."""
         pool, block = self._owner.pop(number)
         self.allocated -= block.size
-        pool.give(block)
+        pool.release(block)

@@ -98,7 +98,7 @@ def savings(plan: Plan, job: Job) -> Iterator[Change]:
     yield from _smaller_microbatch(job)
     yield from _activations(job, device)
     yield from _optimizer(job, device, recipe)
-    yield from _number_formats(job, device)
+    yield from _dtypes(job, device)
     yield from _quantized(job, device)
     if job.tokens >= 2 * SHORTEST:
         half = job.tokens // 2
@@ -125,7 +125,7 @@ def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
 
 def _packed(plan: Plan, job: Job, on: bool) -> Job:
     """The job with packed or unpacked sequences, and the attention that was resolved for these."""
-    attention = tuple(one.packed if on else one.unpacked for one in plan.resolved.attention.layers)
+    attention = tuple(layer.packed if on else layer.unpacked for layer in plan.resolved.attention.layers)
     return job.changed(
         packed=on, attention=attention[0], layer_attention=attention if len(set(attention)) > 1 else ()
     )
@@ -147,27 +147,31 @@ def _reversed_activations(job: Job) -> Iterator[Change]:
 def _reversed_states(job: Job) -> Iterator[Change]:
     """Optimizer states, gradients and weights."""
     if job.optimizer in ("adamw_8bit", "adamw_bf16"):
-        wide = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
+        changed = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
         name = {"adamw_8bit": "8-bit optimizer states", "adamw_bf16": "bf16 optimizer states"}[job.optimizer]
-        yield Change(name, {"optim": "adamw_torch"}, wide, same_training=False, in_use=True)
+        yield Change(name, {"optim": "adamw_torch"}, changed, same_training=False, in_use=True)
     if job.in_backward:
         later = job.changed(in_backward=False)
         yield Change("optimizer in backward", {"optim_in_backward": False}, later, in_use=True)
     if job.gradient_dtype == "bf16":
-        wide = dataclasses.replace(job, gradient_dtype="fp32")
-        yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, wide, same_training=False, in_use=True)
+        changed = dataclasses.replace(job, gradient_dtype="fp32")
+        yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, changed, same_training=False, in_use=True)
     if job.quantization is not None:
         key = QUANTIZED[job.quantization.kind]
-        wide = dataclasses.replace(job, quantization=None, unpacked_layers=0)
+        changed = dataclasses.replace(job, quantization=None, unpacked_layers=0)
         yield Change(
-            f"{job.quantization.kind.upper()} weights", {key: False}, wide, same_training=False, in_use=True
+            f"{job.quantization.kind.upper()} weights",
+            {key: False},
+            changed,
+            same_training=False,
+            in_use=True,
         )
     if job.lora is not None:
         keys: dict[str, Any] = {"lora": None}
         if job.quantization is not None:
             keys[QUANTIZED[job.quantization.kind]] = False
-        whole = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
-        yield Change("LoRA", keys, whole, same_training=False, in_use=True)
+        full = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
+        yield Change("LoRA", keys, full, same_training=False, in_use=True)
 
 
 def _recompute_name(policies: set[str]) -> str:
@@ -206,10 +210,10 @@ def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
         counts = {"block": layers // 2, "none": layers - layers // 2}
         changed = job.changed(policies=canonical(counts))
         yield Change("checkpointing half the layers", {"recompute": counts}, changed, suggested=False)
-    more = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
-    if more is not None:
-        changed = job.changed(mlp_tiles=more)
-        yield Change("feed-forward in tiles", {"mlp_tiles": more}, changed, suggested=False)
+    next_count = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
+    if next_count is not None:
+        changed = job.changed(mlp_tiles=next_count)
+        yield Change("feed-forward in tiles", {"mlp_tiles": next_count}, changed, suggested=False)
     if job.loss_impl == "triton" and job.loss_memory is not None:
         yield Change("loss in smaller chunks", {}, job.changed(loss_memory=None), suggested=False)
 
@@ -234,7 +238,7 @@ def _optimizer(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change
         yield Change("optimizer in backward", keys, changed, same_training=False, suggested=False)
 
 
-def _number_formats(job: Job, device: DeviceFacts) -> Iterator[Change]:
+def _dtypes(job: Job, device: DeviceFacts) -> Iterator[Change]:
     if job.weights_dtype == "fp32" and job.bf16:
         keys = {"dtype": "bf16", "weights_dtype": "bf16"}
         changed = dataclasses.replace(job, dtype="bf16", weights_dtype="bf16")
@@ -247,12 +251,12 @@ def _number_formats(job: Job, device: DeviceFacts) -> Iterator[Change]:
 def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
     if job.lora is None or not _can_be_quantized(job):
         return
-    now = job.quantization.kind if job.quantization is not None else None
-    if now is None:
+    current = job.quantization.kind if job.quantization is not None else None
+    if current is None:
         changed = dataclasses.replace(job, quantization=_quantization("int8", device))
         yield Change("INT8 weights", {"load_in_8bit": True}, changed, same_training=False, suggested=False)
-    if now != "nf4":
-        keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if now else {})
+    if current != "nf4":
+        keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if current else {})
         changed = dataclasses.replace(job, quantization=_quantization("nf4", device), unpacked_layers=0)
         yield Change("NF4 weights", keys, changed, same_training=False)
 
@@ -260,8 +264,8 @@ def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
 def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
     """Last, since they train something else."""
     narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
-    free = not job.in_backward and recipe.embedding_learning_rate is None
-    if job.lora is None and free and narrow >= LoraSettings().r:
+    allowed = not job.in_backward and recipe.embedding_learning_rate is None
+    if job.lora is None and allowed and narrow >= LoraSettings().r:
         changed = dataclasses.replace(job, lora=LoraSettings())
         yield Change("LoRA", {"lora": {"r": 16}}, changed, same_training=False)
         quantized = dataclasses.replace(changed, quantization=_quantization("nf4", device))

@@ -62,14 +62,14 @@ def total_steps(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) ->
 def describe(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> dict[str, Any]:
     """The plan's `data`: sequences, tokens and fill of an epoch, steps and tokens of the run."""
     steps = total_steps(recipe, data, num_devices)
-    known = data or DataFacts(None, None, None)
+    facts = data or DataFacts(None, None, None)
     trained = None
-    if steps is not None and known.sequences and known.tokens is not None:
-        trained = round(processed_sequences(recipe, data, num_devices) / known.sequences * known.tokens)
+    if steps is not None and facts.sequences and facts.tokens is not None:
+        trained = round(processed_sequences(recipe, data, num_devices) / facts.sequences * facts.tokens)
     return {
-        "windows": known.sequences,
-        "tokens": known.tokens,
-        "fill": known.fill,
+        "windows": facts.sequences,
+        "tokens": facts.tokens,
+        "fill": facts.fill,
         "steps": steps,
         "trained_tokens": trained,
     }

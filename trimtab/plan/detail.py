@@ -55,12 +55,12 @@ def _operations(plan: Plan) -> list[dict[str, Any]]:
     if time is None:
         return []
     totals: dict[tuple[str, str], list[OperationTime]] = {}
-    for one in time.operations:
-        totals.setdefault((one.name, one.kind.value), []).append(one)
+    for operation in time.operations:
+        totals.setdefault((operation.name, operation.kind.value), []).append(operation)
     rows = []
-    for (name, kind), found in totals.items():
+    for (name, kind), entries in totals.items():
         by_phase: dict[str, float] = {}
-        for one in found:
-            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + one.total
+        for operation in entries:
+            by_phase[operation.phase] = by_phase.get(operation.phase, 0.0) + operation.total
         rows.append({"name": name, "kind": kind, "seconds": sum(by_phase.values()), "phases": by_phase})
     return sorted(rows, key=lambda row: -float(str(row["seconds"])))

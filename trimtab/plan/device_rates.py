@@ -36,16 +36,16 @@ def rates_of(device: DeviceFacts, dtype: str) -> Rates | None:
         True
     """
     if device.calibration is not None:
-        return _calibrated(device, device.calibration, dtype)
+        return _rates_from_calibration(device, device.calibration, dtype)
     if device.kind != "cuda":
         return None
     measured = shipped_calibration()
     if device.name == measured.device:
         return dataclasses.replace(
-            _calibrated(device, measured, dtype), basis=f"measured on an {measured.device}"
+            _rates_from_calibration(device, measured, dtype), basis=f"measured on an {measured.device}"
         )
-    known = _ceilings(device, dtype)
-    return None if known is None else _borrowed(device, measured, dtype, *known)
+    ceilings = _ceilings(device, dtype)
+    return None if ceilings is None else _rates_from_data_sheet(device, measured, dtype, *ceilings)
 
 
 def _ceilings(device: DeviceFacts, dtype: str) -> tuple[float, float] | None:
@@ -53,7 +53,7 @@ def _ceilings(device: DeviceFacts, dtype: str) -> tuple[float, float] | None:
     return None if ceiling is None or bandwidth is None else (ceiling[0], bandwidth)
 
 
-def _calibrated(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates:
+def _rates_from_calibration(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates:
     when = measured.measured_at.partition("T")[0]
     return Rates(
         flops=measured.flops,
@@ -71,17 +71,17 @@ def _calibrated(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates
     )
 
 
-def _borrowed(
+def _rates_from_data_sheet(
     device: DeviceFacts, measured: Calibration, dtype: str, flops: float, bandwidth: float
 ) -> Rates:
     """A data sheet's rates, of which products and copies reach the share that they reach on the measured device."""
     sheet = DeviceFacts(measured.device, "cuda", 1)
-    known = _ceilings(sheet, "bf16")
-    assert known is not None, "the measured device has a data sheet"
-    products, copies = measured.flops["bf16"] / known[0], measured.copy / known[1]
+    ceilings = _ceilings(sheet, "bf16")
+    assert ceilings is not None, "the measured device has a data sheet"
+    flops_efficiency, copy_efficiency = measured.flops["bf16"] / ceilings[0], measured.copy / ceilings[1]
     return Rates(
-        flops={dtype: flops * products},
-        copy=bandwidth * copies,
+        flops={dtype: flops * flops_efficiency},
+        copy=bandwidth * copy_efficiency,
         measured=measured,
         ceilings=(flops, bandwidth),
         launch=measured.launch_seconds,

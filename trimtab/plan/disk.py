@@ -12,7 +12,7 @@ from trimtab.facts.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveSchedule:
     """When a run saves and what it keeps, as in its recipe."""
 
     keep: int
@@ -38,21 +38,21 @@ class Saving:
             count -= total // math.lcm(*every)
         return count + int(all(total % steps for steps in every))
 
-    def standing(self, keep: int | None = None) -> int:
+    def max_checkpoints(self, keep: int | None = None) -> int:
         """Checkpoints that are on the disk at once, the one being written included, where `keep` are kept.
 
         The oldest goes only after the newest is complete. The best one is kept besides, where others are saved after
         it: with `save_steps` unset each save but the last is the best so far, and so among the newest.
 
         Example:
-            >>> Saving(keep=2, save_steps=10, best_steps=None, total_steps=100).standing()
+            >>> SaveSchedule(keep=2, save_steps=10, best_steps=None, total_steps=100).max_checkpoints()
             3
-            >>> Saving(keep=2, save_steps=None, best_steps=None, total_steps=100).standing()
+            >>> SaveSchedule(keep=2, save_steps=None, best_steps=None, total_steps=100).max_checkpoints()
             1
         """
         keep = self.keep if keep is None else keep
-        most = keep + 1 + int(self._best_is_older(keep))
-        return most if self.saves is None else min(self.saves, most)
+        count = keep + 1 + int(self._best_is_older(keep))
+        return count if self.saves is None else min(self.saves, count)
 
     def _best_is_older(self, keep: int) -> bool:
         """Whether the best checkpoint can be older than the newest `keep` while another one is written."""
@@ -72,27 +72,27 @@ class Disk:
 
     checkpoint_bytes: int
     """One checkpoint: weights, optimizer states, a little for names and positions."""
-    saving: Saving
+    saving: SaveSchedule
 
     @property
     def total_bytes(self) -> int:
         """The most that is there at once: what is kept, the best one, and the one being written."""
-        return self.checkpoint_bytes * self.saving.standing()
+        return self.checkpoint_bytes * self.saving.max_checkpoints()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "checkpoint_bytes": self.checkpoint_bytes,
             "total_bytes": self.total_bytes,
-            "checkpoints": self.saving.standing(),
+            "checkpoints": self.saving.max_checkpoints(),
         }
 
 
-def estimate(weights: int, states: int, num_tensors: int, saving: Saving) -> Disk:
+def estimate(weights: int, states: int, num_tensors: int, saving: SaveSchedule) -> Disk:
     """Disk of a run with so many bytes of trained weights and optimizer states.
 
     Example:
-        >>> disk = estimate(1000, 0, 0, Saving(keep=1, save_steps=5, best_steps=None, total_steps=None))
+        >>> disk = estimate(1000, 0, 0, SaveSchedule(keep=1, save_steps=5, best_steps=None, total_steps=None))
         >>> disk.total_bytes == 2 * disk.checkpoint_bytes
         True
     """
@@ -106,13 +106,13 @@ def check_disk(disk: Disk, free_bytes: int, folder: str, *, resumed: bool = Fals
     a whole.
 
     Example:
-        >>> saving = Saving(keep=1, save_steps=5, best_steps=None, total_steps=None)
+        >>> saving = SaveSchedule(keep=1, save_steps=5, best_steps=None, total_steps=None)
         >>> check_disk(estimate(1000, 0, 0, saving), 10**9, "runs/a")
     """
     if disk.total_bytes <= free_bytes:
         return
-    count = disk.saving.standing()
-    what = (
+    count = disk.saving.max_checkpoints()
+    subject = (
         "the checkpoint takes" if count == 1 else f"{count} checkpoints, as many as there are at once, take"
     )
     move = (
@@ -120,7 +120,7 @@ def check_disk(disk: Disk, free_bytes: int, folder: str, *, resumed: bool = Fals
     )
     fewer = _fewer(disk, free_bytes)
     raise ResourceError(
-        f"{what} {format_bytes(disk.total_bytes)} and {folder} has room for {format_bytes(free_bytes)}",
+        f"{subject} {format_bytes(disk.total_bytes)} and {folder} has room for {format_bytes(free_bytes)}",
         f"free some space or {move}" if fewer is None else f"free some space, {move}, or {fewer}",
     )
 
@@ -129,7 +129,7 @@ def _fewer(disk: Disk, free_bytes: int) -> str | None:
     """Keys that make the checkpoints fit, as the last part of a remedy; None where none do."""
     fitting = free_bytes // disk.checkpoint_bytes
     for keep in range(disk.saving.keep - 1, 0, -1):
-        if disk.saving.standing(keep) <= fitting:
+        if disk.saving.max_checkpoints(keep) <= fitting:
             return f"set save_total_limit: {keep}"
     if not fitting:
         return None

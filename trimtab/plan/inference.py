@@ -19,7 +19,7 @@ from trimtab.model import spec as model_spec
 from trimtab.model.spec_block import BLOCK_INPUT, DeclaredBlock
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
-from trimtab.plan.layers import declared_blocks, stream_dtype, unpacking_bytes, workspace_bytes
+from trimtab.plan.layers import declared_blocks, dequantize_scratch_bytes, stream_dtype, workspace_bytes
 from trimtab.plan.liveness import walk_forward
 
 Tensors = list[Activation]
@@ -32,7 +32,7 @@ PREFILL_TOKENS = 8192
 
 def total(tensors: Tensors) -> int:
     """Bytes of all of them."""
-    return sum(one.nbytes for one in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def loss_tensors(job: Job) -> Tensors:
@@ -58,24 +58,24 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
         new_tokens: the most tokens that are generated.
     """
     chunk = prompt if rows == 1 else min(prompt, max(PREFILL_TOKENS // rows, 1))
-    held = cache_tokens(rows, prompt, prompt)
+    cached = cache_tokens(rows, prompt, prompt)
     reading = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
-    cache = _cache(job, rows, held)
+    cache = _cache(job, rows, cached)
     last = []
     if chunk == prompt:  # a layer's part of the cache is made when it has its keys and values
-        size = rows * held * cached_width(job.shape.blocks[-1]) * BYTES[job.dtype]
+        size = rows * cached * cache_width(job.shape.blocks[-1]) * BYTES[job.dtype]
         last = [Activation("cache.last", size, Part.CACHE)]
         cache = [Activation("cache", total(cache) - size, Part.CACHE)]
-    mask = _mask(reading, min(prompt, held), padded=rows > 1)
+    mask = _mask(reading, min(prompt, cached), padded=rows > 1)
     prefill = [*cache, *_inputs(reading), *_shared(reading), *mask, *_layer(reading, last)]
     writing = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
-    grown = cache_tokens(rows, prompt, prompt + new_tokens)
-    longer = _cache(job, rows, grown)
-    if grown > held:  # one layer's keys, or values, are copied to where there is more room
-        widest = max(cached_width(block) for block in job.shape.blocks)
-        size = rows * held * widest * BYTES[job.dtype] // 2
+    final_cached = cache_tokens(rows, prompt, prompt + new_tokens)
+    longer = _cache(job, rows, final_cached)
+    if final_cached > cached:  # one layer's keys, or values, are copied to where there is more room
+        widest = max(cache_width(block) for block in job.shape.blocks)
+        size = rows * cached * widest * BYTES[job.dtype] // 2
         longer = [*longer, Activation("cache.copied", size, Part.CACHE)]
-    step = [*longer, *_inputs(writing), *_mask(writing, grown, padded=rows > 1), *_layer(writing)]
+    step = [*longer, *_inputs(writing), *_mask(writing, final_cached, padded=rows > 1), *_layer(writing)]
     logits = [*longer, *_inputs(writing), *_logits(writing)]
     return max(prefill, step, logits, key=total) + _dequantized(job)
 
@@ -102,12 +102,12 @@ def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
     return room
 
 
-def cached_width(block: BlockShape) -> int:
+def cache_width(block: BlockShape) -> int:
     """Elements that a layer caches per token: keys and values, or the latent of both (MLA).
 
     Example:
         >>> from trimtab.facts.blocks import FeedForwardShape
-        >>> cached_width(BlockShape(AttentionShape(32, 8, 128), FeedForwardShape(14336)))
+        >>> cache_width(BlockShape(AttentionShape(32, 8, 128), FeedForwardShape(14336)))
         2048
     """
     mixer = block.mixer
@@ -128,14 +128,14 @@ def _shared(job: Job) -> Tensors:
 
 
 def _dequantized(job: Job) -> Tensors:
-    size = workspace_bytes(job) + unpacking_bytes(job)
+    size = workspace_bytes(job) + dequantize_scratch_bytes(job)
     return [Activation("dequantized weight", size, Part.WORKSPACE)] if size else []
 
 
 def _layer(job: Job, from_attention: Sequence[Activation] = ()) -> Tensors:
     """The live tensors at the layer and operation with the highest memory."""
     blocks = declared_blocks(job)
-    return max((found for block, _ in blocks for found in _instants(block, from_attention)), key=total)
+    return max((tensors for block, _ in blocks for tensors in _instants(block, from_attention)), key=total)
 
 
 def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Iterator[Tensors]:
@@ -145,38 +145,40 @@ def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Ite
         block: its operations.
         from_attention: other tensors that are there from attention on.
     """
-    begun = False
+    reached_attention = False
     operations = block.attention if block.tile else block.operations
     x = operations[0].inputs[0]
-    for one in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
-        assert one.operation is not None
-        begun |= one.operation.kind is Kind.ATTENTION
-        own = one.tensors() + _made_inside(one.operation, one.tensors())
-        yield [*own, *from_attention] if begun else own
+    for instant in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
+        assert instant.operation is not None
+        reached_attention |= instant.operation.kind is Kind.ATTENTION
+        tensors = instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
+        yield [*tensors, *from_attention] if reached_attention else tensors
     if not block.tile:
         return
-    between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-    whole = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
-    for one in walk_forward(block.tile, frozenset(), [], set()):
-        assert one.operation is not None
+    residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+    live = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
+    for instant in walk_forward(block.tile, frozenset(), [], set()):
+        assert instant.operation is not None
         tile = [
             Activation(f"tile.{tensor.name}", tensor.nbytes, tensor.part)
-            for tensor in one.tensors() + _made_inside(one.operation, one.tensors())
-            if tensor.name != between.name  # a slice of the whole
+            for tensor in instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
+            if tensor.name != residual.name  # a slice of the whole
         ]
-        yield whole + tile
+        yield live + tile
 
 
-def _made_inside(one: Operation, alive: Tensors) -> Tensors:
+def _internal_tensors(operation: Operation, live: Tensors) -> Tensors:
     """What training would save of an operation beyond its inputs and outputs: here it is freed with the operation."""
-    if one.kind is Kind.ATTENTION and not one.results:
+    if operation.kind is Kind.ATTENTION and not operation.results:
         # Not tiled: the matrices are its scratch; keys and values are repeated for all query heads.
-        return [Activation("repeated keys and values", 2 * one.outputs[0].nbytes, Part.ATTENTION)]
-    names = {tensor.name for tensor in alive} | {tensor.name for tensor in one.inputs}
-    own = {
-        saved.activation.name: saved.activation for saved in one.saved if saved.activation.name not in names
+        return [Activation("repeated keys and values", 2 * operation.outputs[0].nbytes, Part.ATTENTION)]
+    names = {tensor.name for tensor in live} | {tensor.name for tensor in operation.inputs}
+    internal = {
+        saved.activation.name: saved.activation
+        for saved in operation.saved
+        if saved.activation.name not in names
     }
-    return list(own.values())
+    return list(internal.values())
 
 
 def _loss(job: Job) -> Tensors:
@@ -210,7 +212,7 @@ def _adapted_head(job: Job) -> Tensors:
 
 def _cache(job: Job, rows: int, tokens: int) -> Tensors:
     """Keys and values of all layers; layers with sliding-window attention need no more than this."""
-    width = sum(cached_width(block) for block in job.shape.blocks)
+    width = sum(cache_width(block) for block in job.shape.blocks)
     return [Activation("cache", rows * tokens * width * BYTES[job.dtype], Part.CACHE)]
 
 

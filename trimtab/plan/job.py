@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.shapes import ModelShape
-from trimtab.plan.trained import Trained, trained
+from trimtab.plan.trainable import TrainableParameters, trainable_parameters
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,18 @@ class Job:
     """Layers whose quantized weights also have dequantized copies (`trimtab.adapt.dequantized`)."""
 
     @cached_property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainableParameters:
         """Which weights are trained, and the bytes that follow from it."""
-        return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
+        return trainable_parameters(
+            self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization
+        )
 
     def changed(self, **changes: Any) -> Job:
         """A copy with other batch, tokens, policies or the like; what is trained stays, and is not worked out again."""
         assert changes.keys().isdisjoint(("shape", "weights_dtype", "gradient_dtype", "lora", "quantization"))
-        other = dataclasses.replace(self, **changes)
-        other.__dict__["trained"] = self.trained
-        return other
+        copy = dataclasses.replace(self, **changes)
+        copy.__dict__["trained"] = self.trained
+        return copy
 
     @property
     def attention_backends(self) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ Segments = Sequence[tuple[str, int]]
 class LayerMemory:
     """Bytes of one layer under a policy."""
 
-    kept: int
+    on_device: int
     """On the device, from the forward pass to the layer's backward."""
     peak: int
     """The most during the layer's backward pass: what was kept, what comes back, and gradients."""
@@ -61,11 +61,11 @@ class LayerMemory:
 def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
     """(operations, the layers that have them) for each run of equal layers; runs of the same kind share theirs."""
     kinds = layer_kinds(job)
-    found: dict[int, DeclaredBlock] = {}
+    blocks: dict[int, DeclaredBlock] = {}
     for layer, kind in enumerate(kinds):
-        if kind not in found:
-            found[kind] = declare_layer(job, layer)
-    return [(found[kinds[run[0]]], run) for run in _runs(kinds)]
+        if kind not in blocks:
+            blocks[kind] = declare_layer(job, layer)
+    return [(blocks[kinds[run[0]]], run) for run in _runs(kinds)]
 
 
 def layer_runs(job: Job) -> Iterator[range]:
@@ -122,7 +122,7 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
             job.weights_dtype,
             job.device,
             job.pointwise,
-            {one.name: one.gradient for one in job.trained.layers[layer]},
+            {parameter.name: parameter.gradient for parameter in job.trained.layers[layer]},
             job.attended_share,
         ),
         adapted,
@@ -136,15 +136,15 @@ def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
 
     On a CPU `offload` keeps the input where it is, as `block` does, and the other two that offload do so as well.
     """
-    kept = saved_under(block, policy)
-    size = total_bytes(kept)
-    left = gradient_bytes(block.operations) if _parameter_gradients(job).pile_up else 0
-    peak = max((one.total for one in backward_instants(job, block, policy)), default=0)
-    forward = max(one.total for one in forward_instants(block, policy))
+    saved = saved_under(block, policy)
+    size = total_bytes(saved)
+    gradients = gradient_bytes(block.operations) if _parameter_gradients(job).retain else 0
+    peak = max((instant.total for instant in backward_instants(job, block, policy)), default=0)
+    forward = max(instant.total for instant in forward_instants(block, policy))
     if is_offloaded(job, policy):
         # Meanwhile the offloaded activations of the layer below are being copied to the host, or back.
-        return LayerMemory(0, peak + size, forward + size, left, size)
-    return LayerMemory(size, peak, forward, left)
+        return LayerMemory(0, peak + size, forward + size, gradients, size)
+    return LayerMemory(size, peak, forward, gradients)
 
 
 def is_offloaded(job: Job, policy: str) -> bool:
@@ -154,17 +154,17 @@ def is_offloaded(job: Job, policy: str) -> bool:
 
 def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
     """Live tensors during a layer's forward pass, its input and saved activations included."""
-    kept = saved_under(block, policy)
+    saved = saved_under(block, policy)
     operations = block.attention if block.tile else block.operations
-    x, wanted = operations[0].inputs[0], {one.name for one in kept}
-    yield from walk_forward(operations, block.requires_grad, [x], wanted)
+    x, saved_names = operations[0].inputs[0], {activation.name for activation in saved}
+    yield from walk_forward(operations, block.requires_grad, [x], saved_names)
     if block.tile:
-        between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-        whole = [*kept, output]
-        if BETWEEN not in wanted:
-            whole.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
-        for one in walk_forward(block.tile, frozenset(), [between], set()):
-            yield _beside(one, whole, "tile.")
+        residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+        live = [*saved, output]
+        if BETWEEN not in saved_names:
+            live.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
+        for instant in walk_forward(block.tile, frozenset(), [residual], set()):
+            yield _with_tensors(instant, live, "tile.")
 
 
 def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[Instant]:
@@ -172,46 +172,49 @@ def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[I
     from that of its output on."""
     if not block.differentiates:
         return
-    kept = saved_under(block, policy)
+    saved = saved_under(block, policy)
     if block.tile:
-        yield from _tiled_instants(job, block, policy, kept)
+        yield from _tiled_backward_instants(job, block, policy, saved)
         return
     operations, requires_grad = block.operations, block.requires_grad
     output = operations[-1].outputs[0]
-    given = _given_gradients(operations[-1])
-    yield _beside(Instant(None, 0, list), [*kept, *given])
-    held: Mapping[str, Activation] = {one.name: one for one in kept}
+    output_gradients = _output_gradients(operations[-1])
+    yield _with_tensors(Instant(None, 0, list), [*saved, *output_gradients])
+    available: Mapping[str, Activation] = {activation.name: activation for activation in saved}
     if policy != "none":
-        again = operations[: last_recomputed(block, policy) + 1]
-        wanted = {BLOCK_INPUT, *(one.name for one in saved_activations(operations, requires_grad))}
-        for one in walk_forward(again, requires_grad, kept, wanted):
-            yield _beside(one, given)
-            held = one.after
+        recomputed = operations[: last_recomputed(block, policy) + 1]
+        needed = {
+            BLOCK_INPUT,
+            *(activation.name for activation in saved_activations(operations, requires_grad)),
+        }
+        for instant in walk_forward(recomputed, requires_grad, saved, needed):
+            yield _with_tensors(instant, output_gradients)
+            available = instant.after
     overwrites = policy != "none" and not job.compiled
     yield from walk_backward(
-        operations, requires_grad, held, output, _parameter_gradients(job), recomputed=overwrites
+        operations, requires_grad, available, output, _parameter_gradients(job), recomputed=overwrites
     )
 
 
-def _beside(instant: Instant, others: Sequence[Activation], prefix: str = "") -> Instant:
+def _with_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str = "") -> Instant:
     """The same with other tensors that are alive; the instant's own get a prefix to their names."""
-    total = instant.total + sum(one.nbytes for one in others)
-    return instant._replace(total=total, tensors=partial(_joined, instant, others, prefix))
+    total = instant.total + sum(tensor.nbytes for tensor in tensors)
+    return instant._replace(total=total, tensors=partial(_all_tensors, instant, tensors, prefix))
 
 
-def _joined(instant: Instant, others: Sequence[Activation], prefix: str) -> list[Activation]:
+def _all_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str) -> list[Activation]:
     own = instant.tensors()
     if prefix:
-        own = [dataclasses.replace(one, name=prefix + one.name) for one in own]
-    return [*others, *own]
+        own = [dataclasses.replace(tensor, name=prefix + tensor.name) for tensor in own]
+    return [*tensors, *own]
 
 
-def _given_gradients(addition: Operation) -> list[Activation]:
+def _output_gradients(addition: Operation) -> list[Activation]:
     """The gradient of a residual addition's output, and that of what it adds where that has another dtype."""
     output = addition.outputs[0]
-    found = activation_gradients({output.name: output.nbytes})
+    gradients = activation_gradients({output.name: output.nbytes})
     branch = branch_gradient(addition)
-    return found + (activation_gradients({f"{output.name}.branch": branch}) if branch else [])
+    return gradients + (activation_gradients({f"{output.name}.branch": branch}) if branch else [])
 
 
 def _parameter_gradients(job: Job) -> ParameterGradients:
@@ -220,37 +223,47 @@ def _parameter_gradients(job: Job) -> ParameterGradients:
     )
 
 
-def _tiled_instants(
-    job: Job, block: DeclaredBlock, policy: str, kept: Sequence[Activation]
+def _tiled_backward_instants(
+    job: Job, block: DeclaredBlock, policy: str, saved: Sequence[Activation]
 ) -> Iterator[Instant]:
     """The same for a layer whose feed-forward runs in tiles: the tiles first, then the attention half."""
     requires_grad = block.requires_grad
-    saved = {one.name: one for one in saved_activations(block.attention, requires_grad)}
-    between = block.attention[-1].outputs[0]
-    wanted = {BLOCK_INPUT, *saved}
-    held: Mapping[str, Activation] = {one.name: one for one in kept}
+    needed_by_attention = {
+        activation.name: activation for activation in saved_activations(block.attention, requires_grad)
+    }
+    residual = block.attention[-1].outputs[0]
+    needed = {BLOCK_INPUT, *needed_by_attention}
+    available: Mapping[str, Activation] = {activation.name: activation for activation in saved}
     recompute = policy != "none"
-    again = block.attention[: last_recomputed(block, policy) + 1]
-    output_gradient = activation_gradients({f"{BETWEEN}.output": between.nbytes})
+    recomputed = block.attention[: last_recomputed(block, policy) + 1]
+    output_gradient = activation_gradients({f"{BETWEEN}.output": residual.nbytes})
     if recompute and policy not in IN_HALVES:  # all of the first half comes back before the tiles run
-        for one in walk_forward(again, requires_grad, kept, wanted | {BETWEEN}):
-            yield _beside(one, output_gradient)
-            held = one.after
+        for instant in walk_forward(recomputed, requires_grad, saved, needed | {BETWEEN}):
+            yield _with_tensors(instant, output_gradient)
+            available = instant.after
     # The gradients of output and input of the whole half, and one tile.
-    both = [*output_gradient, *activation_gradients({between.name: between.nbytes})]
-    for one in _tile_instants(block):
-        yield _beside(one, [*held.values(), *both])
-    pile_up = _parameter_gradients(job).pile_up
-    done = [gradient for one in block.feed_forward for gradient in one.gradients] if pile_up else []
-    left = parameter_gradients(done)
+    residual_gradients = [*output_gradient, *activation_gradients({residual.name: residual.nbytes})]
+    for instant in _tile_instants(block):
+        yield _with_tensors(instant, [*available.values(), *residual_gradients])
+    retain = _parameter_gradients(job).retain
+    computed = (
+        [gradient for operation in block.feed_forward for gradient in operation.gradients] if retain else []
+    )
+    feed_forward_gradients = parameter_gradients(computed)
     if recompute and policy in IN_HALVES:
-        given = [*_given_gradients(block.attention[-1]), *left]
-        for one in walk_forward(again, requires_grad, kept, wanted):
-            yield _beside(one, given)
-            held = one.after
-    held = {name: one for name, one in held.items() if name in saved or name == BLOCK_INPUT}
-    for one in walk_backward(block.attention, requires_grad, held, between, _parameter_gradients(job)):
-        yield _beside(one, left)
+        gradients = [*_output_gradients(block.attention[-1]), *feed_forward_gradients]
+        for instant in walk_forward(recomputed, requires_grad, saved, needed):
+            yield _with_tensors(instant, gradients)
+            available = instant.after
+    available = {
+        name: activation
+        for name, activation in available.items()
+        if name in needed_by_attention or name == BLOCK_INPUT
+    }
+    for instant in walk_backward(
+        block.attention, requires_grad, available, residual, _parameter_gradients(job)
+    ):
+        yield _with_tensors(instant, feed_forward_gradients)
 
 
 def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
@@ -259,23 +272,27 @@ def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
     A tile reads its part of the stream where it lies, and its weights' gradients stay until all are made.
     """
     requires_grad = block.requires_grad
-    saved = {one.name: one for one in saved_activations(block.tile, requires_grad) if one.name != BETWEEN}
+    saved = {
+        activation.name: activation
+        for activation in saved_activations(block.tile, requires_grad)
+        if activation.name != BETWEEN
+    }
     output = block.tile[-1].outputs[0]
     sums = [
         Activation(f"{gradient.name}.sum", 4 * math.prod(gradient.dims), Part.PARAMETER_GRADIENTS)
-        for one in block.tile
-        for gradient in one.gradients
+        for operation in block.tile
+        for gradient in operation.gradients
     ]
-    yield _beside(Instant(None, 0, list), sums)
-    for one in walk_backward(block.tile, requires_grad, saved, output, ParameterGradients()):
-        yield _beside(one, sums, "tile.")
+    yield _with_tensors(Instant(None, 0, list), sums)
+    for instant in walk_backward(block.tile, requires_grad, saved, output, ParameterGradients()):
+        yield _with_tensors(instant, sums, "tile.")
 
 
 @dataclass(frozen=True)
-class Held:
+class AllLayersMemory:
     """Memory of all layers of a job under their policies."""
 
-    kept: int
+    on_device: int
     """On the device, from forward to backward."""
     host: int
     """Pinned bytes of the host."""
@@ -294,28 +311,28 @@ class Layers:
         """(operations, layers) of each run of equal layers."""
         self.stream = job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)]
         """The residual stream, and the gradient of it."""
-        self._reading = unpacking_bytes(job)
+        self._reading = dequantize_scratch_bytes(job)
         self._found: dict[tuple[int, str], LayerMemory] = {}
         """By the identity of the operations, which runs of the same kind share, and by policy."""
 
     def of(self, run: int, policy: str) -> LayerMemory:
         """Bytes of a layer of one run of equal layers under a policy; dequantizing weights included."""
         block = self.blocks[run][0]
-        found = self._found.get((id(block), policy))
-        if found is None:
-            found = layer_memory(self.job, block, policy)
-            if found.peak:
-                found = dataclasses.replace(found, peak=found.peak + self._reading)
-            self._found[id(block), policy] = found
-        return found
+        memory = self._found.get((id(block), policy))
+        if memory is None:
+            memory = layer_memory(self.job, block, policy)
+            if memory.peak:
+                memory = dataclasses.replace(memory, peak=memory.peak + self._reading)
+            self._found[id(block), policy] = memory
+        return memory
 
     def gradients(self) -> int:
         """Bytes that the backward pass of all layers leaves, where gradients pile up."""
-        if not _parameter_gradients(self.job).pile_up:
+        if not _parameter_gradients(self.job).retain:
             return 0
         return sum(gradient_bytes(block.operations) * len(run) for block, run in self.blocks)
 
-    def pieces(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
+    def spans(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
         """(policy, index of the run, layers) of neighbours with the same policy, from the first layer to the last."""
         start, run = 0, 0
         for policy, count in segments:
@@ -327,31 +344,33 @@ class Layers:
                 start = until
                 run += start == end
 
-    def held(self, segments: Segments) -> Held:
+    def memory(self, segments: Segments) -> AllLayersMemory:
         """Memory of layers with these policies."""
-        pieces = [(self.of(run, policy), layers) for policy, run, layers in self.pieces(segments)]
+        spans = [(self.of(run, policy), indices) for policy, run, indices in self.spans(segments)]
         # The activations offloaded last are still on the device, and are used from there.
-        resident = next((one.host for one, _ in reversed(pieces) if one.host), 0)
+        resident = next((layer.host for layer, _ in reversed(spans) if layer.host), 0)
         # Below the first offloaded layer, no copy to or from the host is in flight.
-        first = next((layers[0] for one, layers in pieces if one.host), None)
-        forward, backward, kept = [], [], 0
-        for one, layers in pieces:
-            total = kept + one.kept * (len(layers) - 1) + one.forward
-            forward.append((layers[-1], total - (one.host if layers[-1] == first else 0)))
-            kept += one.kept * len(layers)
-        below, gradients = kept + resident, 0
-        for one, layers in reversed(pieces):
-            # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
-            under = below - (resident if one.host else 0)
-            ends = {0, len(layers) - 1} | ({max(len(layers) - 2, 0)} if layers[0] == first else set())
-            for step in sorted(ends):
-                total = under - one.kept * (step + 1) + one.peak + gradients + one.gradients * step
-                layer = layers[-1 - step]
-                backward.append((layer, total - (one.host if layer == first else 0)))
-            below -= one.kept * len(layers)
-            gradients += one.gradients * len(layers)
-        host = sum(one.host * len(layers) for one, layers in pieces)
-        return Held(kept + resident, host, tuple(forward), tuple(backward))
+        first = next((indices[0] for layer, indices in spans if layer.host), None)
+        forward, backward, on_device = [], [], 0
+        for layer, indices in spans:
+            total = on_device + layer.on_device * (len(indices) - 1) + layer.forward
+            forward.append((indices[-1], total - (layer.host if indices[-1] == first else 0)))
+            on_device += layer.on_device * len(indices)
+        below, gradients = on_device + resident, 0
+        for layer, indices in reversed(spans):
+            # Of inputs from the host, the layer in use and the layer on its way are counted with what comes back.
+            start = below - (resident if layer.host else 0)
+            ends = {0, len(indices) - 1} | ({max(len(indices) - 2, 0)} if indices[0] == first else set())
+            for offset in sorted(ends):
+                total = (
+                    start - layer.on_device * (offset + 1) + layer.peak + gradients + layer.gradients * offset
+                )
+                index = indices[-1 - offset]
+                backward.append((index, total - (layer.host if index == first else 0)))
+            below -= layer.on_device * len(indices)
+            gradients += layer.gradients * len(indices)
+        host = sum(layer.host * len(indices) for layer, indices in spans)
+        return AllLayersMemory(on_device + resident, host, tuple(forward), tuple(backward))
 
 
 def segments_of(policies: Sequence[str]) -> Segments:
@@ -364,20 +383,20 @@ def stream_dtype(job: Job) -> str:
     return job.weights_dtype if job.weights_dtype != job.dtype else job.dtype
 
 
-def made_gradient(job: Job, count: int) -> int:
+def dense_gradient_bytes(job: Job, count: int) -> int:
     """A weight's gradient as backward makes it: in the weight's dtype, then cast if kept in another."""
-    made = nbytes(job.weights_dtype, count)
-    return made if job.weights_dtype == job.gradient_dtype else made + nbytes(job.gradient_dtype, count)
+    size = nbytes(job.weights_dtype, count)
+    return size if job.weights_dtype == job.gradient_dtype else size + nbytes(job.gradient_dtype, count)
 
 
-def reads_packed_weights(job: Job) -> bool:
+def dequantizes_weights(job: Job) -> bool:
     """Whether a step dequantizes weights: not if all layers keep dequantized copies."""
     return job.quantization is not None and job.unpacked_layers < job.shape.num_layers
 
 
-def unpacking_bytes(job: Job) -> int:
+def dequantize_scratch_bytes(job: Job) -> int:
     """Temporary bytes of dequantizing weights, besides the workspace."""
-    if job.quantization is None or not reads_packed_weights(job):
+    if job.quantization is None or not dequantizes_weights(job):
         return 0
     packed = job.quantization
     return spec_quantized.scratch_bytes(
@@ -391,7 +410,7 @@ def unpacking_bytes(job: Job) -> int:
 
 def workspace_bytes(job: Job) -> int:
     """One dequantized weight, from the first matmul on."""
-    return spec_quantized.workspace_bytes(job.shape, job.dtype) if reads_packed_weights(job) else 0
+    return spec_quantized.workspace_bytes(job.shape, job.dtype) if dequantizes_weights(job) else 0
 
 
 def update_scratch(job: Job) -> int:

@@ -14,7 +14,7 @@ from trimtab.facts.operations import Activation, Gradient, Kind, Operation, Part
 class ParameterGradients:
     """What becomes of the gradients of trained tensors during a backward pass."""
 
-    pile_up: bool = True
+    retain: bool = True
     """Whether they stay: False if they are added to those of an earlier microbatch, or used at once."""
     update: int = 0
     """Temporary bytes of an optimizer that steps in the backward pass."""
@@ -49,10 +49,10 @@ class _Gradients:
             self._drop(name)
             self.owner[name] = key
 
-    def share(self, name: str, other: str) -> None:
+    def share(self, name: str, source: str) -> None:
         """The gradient of `other` is that of `name` too, or is added to it."""
         if name not in self.owner:
-            self.owner[name] = self.owner[other]
+            self.owner[name] = self.owner[source]
 
     def take(self, name: str) -> None:
         """Frees the gradient of an activation."""
@@ -79,8 +79,8 @@ def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) ->
     """Gradients of trained tensors as they are kept, or as the backward pass makes them."""
     suffix = ".grad_made" if made else ".grad"
     return [
-        Activation(one.name + suffix, one.made if made else one.kept, Part.PARAMETER_GRADIENTS)
-        for one in gradients
+        Activation(gradient.name + suffix, gradient.made if made else gradient.kept, Part.PARAMETER_GRADIENTS)
+        for gradient in gradients
     ]
 
 
@@ -92,7 +92,7 @@ def workspace(name: str, size: int) -> list[Activation]:
 def walk_backward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
-    held: Mapping[str, Activation],
+    saved_tensors: Mapping[str, Activation],
     output: Activation,
     parameters: ParameterGradients,
     *,
@@ -108,87 +108,105 @@ def walk_backward(
         parameters: what becomes of trained tensors' gradients.
         recomputed: whether saved activations are the walk's own, so that gradients may be written over them.
     """
-    active = [one for one in operations if one.differentiates(requires_grad)]
+    active = [operation for operation in operations if operation.differentiates(requires_grad)]
     users: dict[str, int] = {}
-    for one in active:
-        for activation in one.saved_for(requires_grad):
+    for operation in active:
+        for activation in operation.saved_for(requires_grad):
             users[activation.name] = users.get(activation.name, 0) + 1
-    live = dict(held)
-    gradients, piled, pile = _Gradients(), 0, list[Gradient]()
+    live = dict(saved_tensors)
+    gradients, retained_bytes, retained = _Gradients(), 0, list[Gradient]()
     gradients.put(output.name, output.nbytes)
-    for one in reversed(active):
-        before, fresh = dict(gradients.nbytes), dict[str, int]()
-        over = one.in_place if recomputed else frozenset()
-        for activation in one.inputs:
+    for operation in reversed(active):
+        gradients_before, new_gradients = dict(gradients.nbytes), dict[str, int]()
+        over = operation.in_place if recomputed else frozenset()
+        for activation in operation.inputs:
             if activation.name not in requires_grad:
                 continue
-            if one.shared_gradient and activation.nbytes == one.outputs[0].nbytes:
-                gradients.share(activation.name, one.outputs[0].name)
+            if operation.shared_gradient and activation.nbytes == operation.outputs[0].nbytes:
+                gradients.share(activation.name, operation.outputs[0].name)
                 continue
             if activation.name not in over:
-                fresh[activation.name] = activation.nbytes
+                new_gradients[activation.name] = activation.nbytes
             gradients.put(activation.name, activation.nbytes)
-        made = sum(gradient.made for gradient in one.gradients)
+        made_bytes = sum(gradient.made for gradient in operation.gradients)
         saved = sum(activation.nbytes for activation in live.values())
-        common = saved + sum(before.values()) + sum(fresh.values()) + piled
-        extra = max(made + one.backward.scratch, parameters.update)
+        common = saved + sum(gradients_before.values()) + sum(new_gradients.values()) + retained_bytes
+        extra = max(made_bytes + operation.backward.scratch, parameters.update)
         yield Instant(
-            one, common + extra, partial(_backward_tensors, one, live, before, fresh, pile, parameters.update)
+            operation,
+            common + extra,
+            partial(
+                _backward_tensors,
+                operation,
+                live,
+                gradients_before,
+                new_gradients,
+                retained,
+                parameters.update,
+            ),
         )
-        for activation in one.outputs:
+        for activation in operation.outputs:
             gradients.take(activation.name)
-        for activation in one.saved_for(requires_grad):
+        for activation in operation.saved_for(requires_grad):
             users[activation.name] -= 1
             if not users[activation.name]:
                 live.pop(activation.name, None)
-        casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
+        casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
         if casts:  # when what the operation saved is freed
             saved = sum(activation.nbytes for activation in live.values())
-            total = saved + gradients.total() + piled + made + sum(gradient.kept for gradient in casts)
-            yield Instant(one, total, partial(_cast_tensors, one, live, gradients, pile))
-        if parameters.pile_up:
-            pile.extend(one.gradients)
-            piled += sum(gradient.kept for gradient in one.gradients)
+            total = (
+                saved
+                + gradients.total()
+                + retained_bytes
+                + made_bytes
+                + sum(gradient.kept for gradient in casts)
+            )
+            yield Instant(operation, total, partial(_cast_tensors, operation, live, gradients, retained))
+        if parameters.retain:
+            retained.extend(operation.gradients)
+            retained_bytes += sum(gradient.kept for gradient in operation.gradients)
 
 
 def _backward_tensors(
-    one: Operation,
+    operation: Operation,
     live: Mapping[str, Activation],
-    before: Mapping[str, int],
-    fresh: Mapping[str, int],
-    pile: Sequence[Gradient],
+    gradients_before: Mapping[str, int],
+    new_gradients: Mapping[str, int],
+    retained: Sequence[Gradient],
     update: int,
 ) -> list[Activation]:
     # A gradient that is added to one that is there, is a tensor of its own until then.
-    names = {f"{name}.part" if name in before else name: size for name, size in fresh.items()}
-    found = [*live.values(), *activation_gradients(before), *activation_gradients(names)]
-    found += parameter_gradients(pile)
-    own = parameter_gradients(one.gradients, made=True)
-    if update > sum(gradient.nbytes for gradient in own) + one.backward.scratch:
-        return found + workspace("optimizer", update)
-    return found + own + workspace(one.name, one.backward.scratch)
+    names = {
+        f"{name}.part" if name in gradients_before else name: size for name, size in new_gradients.items()
+    }
+    tensors = [*live.values(), *activation_gradients(gradients_before), *activation_gradients(names)]
+    tensors += parameter_gradients(retained)
+    made = parameter_gradients(operation.gradients, made=True)
+    if update > sum(gradient.nbytes for gradient in made) + operation.backward.scratch:
+        return tensors + workspace("optimizer", update)
+    return tensors + made + workspace(operation.name, operation.backward.scratch)
 
 
 def _cast_tensors(
-    one: Operation, live: Mapping[str, Activation], gradients: _Gradients, pile: Sequence[Gradient]
+    operation: Operation, live: Mapping[str, Activation], gradients: _Gradients, retained: Sequence[Gradient]
 ) -> list[Activation]:
-    casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
-    found = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(pile)]
-    return found + parameter_gradients(one.gradients, made=True) + parameter_gradients(casts)
+    casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
+    tensors = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(retained)]
+    return tensors + parameter_gradients(operation.gradients, made=True) + parameter_gradients(casts)
 
 
 def branch_gradient(addition: Operation) -> int:
     """Bytes of the gradient of what a residual addition adds, where it has another dtype than the stream's."""
     output = addition.outputs[0]
-    return sum(one.nbytes for one in addition.inputs if one.nbytes != output.nbytes)
+    return sum(activation.nbytes for activation in addition.inputs if activation.nbytes != output.nbytes)
 
 
 def gradient_bytes(operations: Sequence[Operation]) -> int:
     """Bytes of the trained tensors' gradients that these operations leave."""
-    return sum(gradient.kept for one in operations for gradient in one.gradients)
+    return sum(gradient.kept for operation in operations for gradient in operation.gradients)
 
 
-def _held_until(operations: Sequence[Operation]) -> dict[str, int]:
+def _last_use(operations: Sequence[Operation]) -> dict[str, int]:
     """For each activation the index of the last operation during which it is held.
 
     That is the last one that reads it. While a module's forward runs, its arguments and local variables are held too:
@@ -196,22 +214,22 @@ def _held_until(operations: Sequence[Operation]) -> dict[str, int]:
     Queries before RoPE, and what a QK-norm returns, are not held longer than they are read.
     """
     until: dict[str, int] = {}
-    for index, one in enumerate(operations):
-        for activation in one.inputs:
+    for index, operation in enumerate(operations):
+        for activation in operation.inputs:
             until[activation.name] = index
-        for result in one.results:
+        for result in operation.results:
             until.setdefault(result.activation.name, index)
-    additions = [i for i, one in enumerate(operations) if one.kind is Kind.ADD]
-    for index, one in enumerate(operations):
+    additions = [i for i, operation in enumerate(operations) if operation.kind is Kind.ADD]
+    for index, operation in enumerate(operations):
         end = next((i for i in additions if i > index), len(operations)) - 1
-        rebound = one.kind is Kind.NORM and one.part is Part.ATTENTION
-        for activation in () if rebound or one.kind is Kind.ADD else one.outputs:
+        rebound = operation.kind is Kind.NORM and operation.part is Part.ATTENTION
+        for activation in () if rebound or operation.kind is Kind.ADD else operation.outputs:
             last = len(operations) - 1 if index == end and index + 1 in additions else end
             until[activation.name] = max(until.get(activation.name, -1), last)
-    makers = {activation.name: one for one in operations for activation in one.outputs}
-    for index, one in enumerate(operations):
-        if one.kind is Kind.ROPE:
-            queries = one.inputs[0].name
+    makers = {activation.name: operation for operation in operations for activation in operation.outputs}
+    for index, operation in enumerate(operations):
+        if operation.kind is Kind.ROPE:
+            queries = operation.inputs[0].name
             until[queries] = index
             if queries in makers and makers[queries].kind is Kind.NORM:
                 until[makers[queries].inputs[0].name] = index
@@ -221,7 +239,7 @@ def _held_until(operations: Sequence[Operation]) -> dict[str, int]:
 def walk_forward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
-    kept: Sequence[Activation],
+    initial: Sequence[Activation],
     wanted: Collection[str],
 ) -> Iterator[Instant]:
     """What is held while each operation runs, in the order of the forward pass.
@@ -234,23 +252,25 @@ def walk_forward(
         kept: what is there before: a block's input, and in a recomputation what the policy kept.
         wanted: names of the activations that stay.
     """
-    until = _held_until(operations)
-    live = {one.name: one for one in kept}
+    until = _last_use(operations)
+    live = {activation.name: activation for activation in initial}
     saves = set(wanted)
-    for index, one in enumerate(operations):
-        made = [
-            *one.outputs,
-            *(result.activation for result in one.results if result.activation.name in saves),
+    for index, operation in enumerate(operations):
+        created = [
+            *operation.outputs,
+            *(result.activation for result in operation.results if result.activation.name in saves),
         ]
-        made += [activation for activation in one.saved_for(requires_grad) if activation.name in saves]
-        for activation in made:
+        created += [
+            activation for activation in operation.saved_for(requires_grad) if activation.name in saves
+        ]
+        for activation in created:
             live.setdefault(activation.name, activation)
-        total = sum(activation.nbytes for activation in live.values()) + one.forward.scratch
+        total = sum(activation.nbytes for activation in live.values()) + operation.forward.scratch
         during = dict(live)
         for name in [name for name in live if name not in saves and until.get(name, -1) <= index]:
             del live[name]
-        yield Instant(one, total, partial(_forward_tensors, one, during), dict(live))
+        yield Instant(operation, total, partial(_forward_tensors, operation, during), dict(live))
 
 
-def _forward_tensors(one: Operation, during: Mapping[str, Activation]) -> list[Activation]:
-    return [*during.values(), *workspace(one.name, one.forward.scratch)]
+def _forward_tensors(operation: Operation, during: Mapping[str, Activation]) -> list[Activation]:
+    return [*during.values(), *workspace(operation.name, operation.forward.scratch)]

@@ -159,7 +159,7 @@ def _with_data(
     """The parts of a plan that depend on how much data there is: disk and time."""
     steps = plan_data.total_steps(recipe, data, num_devices)
     disk = plan_disk.estimate(
-        job.trained.trained_bytes,
+        job.trained.trainable_bytes,
         memory.peak.optimizer,
         3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
         _saving(recipe, steps),
@@ -170,7 +170,7 @@ def _with_data(
         processed = round(plan_data.processed_sequences(recipe, data, num_devices) * length)
     if data is not None and data.attended_share is not None and recipe.packing:
         job = job.changed(attended_share=data.attended_share)
-    work = plan_time.Work(
+    work = plan_time.Workload(
         steps,
         processed,
         evaluations=plan_data.evaluations(recipe, steps),
@@ -187,7 +187,7 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
     precision, memory = resolved.precision, resolved.memory
     layers = resolved.attention.layers
-    attention = tuple(one.packed if recipe.packing else one.unpacked for one in layers)
+    attention = tuple(backends.packed if recipe.packing else backends.unpacked for backends in layers)
     return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
@@ -216,15 +216,15 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     )
 
 
-def _saving(recipe: Recipe, steps: int | None) -> plan_disk.Saving:
+def _saving(recipe: Recipe, steps: int | None) -> plan_disk.SaveSchedule:
     """When a recipe saves. Evaluations choose a best checkpoint where there is a set to measure loss on."""
     measured = has_domain_set(recipe) or bool(recipe.data.eval.general)
     best = recipe.eval_steps if measured else None
-    return plan_disk.Saving(recipe.save_total_limit, recipe.save_steps, best, steps)
+    return plan_disk.SaveSchedule(recipe.save_total_limit, recipe.save_steps, best, steps)
 
 
 def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
-    notes = [*device.assumptions, *(said for said in (device.bound, device.shared) if said is not None)]
+    notes = [*device.assumptions, *(note for note in (device.bound, device.shared) if note is not None)]
     if device.unified:
         notes.append(
             f"CPU and GPU share one memory on {device.name}: offloading gains nothing, and other programs use it too"

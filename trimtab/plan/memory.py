@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from trimtab.adapt import spec_quantized
 from trimtab.facts.operations import Activation
-from trimtab.plan.around import Around, tensors_around
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Held, Layers, segments_of
+from trimtab.plan.layers import AllLayersMemory, Layers, segments_of
+from trimtab.plan.outside_blocks import TensorsOutsideBlocks, tensors_outside_blocks
 
 CONTEXT = {"cuda": 890_000_000, "cpu": 600_000_000}
 """Bytes of a process besides what its allocator holds. On a GPU the CUDA context and loaded kernels: 0.88 GB measured
@@ -89,8 +89,8 @@ class Moment:
         if self.layer is None:
             return self.phase.value
         names = {0: "the first layer", self.num_layers - 1: "the last layer"}
-        way = "forward" if self.phase is Phase.LAYERS_FORWARD else "backward"
-        return f"{way} through {names.get(self.layer, f'layer {self.layer}')}"
+        direction = "forward" if self.phase is Phase.LAYERS_FORWARD else "backward"
+        return f"{direction} through {names.get(self.layer, f'layer {self.layer}')}"
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Memory:
     @property
     def forward_backward(self) -> int:
         """The most bytes above weights and optimizer states before the optimizer step."""
-        return max(held for moment, held in self.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP)
+        return max(size for moment, size in self.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP)
 
     @property
     def needed(self) -> int:
@@ -122,10 +122,10 @@ def predict(job: Job) -> Memory:
     """Memory of a training step. Exact about tensors, as far as the declarations of its operations are."""
     weights, states, gradients = weight_bytes(job), state_bytes(job), gradient_bytes(job)
     layers, segments = Layers(job), segments_of(job.layers)
-    held = layers.held(segments)
-    moments = dict(_moments(job, gradients, layers, held))
+    all_layers = layers.memory(segments)
+    moments = dict(_moments(job, gradients, layers, all_layers))
     update = moments.pop(Moment(Phase.OPTIMIZER_STEP))
-    moment = max(moments, key=lambda one: moments[one])
+    moment = max(moments, key=lambda key: moments[key])
     # The gradients' bucket is full at the end of a step; what the peak holds above it counts as activations.
     activations = max(moments[moment] - gradients, 0)
     other = max(update - gradients - activations, 0)
@@ -137,7 +137,7 @@ def predict(job: Job) -> Memory:
         moment=moment,
         moments={**moments, Moment(Phase.OPTIMIZER_STEP): update},
         outside=OUTSIDE[job.device],
-        host=held.host,
+        host=all_layers.host,
     )
 
 
@@ -158,27 +158,29 @@ def state_bytes(job: Job) -> int:
     return job.trained.state_bytes(job.optimizer)
 
 
-def _moments(job: Job, gradients: int, layers: Layers, held: Held) -> Iterator[tuple[Moment, int]]:
+def _moments(
+    job: Job, gradients: int, layers: Layers, all_layers: AllLayersMemory
+) -> Iterator[tuple[Moment, int]]:
     """(moment, bytes above weights and optimizer states)."""
-    around = phases_around(job, gradients, layers)
+    outside = bytes_outside_blocks(job, gradients, layers)
     num_layers = job.shape.num_layers
-    for layer, total in held.forward:
-        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), around[Phase.LAYERS_FORWARD] + total
+    for layer, total in all_layers.forward:
+        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), outside[Phase.LAYERS_FORWARD] + total
     for phase in BEFORE_LAYERS:
-        yield Moment(phase), around[phase] + held.kept
-    for layer, total in held.backward:
-        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), around[Phase.LAYERS_BACKWARD] + total
+        yield Moment(phase), outside[phase] + all_layers.on_device
+    for layer, total in all_layers.backward:
+        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), outside[Phase.LAYERS_BACKWARD] + total
     for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
-        yield Moment(phase), around[phase]
+        yield Moment(phase), outside[phase]
 
 
-def phases_around(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
+def bytes_outside_blocks(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
     """Bytes above weights and optimizer states in each phase, less those of the blocks."""
-    found = tensors_around(job, gradients, layers)
-    return {phase: sum(one.nbytes for one in phase_tensors(found, phase)) for phase in Phase}
+    outside = tensors_outside_blocks(job, gradients, layers)
+    return {phase: sum(tensor.nbytes for tensor in phase_tensors(outside, phase)) for phase in Phase}
 
 
-def phase_tensors(around: Around, phase: Phase) -> list[Activation]:
+def phase_tensors(outside: TensorsOutsideBlocks, phase: Phase) -> list[Activation]:
     """The tensors of one phase besides those of the blocks."""
-    found: list[Activation] = getattr(around, phase.name.lower())
-    return found
+    tensors: list[Activation] = getattr(outside, phase.name.lower())
+    return tensors

@@ -16,7 +16,7 @@ from trimtab.facts.calibration import Calibration
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy.schedule import MIN_ROWS, ROW_STEP, row_stride
-from trimtab.plan.assignments import Around, Assignments
+from trimtab.plan.assignments import Assignments, BytesOutsideBlocks
 from trimtab.plan.device_rates import rates_of, shipped_calibration
 from trimtab.plan.job import Job
 from trimtab.plan.layers import Layers, Segments, declared_blocks, layer_runs, segments_of
@@ -24,8 +24,8 @@ from trimtab.plan.memory import (
     BEFORE_LAYERS,
     OUTSIDE,
     Phase,
+    bytes_outside_blocks,
     gradient_bytes,
-    phases_around,
     predict,
     state_bytes,
     weight_bytes,
@@ -33,12 +33,12 @@ from trimtab.plan.memory import (
 from trimtab.plan.rates import Rates
 from trimtab.plan.step_time import layer_copies, layer_seconds, loss_time
 
-SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
+SLACK, FRAGMENTATION = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
 """What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a
 GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
 SHORTEST_TILE = 512
 """Tokens of the smallest tile: shorter products leave a GPU idle."""
-USUAL = {"cuda": (1e14, 1e12), "cpu": (1e11, 2e10)}
+TYPICAL_RATES = {"cuda": (1e14, 1e12), "cpu": (1e11, 2e10)}
 """FLOP/s and bytes/s where nothing is known of a device; only their ratio matters here."""
 
 
@@ -66,10 +66,10 @@ def search_rates(device: DeviceFacts, dtype: str) -> Rates:
     Calibrations are left out: tiles and loss memory decide in which order sums are rounded, and a recipe must give the
     same losses before and after a machine was measured.
     """
-    known = rates_of(dataclasses.replace(device, calibration=None), dtype)
-    if known is not None:
-        return known
-    flops, copy = USUAL[device.kind]
+    rates = rates_of(dataclasses.replace(device, calibration=None), dtype)
+    if rates is not None:
+        return rates
+    flops, copy = TYPICAL_RATES[device.kind]
     measured = shipped_calibration() if device.kind == "cuda" else Calibration("", {dtype: flops}, copy, 0.0)
     return Rates({dtype: flops}, copy, measured, to_host=device.host_link, from_host=device.host_link)
 
@@ -98,9 +98,9 @@ def find_setting(
         True True
         True False
     """
-    within, rates = within_limit(job, limit), search_rates(device, job.dtype)
+    budget, rates = usable_bytes(job, limit), search_rates(device, job.dtype)
     best: tuple[float, Job, Segments] | None = None
-    least: tuple[int, Job, Segments] | None = None
+    smallest: tuple[int, Job, Segments] | None = None
     losses = {
         memory: loss_time(job.changed(loss_memory=memory), rates).seconds
         for memory in ([job.loss_memory] if fixed_loss else _loss_memories(job))
@@ -116,20 +116,20 @@ def find_setting(
             if best is not None and fewest + loss >= best[0]:
                 continue
             variant = tiled.changed(loss_memory=memory)
-            around = _around(variant)
-            found = assignments.fastest(around, within)
-            if found is not None and (best is None or found.seconds + loss < best[0] - 1e-12):
-                best = (found.seconds + loss, variant, found.segments)
+            outside = _bytes_outside_blocks(variant)
+            assignment = assignments.fastest(outside, budget)
+            if assignment is not None and (best is None or assignment.seconds + loss < best[0] - 1e-12):
+                best = (assignment.seconds + loss, variant, assignment.segments)
             if best is None:
-                small = assignments.smallest(around)
-                if least is None or small.needed < least[0]:
-                    least = (small.needed, variant, small.segments)
-    answer = best or least
+                candidate = assignments.smallest(outside)
+                if smallest is None or candidate.needed < smallest[0]:
+                    smallest = (candidate.needed, variant, candidate.segments)
+    answer = best or smallest
     assert answer is not None
-    return setting_of(answer[1], device, answer[2]), best is not None
+    return make_setting(answer[1], device, answer[2]), best is not None
 
 
-def with_policies(
+def find_setting_with_policies(
     job: Job,
     device: DeviceFacts,
     limit: int,
@@ -140,33 +140,33 @@ def with_policies(
 ) -> tuple[MemorySetting, bool]:
     """(the fastest tiles and loss that fit a limit beside layers that are given, whether any do); else the smallest."""
     segments = segments_of(policies)
-    settings = [setting_of(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
+    settings = [make_setting(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
     fitting = [setting for setting in settings if setting.needed <= limit]
     if fitting:
         return min(fitting, key=lambda setting: setting.seconds), True
     return min(settings, key=lambda setting: setting.needed), False
 
 
-def within_limit(job: Job, limit: int) -> int:
+def usable_bytes(job: Job, limit: int) -> int:
     """What a search fills of a limit: all but some slack."""
-    standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
-    return limit - int(max(limit - standing, 0) * SLACK) - GAPS[job.device]
+    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    return limit - int(max(limit - persistent, 0) * SLACK) - FRAGMENTATION[job.device]
 
 
-def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
+def lowest_memory(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
     """The fewest bytes on the device with which a job can be run at all, the process itself included."""
-    free = [dict.fromkeys(POLICIES, 0.0) for _ in layer_runs(job)]  # times do not matter here
-    found = []
+    no_costs = [dict.fromkeys(POLICIES, 0.0) for _ in layer_runs(job)]  # times do not matter here
+    sizes = []
     for count in tile_counts(job, tiles):
         tiled = job.changed(mlp_tiles=count)
-        assignments = _assignments(tiled, device, free)
+        assignments = _assignments(tiled, device, no_costs)
         # The logits of a few rows, or none at a time: either may need less.
         variants = (tiled.changed(loss_memory=memory) for memory in _loss_memories(job)[-2:])
-        found += [assignments.smallest(_around(variant)).needed for variant in variants]
-    return min(found)
+        sizes += [assignments.smallest(_bytes_outside_blocks(variant)).needed for variant in variants]
+    return min(sizes)
 
 
-def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetting:
+def make_setting(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetting:
     """The setting that these (policy, layers) are, the first layers first."""
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
@@ -185,7 +185,7 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetti
 
 def segment_seconds(layers: Layers, costs: Sequence[dict[str, float]], segments: Segments) -> float:
     """Seconds per microbatch that an assignment of policies adds; `costs` are those of `policy_seconds`."""
-    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.pieces(segments))
+    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.spans(segments))
 
 
 def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) -> float | None:
@@ -199,38 +199,39 @@ def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) ->
 def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
     """Seconds per layer and microbatch that each policy, with the job's tiles, takes beyond saving everything without
     tiles; for each run of equal layers."""
-    plain = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
-    found = []
-    for (block, _), (untiled, _) in zip(declared_blocks(job), plain, strict=True):
+    untiled_blocks = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
+    costs_by_run = []
+    for (block, _), (untiled, _) in zip(declared_blocks(job), untiled_blocks, strict=True):
         base = layer_seconds(job.changed(mlp_tiles=1), rates, untiled, "none")
         costs = {policy: layer_seconds(job, rates, block, policy) - base for policy in POLICIES}
         if job.mlp_tiles > 1:  # tiles repeat work and never save any
-            whole = job.changed(mlp_tiles=1)
+            untiled_job = job.changed(mlp_tiles=1)
             costs = {
-                p: max(cost, layer_seconds(whole, rates, untiled, p) - base) for p, cost in costs.items()
+                p: max(cost, layer_seconds(untiled_job, rates, untiled, p) - base)
+                for p, cost in costs.items()
             }
         for policy in OFFLOADING if job.device == "cuda" else ():
             costs[policy] += layer_copies(job, rates, block, policy)
         for policy in OFFLOADING:
             costs[policy] += 1e-3 * base  # where it costs nothing, a layer stays on the device all the same
-        found.append(costs)
-    return found
+        costs_by_run.append(costs)
+    return costs_by_run
 
 
 def _assignments(job: Job, device: DeviceFacts, costs: Sequence[dict[str, float]]) -> Assignments:
-    ways = ("offload",) if job.compiled else OFFLOADING
-    return Assignments(Layers(job), costs, ways, device.pinnable_bytes)
+    offload_policies = ("offload",) if job.compiled else OFFLOADING
+    return Assignments(Layers(job), costs, offload_policies, device.pinnable_bytes)
 
 
-def _around(job: Job) -> Around:
+def _bytes_outside_blocks(job: Job) -> BytesOutsideBlocks:
     """Bytes besides the blocks' in each phase, with weights, optimizer states and the process itself."""
-    around = phases_around(job, gradient_bytes(job), Layers(job))
-    standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
-    return Around(
-        forward=standing + around[Phase.LAYERS_FORWARD],
-        loss=standing + max(around[phase] for phase in BEFORE_LAYERS),
-        backward=standing + around[Phase.LAYERS_BACKWARD],
-        after=standing + max(around[Phase.EMBEDDING_BACKWARD], around[Phase.OPTIMIZER_STEP]),
+    outside = bytes_outside_blocks(job, gradient_bytes(job), Layers(job))
+    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    return BytesOutsideBlocks(
+        forward=persistent + outside[Phase.LAYERS_FORWARD],
+        loss=persistent + max(outside[phase] for phase in BEFORE_LAYERS),
+        backward=persistent + outside[Phase.LAYERS_BACKWARD],
+        after=persistent + max(outside[Phase.EMBEDDING_BACKWARD], outside[Phase.OPTIMIZER_STEP]),
     )
 
 

@@ -14,7 +14,7 @@ from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Part, bytes_by_part
 from trimtab.facts.phases import RunPhase
-from trimtab.plan import exporting, inference
+from trimtab.plan import inference, weights_io
 from trimtab.plan.disk import Disk
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, OUTSIDE, Buckets, Memory, Phase
@@ -101,27 +101,27 @@ class RunMemory:
 
     def of(self, phase: RunPhase) -> PhaseMemory | None:
         """One phase; None where the run does not have it."""
-        return next((one for one in self.phases if one.phase is phase), None)
+        return next((entry for entry in self.phases if entry.phase is phase), None)
 
     @property
     def during_run(self) -> tuple[PhaseMemory, ...]:
         """Without what comes afterwards."""
-        return tuple(one for one in self.phases if one.phase not in AFTERWARDS)
+        return tuple(entry for entry in self.phases if entry.phase not in AFTERWARDS)
 
     @property
     def peak(self) -> PhaseMemory:
         """The phase of the run that needs most of its device."""
-        return max(self.during_run, key=lambda one: one.needed)
+        return max(self.during_run, key=lambda entry: entry.needed)
 
     @property
     def host(self) -> int:
         """The most host memory that the run takes."""
-        return max(one.host for one in self.during_run)
+        return max(entry.host for entry in self.during_run)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON. Points of the timeline between which memory grows evenly are left out."""
         return {
-            "phases": [one.to_dict() for one in self.phases],
+            "phases": [entry.to_dict() for entry in self.phases],
             "peak": self.peak.phase.value,
             "host": self.host,
             "activations": {part.value: size for part, size in self.activations.items() if size},
@@ -131,17 +131,18 @@ class RunMemory:
 
 def corners(points: tuple[Point, ...]) -> Iterator[tuple[int, Point]]:
     """(place, point) of a timeline's points, without those that lie on the line between their neighbours."""
-    for at, point in enumerate(points):
-        around = points[at - 1 : at + 2] if at else ()
-        if len(around) < 3 or not _on_line(*around):
-            yield at, point
+    for index, point in enumerate(points):
+        neighbours = points[index - 1 : index + 2] if index else ()
+        if len(neighbours) < 3 or not _on_line(*neighbours):
+            yield index, point
 
 
 def _on_line(before: Point, point: Point, after: Point) -> bool:
     if not before.moment.phase is point.moment.phase is after.moment.phase:
         return False
     values = [
-        tuple(one.buckets.to_dict().values()) + tuple(one.parts.values()) for one in (before, point, after)
+        tuple(entry.buckets.to_dict().values()) + tuple(entry.parts.values())
+        for entry in (before, point, after)
     ]
     return all(b - a == c - b for a, b, c in zip(*values, strict=True))
 
@@ -157,8 +158,8 @@ def run_memory(recipe: Recipe, job: Job, memory: Memory, disk: Disk) -> RunMemor
     """
     timeline = step_timeline(job)
     phases = _Phases(recipe, job, memory, disk)
-    found = [phases.load(), *phases.step(timeline), *phases.without_gradients(), phases.checkpoint()]
-    return RunMemory((*found, *phases.afterwards()), timeline, activation_parts(job, memory))
+    entries = [phases.load(), *phases.step(timeline), *phases.without_gradients(), phases.checkpoint()]
+    return RunMemory((*entries, *phases.afterwards()), timeline, activation_parts(job, memory))
 
 
 STEP_PHASES = {
@@ -185,20 +186,22 @@ class _Phases:
         return PhaseMemory(phase, self.job.device, buckets, host, OUTSIDE[self.job.device], note, **more)
 
     def load(self) -> PhaseMemory:
-        work = exporting.loading_memory(self.job)
-        what = "one weight at a time is quantized" if self.job.quantization else "weights are read in pieces"
+        work = weights_io.loading_memory(self.job)
+        action = (
+            "one weight at a time is quantized" if self.job.quantization else "weights are read in pieces"
+        )
         return self.make(
             RunPhase.LOAD,
             Buckets(work.model, 0, 0, 0, work.temporary),
-            f"{what}; files are memory-mapped",
-            host=exporting.loading_host_bytes(self.job),
+            f"{action}; files are memory-mapped",
+            host=weights_io.loading_host_bytes(self.job),
         )
 
     def step(self, timeline: tuple[Point, ...]) -> Iterator[PhaseMemory]:
         for phase, moments in STEP_PHASES.items():
             points = [point for point in timeline if point.moment.phase in moments]
-            most = max(points, key=lambda point: point.buckets.total)
-            yield self.make(phase, most.buckets, most.moment.describe(), parts=most.parts)
+            peak = max(points, key=lambda point: point.buckets.total)
+            yield self.make(phase, peak.buckets, peak.moment.describe(), parts=peak.parts)
 
     def without_gradients(self) -> Iterator[PhaseMemory]:
         recipe, job = self.recipe, self.job
@@ -210,18 +213,18 @@ class _Phases:
             texts = job.changed(batch=ROWS, tokens=tokens, packed=True)
             note = f"{ROWS} texts of at most {tokens} tokens at once"
             yield self.forward_only(RunPhase.PROBE, inference.loss_tensors(texts), note)
-        written = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
+        batches = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
         if recipe.answers:
-            written.append((recipe.answers, PROMPT_TOKENS, ANSWER_TOKENS))
-        found = []
-        for count, prompt, new in written:
+            batches.append((recipe.answers, PROMPT_TOKENS, ANSWER_TOKENS))
+        candidates = []
+        for count, prompt, new in batches:
             rows = min(count, ROWS)
             tensors = inference.generation_tensors(job, rows, prompt, new)
-            found.append(
+            candidates.append(
                 (tensors, f"{rows} texts of at most {prompt} + {new} tokens at once, with their cache")
             )
-        if found:
-            tensors, note = max(found, key=lambda one: inference.total(one[0]))
+        if candidates:
+            tensors, note = max(candidates, key=lambda candidate: inference.total(candidate[0]))
             yield self.forward_only(RunPhase.GENERATION, tensors, note)
 
     def _prompt_tokens(self) -> int:
@@ -237,7 +240,7 @@ class _Phases:
     def checkpoint(self) -> PhaseMemory:
         """A copy of the state in host memory, written by a thread while the steps go on, in files of bounded size."""
         parameters = self.job.trained.parameters
-        largest = max(nbytes(one.dtype, one.count) for one in parameters)
+        largest = max(nbytes(parameter.dtype, parameter.count) for parameter in parameters)
         copy = checkpoint_spec.host_bytes(self.disk.checkpoint_bytes, largest)
         if self.disk.saving.saves == 1:
             return self.make(
@@ -249,15 +252,15 @@ class _Phases:
     def afterwards(self) -> Iterator[PhaseMemory]:
         job = self.job
         if job.lora is not None:
-            work = exporting.merge_memory(job, SAVED_DTYPE)
+            work = weights_io.merge_memory(job, SAVED_DTYPE)
             note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}: base and merged weights at once"
             yield self._on_cpu(RunPhase.MERGE, work, note)
         else:
-            work = exporting.export_memory(job.shape, SAVED_DTYPE)
+            work = weights_io.export_memory(job.shape, SAVED_DTYPE)
             note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}, read back and compared"
             yield self._on_cpu(RunPhase.EXPORT, work, note)
 
-    def _on_cpu(self, phase: RunPhase, work: exporting.FileWork, note: str) -> PhaseMemory:
+    def _on_cpu(self, phase: RunPhase, work: weights_io.IOMemory, note: str) -> PhaseMemory:
         buckets = Buckets(work.model, 0, 0, 0, work.temporary)
         return PhaseMemory(phase, "cpu", buckets, CONTEXT["cpu"] + work.total, OUTSIDE["cpu"], note)
 

@@ -54,24 +54,24 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
         block: 144 MiB less, 27% more
     """
     blocks = declared_blocks(job)
-    most = max(range(len(blocks)), key=lambda run: len(blocks[run][1]))
-    block = blocks[most][0]
-    plain = layer_memory(job, block, "none").kept
-    whole = training_flops([block])
-    known = rates_of(device, job.dtype) is not None
-    seconds = memory_search.policy_seconds(job, memory_search.search_rates(device, job.dtype))[most]
+    longest_run = max(range(len(blocks)), key=lambda run: len(blocks[run][1]))
+    block = blocks[longest_run][0]
+    saved_by_none = layer_memory(job, block, "none").on_device
+    layer_flops = training_flops([block])
+    has_rates = rates_of(device, job.dtype) is not None
+    seconds = memory_search.policy_seconds(job, memory_search.search_rates(device, job.dtype))[longest_run]
     rows = []
     for policy in POLICIES:
-        held = layer_memory(job, block, policy)
-        again = recomputation(block, policy, num_tiles(job))
+        memory = layer_memory(job, block, policy)
+        recomputed = recomputation(block, policy, num_tiles(job))
         rows.append(
             PolicyCost(
                 policy,
-                kept=held.kept,
-                saved=plain - held.kept,
-                host=held.host,
-                arithmetic=(again.products + again.attention) / whole,
-                seconds=seconds[policy] if known else None,
+                kept=memory.on_device,
+                saved=saved_by_none - memory.on_device,
+                host=memory.host,
+                arithmetic=(recomputed.products + recomputed.attention) / layer_flops,
+                seconds=seconds[policy] if has_rates else None,
             )
         )
     return rows

@@ -94,10 +94,10 @@ class Rates:
     """Where the rates are from, in words."""
     spread: tuple[float, float] = (1.0, 1.0)
     """Factors on an estimate that give the range it may lie in."""
-    _found: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
+    _models: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _spent: dict[tuple[Kernel, str, str, bool], float] = field(
+    _seconds: dict[tuple[Kernel, str, str, bool], float] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -123,33 +123,36 @@ class Rates:
             >>> rates.seconds(Kernel(Kind.NORM, 0.0, 3e6), "bf16")
             6e-06
         """
-        asked = (kernel, dtype, impl, backward)
-        if asked not in self._spent:
-            self._spent[asked] = self._estimate(*asked)
-        return self._spent[asked]
+        arguments = (kernel, dtype, impl, backward)
+        if arguments not in self._seconds:
+            self._seconds[arguments] = self._estimate(*arguments)
+        return self._seconds[arguments]
 
     def _estimate(self, kernel: Kernel, dtype: str, impl: str, backward: bool) -> float:
         roofline = self.roofline(kernel, dtype)
         if roofline == 0:
             return 0.0
-        key = (kernel.kind, dtype, impl, backward, self._by_arithmetic(kernel, dtype))
-        model = self._found.get(key)
+        key = (kernel.kind, dtype, impl, backward, self._is_compute_bound(kernel, dtype))
+        model = self._models.get(key)
         if model is None:
-            model = self._found[key] = self._model(*key)
+            model = self._models[key] = self._model(*key)
         if isinstance(model, Line):
             return model.seconds(roofline)
         return roofline / interpolate(model, kernel.dims)
 
-    def _model(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line | Efficiencies:
-        near = self._samples(kind, dtype, impl, backward, True) if bound else ()
-        return near or self._fit(kind, dtype, impl, backward, bound)
+    def _model(
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+    ) -> Line | Efficiencies:
+        efficiencies = self._samples(kind, dtype, impl, backward, True) if compute_bound else ()
+        return efficiencies or self._fit(kind, dtype, impl, backward, compute_bound)
 
-    def _by_arithmetic(self, kernel: Kernel, dtype: str) -> bool:
+    def _is_compute_bound(self, kernel: Kernel, dtype: str) -> bool:
         return kernel.kind in INTERPOLATED and kernel.flops / self._rate(dtype) >= kernel.moved / self.copy
 
-    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line:
+    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool) -> Line:
         pairs = [
-            (seconds, sample.seconds) for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+            (seconds, sample.seconds)
+            for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
         ]
         if pairs:
             return fit_line(pairs)
@@ -163,23 +166,26 @@ class Rates:
             pair for pair in self._with_roofline(self.measured.samples) if pair[1].kind not in INTERPOLATED
         ]
 
-    def _samples(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Efficiencies:
+    def _samples(
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+    ) -> Efficiencies:
         """Of the samples that a kernel is most like."""
         return tuple(
             (sample.dims, min(seconds / sample.seconds, BEST))
-            for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+            for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
             if sample.dims
         )
 
     def _pairs(
-        self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> list[tuple[float, KernelSample]]:
         """(roofline seconds, sample) of the same kind; of the same dtype, implementation and direction if there are
         any, in this order of importance from the last."""
-        found = [
+        pairs = [
             (seconds, sample)
             for seconds, sample in self._with_roofline(self.measured.samples)
-            if sample.kind is kind and (kind not in INTERPOLATED or self._is_bound(sample) == bound)
+            if sample.kind is kind
+            and (kind not in INTERPOLATED or self._sample_is_compute_bound(sample) == compute_bound)
         ]
         for same in (
             lambda sample: sample.backward == backward,
@@ -187,24 +193,24 @@ class Rates:
             lambda sample: sample.impl == impl,
             lambda sample: sample.dtype == dtype,
         ):
-            found = [pair for pair in found if same(pair[1])] or found
-        return found
+            pairs = [pair for pair in pairs if same(pair[1])] or pairs
+        return pairs
 
-    def _is_bound(self, sample: KernelSample) -> bool:
+    def _sample_is_compute_bound(self, sample: KernelSample) -> bool:
         rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
         return sample.flops / rate >= sample.moved / self.measured.copy
 
     def _with_roofline(self, samples: Iterable[KernelSample]) -> list[tuple[float, KernelSample]]:
         """By the ceilings of the device that they were measured on."""
-        found = []
+        pairs = []
         for sample in samples:
             rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
             arithmetic = sample.flops / rate if sample.kind in INTERPOLATED else 0.0
-            found.append((max(arithmetic, sample.moved / self.measured.copy), sample))
-        return found
+            pairs.append((max(arithmetic, sample.moved / self.measured.copy), sample))
+        return pairs
 
 
-def interpolate(near: Efficiencies, dims: tuple[int, ...]) -> float:
+def interpolate(samples: Efficiencies, dims: tuple[int, ...]) -> float:
     """The efficiency between samples: along the first of two dimensions, or weighted by the distance of three.
 
     Distances are those of logarithms. Beyond the last sample an efficiency stays what it is there.
@@ -215,31 +221,37 @@ def interpolate(near: Efficiencies, dims: tuple[int, ...]) -> float:
         >>> round(interpolate((((512, 128), 0.4), ((2048, 128), 0.6)), (1024, 128)), 3)
         0.5
     """
-    assert all(len(other) == len(dims) for other, _ in near), "samples of one kind have the same dimensions"
-    return _along_length(near, dims) if len(dims) == 2 else _by_distance(near, dims)
+    assert all(len(sample_dims) == len(dims) for sample_dims, _ in samples), (
+        "samples of one kind have the same dimensions"
+    )
+    return _interpolate_length(samples, dims) if len(dims) == 2 else _interpolate_distance(samples, dims)
 
 
-def _along_length(near: Efficiencies, dims: tuple[int, ...]) -> float:
+def _interpolate_length(samples: Efficiencies, dims: tuple[int, ...]) -> float:
     """Between the neighbours in length, of the samples with the most similar head size."""
     length, head = dims
-    apart = min(abs(math.log(other[1] / head)) for other, _ in near)
-    alike = sorted((other[0], e) for other, e in near if abs(math.log(other[1] / head)) < apart + 1e-9)
-    below = [pair for pair in alike if pair[0] <= length]
-    above = [pair for pair in alike if pair[0] >= length]
+    distance = min(abs(math.log(sample_dims[1] / head)) for sample_dims, _ in samples)
+    candidates = sorted(
+        (sample_dims[0], efficiency)
+        for sample_dims, efficiency in samples
+        if abs(math.log(sample_dims[1] / head)) < distance + 1e-9
+    )
+    below = [pair for pair in candidates if pair[0] <= length]
+    above = [pair for pair in candidates if pair[0] >= length]
     if not below or not above:
         return (below[-1] if below else above[0])[1]
-    (low, first), (high, last) = below[-1], above[0]
-    if low == high:
+    (shorter, first), (longer, last) = below[-1], above[0]
+    if shorter == longer:
         return first
-    share = math.log(length / low) / math.log(high / low)
+    share = math.log(length / shorter) / math.log(longer / shorter)
     return first + share * (last - first)
 
 
-def _by_distance(near: Efficiencies, dims: tuple[int, ...]) -> float:
+def _interpolate_distance(samples: Efficiencies, dims: tuple[int, ...]) -> float:
     """The mean of the nearest samples, each by the inverse of its squared distance."""
     distances = []
-    for other, efficiency in near:
-        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, other, strict=True))
+    for sample_dims, efficiency in samples:
+        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, sample_dims, strict=True))
         distances.append((squared, efficiency))
     distances.sort()
     if distances[0][0] < 1e-6:

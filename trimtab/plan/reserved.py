@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.plan.allocations import Event, standing_sizes, step_allocations
+from trimtab.plan.allocations import Event, persistent_sizes, step_allocations
 from trimtab.plan.allocator import CachingAllocator
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, LIBRARIES
@@ -58,28 +58,28 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
         82
     """
     default = CachingAllocator(expandable=expandable)
-    for standing in standing_sizes(job):
-        default.allocate(standing)
+    for nbytes in persistent_sizes(job):
+        default.allocate(nbytes)
     pool = CachingAllocator(expandable=expandable) if graphs else default
     for _ in range(2):  # of the forward and the backward pass's thread
         pool.allocate(LIBRARIES["cuda"] // 2)
     events = list(step_allocations(job))
-    update = _begin_of_update(events) if graphs else len(events)
+    optimizer_start = _find_optimizer_step(events) if graphs else len(events)
     peak = 0
     for _ in range(STEPS):
-        numbers: dict[int, tuple[CachingAllocator, int]] = {}
-        for place, (number, size) in enumerate(events):
+        live: dict[int, tuple[CachingAllocator, int]] = {}
+        for index, (number, size) in enumerate(events):
             if size is None:
-                allocator, block = numbers.pop(number)
+                allocator, block = live.pop(number)
                 allocator.free(block)
                 continue
-            allocator = pool if place < update else default
-            numbers[number] = (allocator, allocator.allocate(size))
+            allocator = pool if index < optimizer_start else default
+            live[number] = (allocator, allocator.allocate(size))
             peak = max(peak, default.allocated + (pool.allocated if graphs else 0))
-        assert not numbers, "a step leaves something behind"
+        assert not live, "a step leaves something behind"
     return Reserved(peak, default.reserved + (pool.reserved if graphs else 0), CONTEXT["cuda"])
 
 
-def _begin_of_update(events: list[Event]) -> int:
+def _find_optimizer_step(events: list[Event]) -> int:
     """Where the last allocation is that of the optimizer."""
-    return max((place for place, event in enumerate(events) if event.size is not None), default=len(events))
+    return max((index for index, event in enumerate(events) if event.size is not None), default=len(events))

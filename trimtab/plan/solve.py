@@ -27,7 +27,7 @@ from trimtab.recipe.keys import Recipe
 QUESTIONS = ("max_seq_length", "batch_size", "fastest", "smallest_gpu", "cheapest")
 LARGEST_BATCH = 1 << 16
 """Larger per-device batches are not looked at."""
-MOST_BATCHES = 12
+MAX_BATCHES = 12
 """Divisors of the global batch that `fastest` plans; the largest ones that fit."""
 NEXT_GPUS = 4
 """GPUs that are listed after the smallest one."""
@@ -109,18 +109,20 @@ def changed_recipe(recipe: Recipe, keys: dict[str, Any]) -> Recipe:
 def solve_max_seq_length(plan: Plan, planner: Planner) -> Answer:
     """The longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
     recipe, device = plan.recipe, plan.device
-    limit, words = limit_of(recipe, device)
-    found = longest_tokens(plan.job, device, limit)
-    if found == 0:
-        sentence = f"not even {STEP} tokens per sequence fit {words}"
+    limit, limit_name = limit_of(recipe, device)
+    longest = longest_tokens(plan.job, device, limit)
+    if longest == 0:
+        sentence = f"not even {STEP} tokens per sequence fit {limit_name}"
         return Answer("max_seq_length", sentence)
     positions = plan.shape.max_positions
-    tokens = min(found, positions)
-    keys = {"max_seq_length": tokens} | _automatic(recipe)
+    tokens = min(longest, positions)
+    keys = {"max_seq_length": tokens} | _auto_memory_keys(recipe)
     best = planner(changed_recipe(recipe, keys), device)
-    sentence = f"sequences of up to {tokens:,} tokens fit {words}"
-    if found > positions:
-        sentence = f"memory has room for {found:,} tokens per sequence; the model has {positions:,} positions"
+    sentence = f"sequences of up to {tokens:,} tokens fit {limit_name}"
+    if longest > positions:
+        sentence = (
+            f"memory has room for {longest:,} tokens per sequence; the model has {positions:,} positions"
+        )
     return Answer("max_seq_length", sentence, keys, best, (_option(f"{tokens:,} tokens", keys, best),))
 
 
@@ -128,46 +130,53 @@ def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
     """The largest per-device batch that fits; of those that divide the recipe's global batch, so that each optimizer
     step trains on as many tokens as before."""
     recipe, device = plan.recipe, plan.device
-    words = limit_of(recipe, device)[1]
-    most = largest_batch(plan)
-    if most == 0:
-        return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {words}")
+    limit_name = limit_of(recipe, device)[1]
+    largest = largest_batch(plan)
+    if largest == 0:
+        return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {limit_name}")
     total = plan.job.batch * plan.job.accumulation
-    batch = max(one for one in range(1, min(most, total) + 1) if total % one == 0)
-    keys = _batch_keys(batch, total) | _automatic(recipe)
+    batch = max(count for count in range(1, min(largest, total) + 1) if total % count == 0)
+    keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
     best = planner(changed_recipe(recipe, keys), device)
-    sentence = f"up to {most:,} sequences at once fit {words}"
-    if batch < most:
+    sentence = f"up to {largest:,} sequences at once fit {limit_name}"
+    if batch < largest:
         sentence += f"; {batch} keep the global batch of {total}"
     options = [_option(f"{batch} per device", keys, best)]
-    if most > batch:
-        more = {"per_device_train_batch_size": most, "gradient_accumulation_steps": 1} | _automatic(recipe)
-        options.append(_option(f"{most:,} per device", more, planner(changed_recipe(recipe, more), device)))
+    if largest > batch:
+        larger_keys = {
+            "per_device_train_batch_size": largest,
+            "gradient_accumulation_steps": 1,
+        } | _auto_memory_keys(recipe)
+        options.append(
+            _option(
+                f"{largest:,} per device", larger_keys, planner(changed_recipe(recipe, larger_keys), device)
+            )
+        )
     return Answer("batch_size", sentence, keys, best, tuple(options))
 
 
 def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None) -> Answer:
     """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
     recipe, device = plan.recipe, plan.device
-    _need_time(plan)
-    words = limit_of(recipe, device)[1]
-    most, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
-    batches = [one for one in range(min(most, total), 0, -1) if total % one == 0][:MOST_BATCHES]
+    _require_rates(plan)
+    limit_name = limit_of(recipe, device)[1]
+    largest, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
+    batches = [item for item in range(min(largest, total), 0, -1) if total % item == 0][:MAX_BATCHES]
     options = []
     for done, batch in enumerate(batches):
         _report(progress, f"{batch} sequences at once", done, len(batches))
-        keys = _batch_keys(batch, total) | _automatic(recipe)
-        made = planner(changed_recipe(recipe, keys), device)
-        if fits(made):
-            options.append(_option(f"{batch} × {total // batch}", keys, made))
+        keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
+        candidate = planner(changed_recipe(recipe, keys), device)
+        if fits(candidate):
+            options.append(_option(f"{batch} × {total // batch}", keys, candidate))
     if not options:
-        return Answer("fastest", f"no setting fits {words}")
-    options.sort(key=lambda one: -(one.tokens_per_second or 0.0))
+        return Answer("fastest", f"no setting fits {limit_name}")
+    options.sort(key=lambda item: -(item.tokens_per_second or 0.0))
     best = options[0]
-    now = plan.time.tokens_per_second
+    current = plan.time.tokens_per_second
     sentence = f"{format_rate(best.tokens_per_second or 0.0)} tokens per second"
-    if now is not None and fits(plan):
-        sentence += f"; the recipe as it is reaches {format_rate(now)}"
+    if current is not None and fits(plan):
+        sentence += f"; the recipe as it is reaches {format_rate(current)}"
     return Answer("fastest", sentence, best.keys, best.plan, tuple(options))
 
 
@@ -177,7 +186,7 @@ def solve_smallest_gpu(
     """The GPU with the least memory that the job fits, and the next ones; of equal memory the fastest first."""
     ordered = sorted(gpus, key=lambda gpu: (gpu.memory_bytes, -_speed(gpu)))
     options: list[Option] = []
-    for option in _fitting(plan, planner, ordered, progress):
+    for option in _fitting_gpus(plan, planner, ordered, progress):
         options.append(option)
         if len(options) > NEXT_GPUS:
             break
@@ -203,16 +212,16 @@ def solve_cheapest(
         prices: (GPU, dollars per hour, where the price is from).
         progress: called for each GPU.
     """
-    known = list(prices)
+    offers = list(prices)
     options = []
-    for option in _fitting(plan, planner, [gpu for gpu, _, _ in known], progress):
-        per_hour, source = next((p, s) for gpu, p, s in known if gpu == option.plan.device)
+    for option in _fitting_gpus(plan, planner, [gpu for gpu, _, _ in offers], progress):
+        per_hour, source = next((p, s) for gpu, p, s in offers if gpu == option.plan.device)
         if option.tokens_per_second:
             dollars = per_hour / 3600 / option.tokens_per_second * 1e6
             options.append(Option(option.name, {}, option.plan, option.tokens_per_second, dollars, source))
     if not options:
         return Answer("cheapest", "the job fits no GPU with a known price and speed")
-    options.sort(key=lambda one: one.dollars_per_million_tokens or 0.0)
+    options.sort(key=lambda option: option.dollars_per_million_tokens or 0.0)
     best = options[0]
     sentence = f"{best.name}: ${best.dollars_per_million_tokens:.3g} per million tokens"
     return Answer("cheapest", sentence, {}, best.plan, tuple(options))
@@ -222,31 +231,31 @@ def largest_batch(plan: Plan) -> int:
     """The most sequences at once that fit, memory keys chosen as they must; 0 where not even one does."""
     device, limit = plan.device, limit_of(plan.recipe, plan.device)[0]
     job = plan.job.changed(unpacked_layers=0)
-    within = memory_search.within_limit(job, limit)
+    budget = memory_search.usable_bytes(job, limit)
 
-    return largest_fitting(lambda batch: _thrifty(job, batch, limit), device, within, LARGEST_BATCH)
+    return largest_fitting(lambda batch: _lowest_memory_job(job, batch, limit), device, budget, LARGEST_BATCH)
 
 
-def _thrifty(job: Job, batch: int, limit: int) -> Job:
+def _lowest_memory_job(job: Job, batch: int, limit: int) -> Job:
     memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
     return job.changed(batch=batch, loss_memory=memory, policies=(), mlp_tiles=1)
 
 
-def _fitting(
+def _fitting_gpus(
     plan: Plan, planner: Planner, gpus: Sequence[DeviceFacts], progress: Progress | None
 ) -> Iterator[Option]:
     """The GPUs that the job fits and can run on; number formats that a GPU does not have rule it out."""
-    least = plan.job.trained.weight_bytes if plan.job.weights_dtype == "bf16" else 0
+    weight_bytes = plan.job.trained.weight_bytes if plan.job.weights_dtype == "bf16" else 0
     for done, gpu in enumerate(gpus):
         _report(progress, gpu.name, done, len(gpus))
-        if gpu.memory_bytes < least:
+        if gpu.memory_bytes < weight_bytes:
             continue
         try:
-            made = planner(plan.recipe, gpu)
+            candidate = planner(plan.recipe, gpu)
         except TrimtabError:
             continue
-        if fits(made):
-            yield _option(gpu_name(gpu), {}, made)
+        if fits(candidate):
+            yield _option(gpu_name(gpu), {}, candidate)
 
 
 def gpu_name(gpu: DeviceFacts) -> str:
@@ -263,7 +272,7 @@ def _batch_keys(batch: int, total: int) -> dict[str, Any]:
     return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": total // batch}
 
 
-def _automatic(recipe: Recipe) -> dict[str, Any]:
+def _auto_memory_keys(recipe: Recipe) -> dict[str, Any]:
     """Memory keys that the recipe sets by hand, left to the planner again: the search chose them anew."""
     keys: dict[str, Any] = {}
     if recipe.recompute != "auto" or recipe.gradient_checkpointing is not None:
@@ -283,7 +292,7 @@ def _speed(gpu: DeviceFacts) -> float:
     return ceiling[0] if ceiling is not None else 0.0
 
 
-def _need_time(plan: Plan) -> None:
+def _require_rates(plan: Plan) -> None:
     if plan.time.tokens_per_second is None:
         raise ResourceError(
             f"the speed of {plan.device.name} is not known",

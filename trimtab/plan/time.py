@@ -18,7 +18,7 @@ from trimtab.plan.step_time import StepTime, forward_seconds, step_time_at
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a run does, as far as it is known before."""
 
     steps: int | None = None
@@ -104,8 +104,8 @@ def flops_per_token(job: Job) -> float:
     for block, layers in declared_blocks(job):
         total += len(layers) * training_flops([block])
         for layer in layers:
-            again = recomputation(block, job.layers[layer], num_tiles(job))
-            total += again.products + again.attention
+            recomputed = recomputation(block, job.layers[layer], num_tiles(job))
+            total += recomputed.products + recomputed.attention
     return head + total / (job.batch * job.tokens)
 
 
@@ -113,19 +113,19 @@ def training_flops(blocks: Iterable[DeclaredBlock]) -> float:
     """FLOPs of matrix products and attention, forward and backward, of one microbatch: what is frozen has fewer."""
     total = 0.0
     for block in blocks:
-        for one in block.operations:
-            if one.kind not in (Kind.PRODUCT, Kind.ATTENTION):
+        for operation in block.operations:
+            if operation.kind not in (Kind.PRODUCT, Kind.ATTENTION):
                 continue
-            total += one.forward.flops
-            if any(activation.name in block.requires_grad for activation in one.inputs):
-                total += one.backward.flops
-            if one.gradients:
-                total += one.parameter_backward.flops
+            total += operation.forward.flops
+            if any(activation.name in block.requires_grad for activation in operation.inputs):
+                total += operation.backward.flops
+            if operation.gradients:
+                total += operation.parameter_backward.flops
     return total
 
 
 def estimate(
-    job: Job, device: DeviceFacts, work: Work, *, graphs: bool = False, num_devices: int = 1
+    job: Job, device: DeviceFacts, work: Workload, *, graphs: bool = False, num_devices: int = 1
 ) -> Time:
     """Time of a run.
 
@@ -144,7 +144,7 @@ def estimate(
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="sdpa_cudnn", device="cuda",
         ...           pointwise="triton", optimizer_impl="triton", loss_impl="triton", loss_memory=2**31)
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
-        >>> time = estimate(job, gpu, Work(steps=1000, processed=4 * 1024 * 1000), graphs=True)
+        >>> time = estimate(job, gpu, Workload(steps=1000, processed=4 * 1024 * 1000), graphs=True)
         >>> 30 < time.seconds < 45
         True
     """
@@ -163,15 +163,15 @@ def estimate(
     checkpoints = None
     if rates.disk_write is not None:
         checkpoints = work.checkpoints * work.checkpoint_bytes / rates.disk_write
-    around = evaluation + (checkpoints or 0.0)
+    other_seconds = evaluation + (checkpoints or 0.0)
     return dataclasses.replace(
         time,
         training_seconds=share * step.seconds,
         evaluation_seconds=evaluation,
         checkpoint_seconds=checkpoints,
         floor_seconds=share * step.floor_seconds,
-        low_seconds=share * step.low_seconds + around,
-        high_seconds=share * step.high_seconds + around,
+        low_seconds=share * step.low_seconds + other_seconds,
+        high_seconds=share * step.high_seconds + other_seconds,
     )
 
 

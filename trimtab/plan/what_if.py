@@ -77,27 +77,31 @@ def list_effects(plan: Plan) -> list[Effect]:
         ['recompute: block']
     """
     techniques = [change for change in savings(plan, plan.job) if change.technique]
-    useful = [one for one in effects(plan, techniques) if one.saved > WORTH_BYTES or _faster(one)]
-    used = [one for one in effects(plan, reversals(plan)) if abs(one.saved) > WORTH_BYTES or one.seconds]
-    useful.sort(key=lambda one: (one.price, -one.saved))
-    used.sort(key=lambda one: one.saved)
+    useful = [effect for effect in effects(plan, techniques) if effect.saved > WORTH_BYTES or _faster(effect)]
+    used = [
+        effect
+        for effect in effects(plan, reversals(plan))
+        if abs(effect.saved) > WORTH_BYTES or effect.seconds
+    ]
+    useful.sort(key=lambda effect: (effect.price, -effect.saved))
+    used.sort(key=lambda effect: effect.saved)
     return [*useful, *used]
 
 
 def effects(plan: Plan, changes: Iterable[Change], job: Job | None = None) -> list[Effect]:
     """What each change of a job, the plan's unless another is given, leads to."""
-    now = plan.job if job is None else job
-    memory, before = predict(now), job_seconds(plan, now)
-    found = []
+    current = plan.job if job is None else job
+    memory, before = predict(current), job_seconds(plan, current)
+    results = []
     for change in changes:
         changed = _fewer_tiles(plan, change)
         after = predict(changed.job)
         seconds = job_seconds(plan, changed.job)
         cost = None if seconds is None or before is None else seconds - before
-        found.append(
+        results.append(
             Effect(changed, after.needed, memory.needed - after.needed, after.host - memory.host, cost)
         )
-    return found
+    return results
 
 
 def job_seconds(plan: Plan, job: Job) -> float | None:
@@ -118,10 +122,10 @@ def _fewer_tiles(plan: Plan, change: Change) -> Change:
     """Fewer tokens are cut into fewer tiles, where the recipe leaves their number to the planner."""
     if plan.recipe.mlp_tiles != "auto" or "mlp_tiles" in change.keys:
         return change
-    most = max(tile_counts(change.job, None))
-    if change.job.mlp_tiles <= most:
+    max_tiles = max(tile_counts(change.job, None))
+    if change.job.mlp_tiles <= max_tiles:
         return change
-    return dataclasses.replace(change, job=change.job.changed(mlp_tiles=most))
+    return dataclasses.replace(change, job=change.job.changed(mlp_tiles=max_tiles))
 
 
 def _faster(effect: Effect) -> bool:

@@ -15,12 +15,12 @@ from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.plan import Plan, check_fits, longest_context
+from trimtab.plan.dequantized_copies import add_dequantized_copies
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import find_setting, within_limit
+from trimtab.plan.memory_search import find_setting, usable_bytes
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.plan.resolved_json import memory_from_dict
-from trimtab.plan.unpacked import unpack
 from trimtab.recipe import check_resume, loads
 
 LAPTOP = DeviceFacts("a laptop", "cpu", 150 * 10**9)
@@ -41,7 +41,7 @@ def plan(*overrides: str, device: DeviceFacts = GPU, memory: MemoryPlan | None =
 
 def chosen(job: Job, limit: int) -> Any:
     setting, fits = find_setting(job, GPU, limit)
-    return unpack(job, setting, limit) if fits else setting
+    return add_dequantized_copies(job, setting, limit) if fits else setting
 
 
 def test_more_memory_unpacks_more() -> None:
@@ -56,13 +56,13 @@ def test_more_memory_unpacks_more() -> None:
             loss_memory=setting.loss_memory,
             unpacked_layers=setting.unpacked_layers,
         )
-        assert predict(job).needed == setting.needed <= within_limit(job, limit) <= limit
+        assert predict(job).needed == setting.needed <= usable_bytes(job, limit) <= limit
         if setting.unpacked_layers:
             assert set(setting.policies) == {"none"}
             assert setting.mlp_tiles == 1
         if 0 < setting.unpacked_layers < 32:
             one_more = job.changed(unpacked_layers=setting.unpacked_layers + 1)
-            assert predict(one_more).needed > within_limit(one_more, limit)
+            assert predict(one_more).needed > usable_bytes(one_more, limit)
     numbers = list(found.values())
     assert numbers == sorted(numbers)
     assert numbers[0] == 0

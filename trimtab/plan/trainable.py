@@ -45,13 +45,13 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainableParameters:
     """Trained and frozen parts of a model.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> part = trained(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
+        >>> part = trainable_parameters(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
         >>> part.weight_bytes - model_spec.parameter_bytes(tiny, "bf16"), part.gradient_bytes, part.count
         (256, 256, 64)
     """
@@ -67,11 +67,11 @@ class Trained:
 
     @property
     def count(self) -> int:
-        """Trained numbers."""
+        """TrainableParameters numbers."""
         return sum(parameter.count for parameter in self.parameters)
 
     @property
-    def trained_bytes(self) -> int:
+    def trainable_bytes(self) -> int:
         """Of the trained weights alone: what a checkpoint holds of them."""
         return sum(nbytes(p.dtype, p.count) for p in self.parameters)
 
@@ -97,11 +97,11 @@ class Trained:
     @cached_property
     def layers(self) -> tuple[tuple[Parameter, ...], ...]:
         """The trained tensors of each layer, by their names within the block."""
-        found: list[list[Parameter]] = [[] for _ in range(self.num_layers)]
+        by_layer: list[list[Parameter]] = [[] for _ in range(self.num_layers)]
         for parameter in self.parameters:
             if match := _IN_BLOCK.fullmatch(parameter.name):
-                found[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
-        return tuple(map(tuple, found))
+                by_layer[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
+        return tuple(map(tuple, by_layer))
 
     @property
     def final_norm(self) -> Gradient | None:
@@ -128,13 +128,13 @@ class Trained:
 _IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def trained(
+def trainable_parameters(
     shape: ModelShape,
     weights_dtype: str,
     gradient_dtype: str,
     lora: LoraSettings | None = None,
     quantization: Quantization | None = None,
-) -> Trained:
+) -> TrainableParameters:
     """The parts of a model that a run trains: all of it, or adapters on frozen weights, packed or not.
 
     Args:
@@ -145,30 +145,32 @@ def trained(
         quantization: how frozen weights are quantized, or None.
     """
     if lora is None:
-        whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
-        return Trained(
-            tuple(whole),
+        parameters = [
+            Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()
+        ]
+        return TrainableParameters(
+            tuple(parameters),
             model_spec.parameter_bytes(shape, weights_dtype),
             False,
             shape.num_layers,
             shape.tie_embeddings,
         )
-    standing = model_spec.parameter_bytes(shape, weights_dtype)
+    weights = model_spec.parameter_bytes(shape, weights_dtype)
     if quantization is not None:
-        standing = spec_quantized.weight_bytes(
+        weights = spec_quantized.weight_bytes(
             shape,
             quantization.kind,
             weights_dtype,
             block=quantization.block_size,
             double=quantization.double,
         )
-    parts = [
+    adapters = [
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
         for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
     ]
-    return Trained(
-        tuple(parts),
-        standing + adapt_spec.parameter_bytes(shape, lora),
+    return TrainableParameters(
+        tuple(adapters),
+        weights + adapt_spec.parameter_bytes(shape, lora),
         True,
         shape.num_layers,
         shape.tie_embeddings,

@@ -13,14 +13,14 @@ from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, made_gradient, update_scratch, workspace_bytes
+from trimtab.plan.layers import Layers, dense_gradient_bytes, update_scratch, workspace_bytes
 from trimtab.plan.liveness import ParameterGradients, activation_gradients, walk_backward, workspace
 
 Tensors = list[Activation]
 
 
 @dataclass(frozen=True)
-class Around:
+class TensorsOutsideBlocks:
     """Live tensors outside the blocks, in each phase of a step; weights and optimizer states not included."""
 
     layers_forward: Tensors
@@ -32,7 +32,7 @@ class Around:
     optimizer_step: Tensors
 
 
-def tensors_around(job: Job, gradients: int, layers: Layers) -> Around:
+def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsOutsideBlocks:
     """Live tensors of a step outside its blocks.
 
     Args:
@@ -41,8 +41,8 @@ def tensors_around(job: Job, gradients: int, layers: Layers) -> Around:
         layers: the job's blocks.
     """
     shape = job.shape
-    space = _named("dequantized weight", workspace_bytes(job), Part.WORKSPACE)
-    earlier = _gradients("gradients", gradients) if job.accumulation > 1 else []
+    persistent = _named("dequantized weight", workspace_bytes(job), Part.WORKSPACE)
+    accumulated = _gradients("gradients", gradients) if job.accumulation > 1 else []
     final = job.trained.final_norm
     run = Execution(
         job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise,
@@ -53,37 +53,39 @@ def tensors_around(job: Job, gradients: int, layers: Layers) -> Around:
     shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
     inputs += _named("positions and masks", shared, Part.INPUTS)
     norm = model_spec.final_norm(shape, run)
-    saved = {one.name: one for one in saved_activations([norm], {norm.inputs[0].name})}
+    saved = {item.name: item for item in saved_activations([norm], {norm.inputs[0].name})}
     stream = layers.stream
     loss_forward, loss_backward = _loss(job, run, stream)
-    whole = [*space, *earlier, *inputs, *saved.values()]
+    live = [*persistent, *accumulated, *inputs, *saved.values()]
     # From here on the head's gradient is live too. A tied one stays live until the embedding's is added.
     head = job.trained.head
-    there = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
-    behind = [*space, *earlier, *inputs, *_gradients("head", there)]
+    head_gradient = head if shape.tie_embeddings else (0 if accumulated or job.in_backward else head)
+    live_after_loss = [*persistent, *accumulated, *inputs, *_gradients("head", head_gradient)]
     walk = walk_backward(
-        [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(pile_up=False)
+        [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(retain=False)
     )
-    totals = [(one.total, one.tensors()) for one in walk]
+    candidates = [(item.total, item.tensors()) for item in walk]
     # The embedding's gradient is dense, made in the weights' dtype, and added to what is there.
-    dense = made_gradient(job, shape.vocab_size * shape.hidden_size) if job.trained.named(EMBEDDING) else 0
+    dense = (
+        dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size) if job.trained.named(EMBEDDING) else 0
+    )
     update = update_scratch(job) if job.in_backward else 0
     embedding = workspace("optimizer", update) if update > dense else _gradients("embedding", dense)
     if dense >= update:
         embedding += workspace("embedding", _embedding_scratch(job))
-    done = earlier or _gradients("layers", layers.gradients())
-    return Around(
-        layers_forward=[*space, *earlier, *inputs],
-        loss_forward=whole + loss_forward,
-        loss_backward=whole + loss_backward,
-        final_norm_backward=behind + max(totals, key=lambda one: one[0])[1],
-        layers_backward=behind,
+    made_gradients = accumulated or _gradients("layers", layers.gradients())
+    return TensorsOutsideBlocks(
+        layers_forward=[*persistent, *accumulated, *inputs],
+        loss_forward=live + loss_forward,
+        loss_backward=live + loss_backward,
+        final_norm_backward=live_after_loss + max(candidates, key=lambda item: item[0])[1],
+        layers_backward=live_after_loss,
         embedding_backward=[
-            *space, *done, *_gradients("head", there), *embedding, *inputs,
+            *persistent, *made_gradients, *_gradients("head", head_gradient), *embedding, *inputs,
             *activation_gradients({"x": stream}),
         ],
-        optimizer_step=space if job.in_backward else [
-            *space, *_gradients("gradients", gradients), *workspace("optimizer", update_scratch(job)),
+        optimizer_step=persistent if job.in_backward else [
+            *persistent, *_gradients("gradients", gradients), *workspace("optimizer", update_scratch(job)),
         ],
     )  # fmt: skip
 
@@ -124,11 +126,11 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     computing = _named("norm", stream, Part.NORMS) + _named("logits", chunk, Part.LOSS)
     # Gradients computed with the loss are kept ("triton": in their final dtype). Otherwise the logits are
     # recomputed from the saved hidden states.
-    made = activation_gradients({"norm": stream})
-    made += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
+    gradients = activation_gradients({"norm": stream})
+    gradients += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
     if ready and job.loss_impl == "triton" and not run.autocast:
-        made = []
-    return saved + computing, saved + made + ([] if ready else computing)
+        gradients = []
+    return saved + computing, saved + gradients + ([] if ready else computing)
 
 
 def _adapted_head(job: Job) -> int:
