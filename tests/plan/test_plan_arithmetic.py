@@ -328,7 +328,7 @@ def test_messages_of_a_run_that_does_not_fit() -> None:
         check_fits(plan("optim=adamw_torch", gradients="fp32"), sized(6.5))
     with pytest.raises(ResourceError, match=r"lora: \{r: 16\}.*, and load_in_4bit: true .*: together"):
         check_fits(plan(), sized(2))
-    with pytest.raises(ResourceError, match="take a smaller model or a larger device"):
+    with pytest.raises(ResourceError, match="use a smaller model or a larger device"):
         check_fits(plan(), sized(1))
 
 
@@ -353,8 +353,8 @@ def test_bf16_is_suggested_only_where_the_device_has_it() -> None:
 def test_notes() -> None:
     assert any("bf16" in note for note in plan().notes)
     assert any("stochastically" in note for note in plan("optim=adamw_torch_fused").notes)
-    assert any("set aside" in note for note in plan("data.eval_share=0").notes)
-    assert any("set aside" in note for note in plan("data.streaming=true", "max_steps=5").notes)
+    assert any("held out" in note for note in plan("data.eval_share=0").notes)
+    assert any("held out" in note for note in plan("data.streaming=true", "max_steps=5").notes)
     cpu = DeviceFacts("laptop", "cpu", 2**34)
     assert any("no bf16 arithmetic" in note for note in plan(device=cpu, impl="sdpa_flash").notes)
 

@@ -1,7 +1,7 @@
-"""The allocations of a training step in order, from the walks that predict its peak. Imports no torch.
+"""The sequence of allocations and frees of a training step, from the walks that predict its peak. Imports no torch.
 
 Three approximations: the temporary buffers of an operation are one block, a quantized weight is one block, and
-what an operation frees is freed before the next one allocates.
+an operation's tensors are freed before the next operation allocates.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from trimtab.plan.outside_blocks import tensors_outside_blocks
 
 
 class Event(NamedTuple):
-    """An allocation of so many bytes, or a free where `size` is None."""
+    """An allocation of `size` bytes, or a free if `size` is None."""
 
     number: int
-    """Of the tensor."""
+    """The tensor's id."""
     size: int | None
 
 
 Sizes = dict[str, int]
 INPUTS = ("batch", "positions and masks")
 ALLOCATED_SEPARATELY = ("dequantized weight", "gradients.parameter_gradients", *INPUTS)
+"""Tensors that live longer than a phase: allocated once, not by each phase that lists them."""
 
 
 def persistent_sizes(job: Job) -> Iterator[int]:
-    """Bytes of each weight and optimizer state, and of the workspace kept from the first matmul on."""
+    """Yields the bytes of each weight, each optimizer state, and the workspace allocated at the first matmul."""
     trained = {parameter.name for parameter in job.trained.parameters}
     packed = spec_quantized.linear_shapes(job.shape) if job.quantization is not None else {}
     for name, dims in job.shape.parameters():
@@ -67,22 +68,22 @@ def persistent_sizes(job: Job) -> Iterator[int]:
 
 
 def step_allocations(job: Job) -> Iterator[Event]:
-    """The allocations and frees of one training step; everything it allocates is freed by its end."""
+    """Yields the allocations and frees of one training step; each allocation is freed before the step ends."""
     return _Step(job).events()
 
 
 class _LiveTensors:
-    """The live tensors, by name; turns "these are live now" into allocations and frees."""
+    """The live tensors by name; turns sets of live tensors into allocations and frees."""
 
     def __init__(self) -> None:
         self.shared: dict[str, tuple[int, int]] = {}
-        """(number, bytes)."""
+        """(id, bytes) of tensors that outlive the current layer or phase."""
         self.current: dict[str, tuple[int, int]] = {}
-        """Of the layer or phase at work: replaced from instant to instant."""
+        """(id, bytes) of the current layer's or phase's tensors; replaced at each instant."""
         self._numbers = itertools.count()
 
     def replace_current(self, wanted: Sizes) -> Iterator[Event]:
-        """Replaces the own tensors."""
+        """Replaces the current tensors by `wanted`."""
         for name in [name for name, (_, size) in self.current.items() if wanted.get(name) != size]:
             yield Event(self.current.pop(name)[0], None)
         for name, size in wanted.items():
@@ -91,11 +92,11 @@ class _LiveTensors:
                 yield Event(*self.current[name])
 
     def move_to_current(self, names: Iterable[str]) -> None:
-        """Tensors that are there become own ones."""
+        """Moves shared tensors with these names to the current ones."""
         self.current |= {name: self.shared.pop(name) for name in names if name in self.shared}
 
     def finish_current(self, names: Collection[str]) -> Iterator[Event]:
-        """Own tensors with these names stay; the others are freed."""
+        """Moves current tensors with these names to the shared ones and frees the others."""
         for name in list(self.current):
             tensor = self.current.pop(name)
             if name in names:
@@ -104,24 +105,24 @@ class _LiveTensors:
                 yield Event(tensor[0], None)
 
     def rename_current(self, names: Mapping[str, str]) -> None:
-        """Own tensors get other names."""
+        """Renames current tensors."""
         self.current = {names.get(name, name): tensor for name, tensor in self.current.items()}
 
     def allocate(self, sizes: Sizes) -> Iterator[Event]:
-        """More tensors that stay."""
+        """Allocates shared tensors."""
         for name, size in sizes.items():
             if size and name not in self.shared:
                 self.shared[name] = (next(self._numbers), size)
                 yield Event(*self.shared[name])
 
     def free(self, names: Iterable[str]) -> Iterator[Event]:
-        """Frees tensors that stayed."""
+        """Frees shared tensors."""
         for name in names:
             yield Event(self.shared.pop(name)[0], None)
 
 
 class _Step:
-    """One step of a job."""
+    """One training step of a job."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.layers, self.live = job, Layers(job), _LiveTensors()
@@ -185,7 +186,7 @@ class _Step:
         if not is_offloaded(self.job, layer.policy):
             yield from live.finish_current({*saved, output})
             return
-        # Until the next layer that offloads has begun.
+        # Stays on the device until the next offloading layer begins.
         live.rename_current({name: IN_FLIGHT + name for name in saved})
         yield from live.finish_current({*(IN_FLIGHT + name for name in saved), output})
         yield from live.free(before)
@@ -198,14 +199,14 @@ class _Step:
         if is_offloaded(self.job, layer.policy):
             live.move_to_current([IN_FLIGHT + name for name in saved])
             live.rename_current({IN_FLIGHT + name: name for name in saved})
-            if below is not None:  # what the next one offloaded comes back meanwhile
+            if below is not None:  # its offloaded activations are prefetched during this backward pass
                 yield from live.allocate({IN_FLIGHT + name: size for name, size in below.saved().items()})
         live.move_to_current([*saved, names[f"{FEED_FORWARD_RESIDUAL}.grad"]])
         before: Collection[str] = ()
         for tensors in self.instants(self._backward, layer):
             before = set(live.current)
             yield from live.replace_current(_sizes(tensors, layer.prefix, names))
-        # The gradient of the input is in one of those that were there before the last operation.
+        # The gradient of the layer's input is a tensor that existed before the last operation.
         stream = [
             name for name, (_, size) in live.current.items() if size == self.layers.stream and "grad" in name
         ]
@@ -215,7 +216,7 @@ class _Step:
         if self.retain_gradients:
             gradients = [gradient for operation in layer.block.operations for gradient in operation.gradients]
             sizes = {f"{layer.prefix} {gradient.name}.grad": gradient.kept for gradient in gradients}
-            # Where it is kept in the dtype in which it is made, it is the same tensor.
+            # Without a cast to another dtype, the accumulated gradient is the computed tensor itself.
             temporary = {
                 f"{layer.prefix} {gradient.name}.grad_made"
                 for gradient in gradients
@@ -232,7 +233,7 @@ class _Step:
     def instants(
         self, cache: dict[tuple[int, str], list[list[Activation]]], layer: _Layer
     ) -> list[list[Activation]]:
-        """Of layers that are alike, once."""
+        """Live tensors at each instant of a layer, computed once for equal layers."""
         key = (id(layer.block), layer.policy)
         if key not in cache:
             walk = (
@@ -259,7 +260,7 @@ class _Layer(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """Tensors that a layer shares with its neighbours."""
+        """Names of the tensors that a layer shares with its neighbours."""
         return {
             BLOCK_INPUT: f"stream {self.number}",
             FEED_FORWARD_RESIDUAL: f"stream {self.number + 1}",
@@ -267,12 +268,12 @@ class _Layer(NamedTuple):
         }
 
     def saved(self) -> Sizes:
-        """What it saves, by the names of the whole step."""
+        """Sizes of its saved activations, by their names in the step."""
         return _sizes(saved_under(self.block, self.policy), self.prefix, self.names)
 
 
 def _sizes(tensors: Iterable[Activation], prefix: str, names: Mapping[str, str]) -> Sizes:
-    """Tensors by their names in the whole step; an empty name leaves one out."""
+    """Sizes of tensors by their names in the step; tensors with an empty name are left out."""
     sizes: Sizes = {}
     for tensor in tensors:
         name = names.get(tensor.name, f"{prefix} {tensor.name}")

@@ -1,17 +1,17 @@
-"""A model of torch's caching allocator on CUDA: what it reserves for a sequence of allocations. Imports no torch.
+"""A model of torch's CUDA caching allocator: predicts reserved memory for a sequence of allocations. No torch.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` (torch 2.11 to 2.13), for
 one stream and without running out of memory:
 
 - Sizes are rounded up to 512 bytes. Up to 1 MiB they come from the small pool, larger ones from the large pool.
-- The smallest free block that is large enough is taken, at the lowest address among equals. What is left of it is split
-  off: in the small pool and in expandable segments if that is 512 bytes or more, else if it is more than 1 MiB.
-- Without a fitting block, memory is reserved. Usually that is a segment of 2 MiB (small pool), 20 MiB (below 10 MiB),
+- The smallest free block that is large enough is used, at the lowest address among equals. The remainder is split off:
+  in the small pool and in expandable segments if it is 512 bytes or more, else if it is more than 1 MiB.
+- Without a fitting block, memory is reserved. By default that is a segment of 2 MiB (small pool), 20 MiB (< 10 MiB),
   or the size rounded up to 2 MiB. With `expandable_segments:True`, which trimtab sets on Linux, each pool has one
   segment that grows at its end by pages of 2 MiB (small pool) or 20 MiB. A free block at the end grows with it, and is
-  taken only where no other block fits.
-- A freed block joins free neighbours of its segment. Nothing goes back to the driver.
-- CUDA graphs have pools of their own, by the same rules: a second allocator in this model.
+  used only if no other block fits.
+- A freed block merges with free neighbours in its segment. No memory is returned to the driver.
+- CUDA graphs use a private pool with the same rules: a second allocator in this model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def rounded(size: int) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """Bytes of a segment that is reserved for a block of this size, where segments do not grow.
+    """Bytes of the segment reserved for a block of this size, if segments are not expandable.
 
     Example:
         >>> [segment_bytes(size) // 2**20 for size in (512, 2 * 2**20, 11 * 2**20 + 512)]
@@ -68,12 +68,12 @@ class _Pool:
     expandable: bool
     free: list[tuple[int, int]] = field(default_factory=list)
     blocks: dict[int, _Block] = field(default_factory=dict)
-    """By address; segments lie far apart."""
+    """By address; segments are far apart."""
     end: _Block | None = None
-    """The last block of the segment that grows."""
+    """The last block of the expandable segment."""
 
     def allocate(self, size: int) -> tuple[_Block, int]:
-        """(a block of this size, bytes that were reserved for it)."""
+        """Returns (a block of this size, bytes newly reserved for it)."""
         block, reserved = self._best_fit(size), 0
         if block is None:
             block, reserved = self._grow_segment(size) if self.expandable else self._new_segment(size)
@@ -85,7 +85,7 @@ class _Pool:
         return block, reserved
 
     def release(self, block: _Block) -> None:
-        """Frees a block and joins it with free neighbours."""
+        """Frees a block and merges it with free neighbours."""
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -107,7 +107,7 @@ class _Pool:
 
     def _new_segment(self, size: int) -> tuple[_Block, int]:
         reserved = segment_bytes(size)
-        start = max(self.blocks, default=0) + 2**44  # never a neighbour of another one
+        start = max(self.blocks, default=0) + 2**44  # never adjacent to another segment
         block = _Block(start, reserved, free=True)
         self.blocks[start] = block
         self._add_free(block)
@@ -159,10 +159,10 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one stream, or of one graph pool.
+    """The allocator of one stream or of one CUDA graph pool.
 
     Args:
-        expandable: whether segments grow.
+        expandable: whether segments are expandable.
 
     Example:
         >>> allocator = CachingAllocator(expandable=True)
@@ -181,7 +181,7 @@ class CachingAllocator:
         self.peak_allocated = 0
 
     def allocate(self, size: int) -> int:
-        """A number that `free` takes."""
+        """Allocates a block and returns its id, for `free`."""
         size = rounded(size)
         pool = self._small if size <= SMALL_SIZE else self._large
         block, reserved = pool.allocate(size)
@@ -193,7 +193,7 @@ class CachingAllocator:
         return self._next
 
     def free(self, number: int) -> None:
-        """Frees what `allocate` gave this number for."""
+        """Frees the block with this id."""
         pool, block = self._owner.pop(number)
         self.allocated -= block.size
         pool.release(block)

@@ -1,9 +1,9 @@
-"""All assignments of recompute policies to layers, and the fastest one within a memory limit. No torch.
+"""All assignments of recompute policies to layers, and the fastest assignment within a memory limit. No torch.
 
 Layers with the lowest-memory policies come first (`trimtab.adapt.spec_recompute.canonical`), so that an
 assignment is a few boundaries: layers before the first boundary have the first policy, and so on. Memory and
-time of a segment are prefix sums over its layers, computed once. All boundaries on a grid are then compared at
-once, and the best ones are refined.
+time of a segment come from prefix sums over the layers, computed once. All boundaries on a grid are then compared in
+one vectorized pass, and the best are refined.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trimtab.adapt.spec_recompute import OFFLOADING
 from trimtab.plan.layers import Layers, Segments
 
 GRID = 32
-"""Boundaries are first looked for on at most so many places."""
+"""The largest number of boundary positions of the coarse grid."""
 REFINED = 3
-"""Assignments of the grid around which single layers are tried."""
+"""Number of grid assignments whose boundaries are refined layer by layer."""
 ON_DEVICE = ("block", "selective", "pointwise", "none")
 """The policies whose saved activations stay on the device, the lowest-memory ones first."""
 
 
 @dataclass(frozen=True)
 class BytesOutsideBlocks:
-    """Bytes besides the blocks', in the phases of a step; weights and optimizer states are in each."""
+    """Bytes outside the blocks in the phases of a step, each with weights and optimizer states."""
 
     forward: int
     loss: int
@@ -39,7 +39,7 @@ class BytesOutsideBlocks:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Policies of all layers, with what they need and cost."""
+    """Policies of all layers, with their memory in bytes and time in seconds."""
 
     segments: Segments
     needed: int
@@ -47,9 +47,9 @@ class Assignment:
 
 
 class _Policy:
-    """Sums over the first layers, and the most over ranges of layers, if all have one policy."""
+    """Prefix sums over layers, and maxima over ranges of layers, if all layers have this policy."""
 
-    # L layers; arrays of L + 1 hold sums over the layers before
+    # L layers; arrays of length L + 1 are sums over the preceding layers
 
     def __init__(self, layers: Layers, policy: str, seconds: Sequence[float]) -> None:
         self.name = policy
@@ -61,7 +61,7 @@ class _Policy:
             for name in ("on_device", "peak", "forward", "gradients", "host")
         }
         offloaded = np.flatnonzero(per_layer["host"])
-        if len(offloaded):  # below the first layer that offloads, nothing is on its way to the host or back
+        if len(offloaded):  # below the first offloading layer, no copy to or from the host is in flight
             first = offloaded[0]
             per_layer["forward"][first] -= per_layer["host"][first]
             per_layer["peak"][first] -= per_layer["host"][first]
@@ -86,7 +86,7 @@ def _prefix_sums(values: np.ndarray) -> np.ndarray:
 
 
 def _range_maxima(values: np.ndarray) -> np.ndarray:
-    """[first, end) → the largest of values[first:end]; a very small number where the range is empty."""
+    """Returns a table [first, end] of the maximum of values[first:end]; a very small number for an empty range."""
     L = len(values)
     table = np.full((L + 1, L + 1), np.iinfo(np.int64).min // 4, dtype=np.int64)
     for first in range(L):
@@ -118,9 +118,9 @@ class Assignments:
     ) -> None:
         """Args:
         layers: memory of each layer under each policy.
-        seconds: of each policy, for each run of equal layers.
-        offload_policies: policies that offload to the host, of which an assignment has one at most.
-        host: bytes that may be pinned; None if unknown.
+        seconds: time of each policy, for each run of equal layers.
+        offload_policies: offloading policies; an assignment uses at most one of them.
+        host: host bytes that may be pinned; None if unknown.
         """
         self.num_layers = layers.job.shape.num_layers
         self.host = host
@@ -135,7 +135,7 @@ class Assignments:
         }
 
     def fastest(self, outside: BytesOutsideBlocks, limit: int) -> Assignment | None:
-        """The cheapest assignment within a limit, or None if none is."""
+        """Returns the fastest assignment within a limit, or None if there is none."""
         best: Assignment | None = None
         for names in self._policy_orders():
             assignment = self._fastest_of(names, outside, limit)
@@ -144,7 +144,7 @@ class Assignments:
         return best
 
     def smallest(self, outside: BytesOutsideBlocks) -> Assignment:
-        """The assignment that needs least; of those the cheapest.
+        """Returns the assignment with the lowest memory, the fastest of equals.
 
         As many layers as fit in host memory are offloaded; the others save only their input. The last layer is
         recomputed while the saved activations of all others are live: it may need less memory if it saves more.
@@ -158,7 +158,7 @@ class Assignments:
         return min(options, key=lambda assignment: (assignment.needed, assignment.seconds))
 
     def _lowest_memory_bounds(self, names: Sequence[str]) -> np.ndarray:
-        """Boundaries of the assignments that may need least."""
+        """Boundaries of the candidates for the lowest memory."""
         L, num_policies = self.num_layers, len(ON_DEVICE)
         most_offloaded = 0
         if names[0] in OFFLOADING:
@@ -173,7 +173,7 @@ class Assignments:
         return np.array(rows, np.int64)
 
     def _policy_orders(self) -> list[tuple[str, ...]]:
-        """The policies that one assignment may have, in their order."""
+        """Tuples of policies that one assignment may combine, in layer order."""
         return [(policy, *ON_DEVICE) for policy in self.offload_policies] or [ON_DEVICE]
 
     def _fastest_of(self, names: Sequence[str], outside: BytesOutsideBlocks, limit: int) -> Assignment | None:
@@ -187,7 +187,7 @@ class Assignments:
             finer = self._within_limit(names, np.unique(nearby, axis=0), outside, limit)
             if len(finer[0]) and finer[2].min() < seconds.min():
                 candidates, needed, seconds = finer
-        # Of equally fast ones the one that needs least.
+        # The lowest memory of equally fast assignments.
         best = np.lexsort((needed, seconds))[0]
         return self._assignment(names, candidates[best], int(needed[best]), float(seconds[best]))
 
@@ -201,7 +201,7 @@ class Assignments:
     def _measure(
         self, names: Sequence[str], bounds: np.ndarray, outside: BytesOutsideBlocks
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes needed, seconds) of each row of boundaries; impossible ones need more than any limit."""
+        """(bytes needed, seconds) of each row of boundaries; impossible rows need more than any limit."""
         count = len(bounds)
         saved = np.zeros(count, np.int64)
         forward = np.full(count, np.iinfo(np.int64).min // 4)
@@ -231,7 +231,7 @@ class Assignments:
         return needed, seconds
 
     def _resident(self, names: Sequence[str], bounds: np.ndarray) -> np.ndarray:
-        """Bytes of the activations offloaded last: they are still on the device, and backward reads them there."""
+        """Bytes of the last offloaded activations: still on the device when backward reads them."""
         if names[0] not in OFFLOADING:
             return np.zeros(len(bounds), np.int64)
         policy, end = self.policies[names[0]], bounds[:, 1]
@@ -255,7 +255,7 @@ class Assignments:
         return {}
 
     def _neighbours(self, bounds: np.ndarray) -> np.ndarray:
-        """Boundaries that differ by less than a step of the grid."""
+        """Boundaries that differ by less than one grid step."""
         inner = bounds[1:-1]
         offsets = np.arange(1 - self._step, self._step)
         shifts = np.stack(np.meshgrid(*[offsets] * len(inner), indexing="ij"), -1).reshape(-1, len(inner))
@@ -273,7 +273,7 @@ class Assignments:
 
 
 def _boundaries(places: np.ndarray, count: int) -> np.ndarray:
-    """Rows of count + 1 boundaries: 0, then places that never fall, then the last one."""
+    """Rows of count + 1 boundaries: 0, then nondecreasing positions, then the last position."""
     rows = np.zeros((1, 1), np.int64)
     for _ in range(count - 1):
         last = rows[:, -1]

@@ -1,7 +1,7 @@
-"""Changes of a recipe that save memory or give it back: one list for errors, what-if tables and searches.
+"""Recipe changes that save memory or undo such savings: one list for errors, what-if tables and searches.
 
-Each change is the recipe's own keys together with the job that they lead to; everything else stays as it is, the
-memory plan included. Imports no torch.
+Each change is a set of recipe keys and the resulting job; everything else is unchanged, the memory plan included.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trimtab.plan.memory_search import tile_counts
 from trimtab.recipe.keys import Recipe
 
 SHORTEST = 256
-"""Shorter sequences are not suggested."""
+"""The shortest suggested sequence length."""
 POLICIES = {
     "cuda": ("pointwise", "selective", "block", "offload"),
     "cpu": ("pointwise", "selective", "block"),
 }
-"""Recompute policies that are suggested for all layers, from the one that saves least."""
+"""Recompute policies suggested for all layers, in ascending order of savings."""
 QUANTIZED = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}
-"""The recipe's keys for kinds of quantized weights."""
+"""Recipe keys by kind of quantized weights."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A technique, the recipe keys that turn it on (or off, where it is `in_use`), and the job that follows.
+    """A technique, the recipe keys that turn it on (or off, if it is `in_use`), and the resulting job.
 
     Example:
         >>> Change("LoRA", {"lora": {"r": 16}}, job=None, same_training=False).text
@@ -45,16 +45,16 @@ class Change:
 
     name: str
     keys: dict[str, Any]
-    """Recipe keys to set; empty where the planner decides it by itself under `memory_limit`."""
+    """Recipe keys to set; empty if the planner decides by itself under `memory_limit`."""
     job: Job
     same_training: bool = True
-    """Whether the same updates are computed, up to rounding."""
+    """Whether the optimizer updates are the same, up to rounding."""
     suggested: bool = True
-    """Whether an error about memory names it."""
+    """Whether out-of-memory errors suggest it."""
     technique: bool = True
-    """Whether a what-if table lists it; false for what only trains on less."""
+    """Whether a what-if table lists it; False if it only trains on less data."""
     in_use: bool = False
-    """Whether the job uses the technique now, so that the keys turn it off."""
+    """Whether the job already uses the technique, so that the keys turn it off."""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -63,12 +63,12 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The recipe's words for it, for a sentence."""
+        """The recipe lines as part of a sentence."""
         return " with ".join(self.lines)
 
 
 def recipe_line(key: str, value: Any) -> str:
-    """A key and its value as a recipe has them, on one line.
+    """Formats a key and its value as one line of a recipe.
 
     Example:
         >>> recipe_line("load_in_4bit", True), recipe_line("recompute", {"block": 3}), recipe_line("lora", None)
@@ -88,11 +88,11 @@ def _yaml(value: Any) -> str:
 
 
 def savings(plan: Plan, job: Job) -> Iterator[Change]:
-    """Changes that may save memory, as far as the recipe's other keys let it be changed.
+    """Yields the changes that may save memory and that the recipe's other keys allow.
 
     Args:
         plan: recipe, device and resolved configuration.
-        job: the plan's, or one that was changed already.
+        job: the plan's job, or a changed copy of it.
     """
     device, recipe = plan.device, plan.recipe
     yield from _smaller_microbatch(job)
@@ -111,7 +111,7 @@ def savings(plan: Plan, job: Job) -> Iterator[Change]:
 
 
 def reversals(plan: Plan) -> Iterator[Change]:
-    """What the plan's job does to save memory now, each turned off."""
+    """Yields changes that turn off each memory-saving technique of the plan's job."""
     job = plan.job
     yield from _reversed_activations(job)
     yield from _reversed_states(job)
@@ -124,7 +124,7 @@ def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
 
 
 def _packed(plan: Plan, job: Job, on: bool) -> Job:
-    """The job with packed or unpacked sequences, and the attention that was resolved for these."""
+    """The job with or without packing, and the attention backends resolved for it."""
     attention = tuple(layer.packed if on else layer.unpacked for layer in plan.resolved.attention.layers)
     return job.changed(
         packed=on, attention=attention[0], layer_attention=attention if len(set(attention)) > 1 else ()
@@ -145,7 +145,7 @@ def _reversed_activations(job: Job) -> Iterator[Change]:
 
 
 def _reversed_states(job: Job) -> Iterator[Change]:
-    """Optimizer states, gradients and weights."""
+    """Changes that turn off savings in optimizer states, gradients and weights."""
     if job.optimizer in ("adamw_8bit", "adamw_bf16"):
         changed = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
         name = {"adamw_8bit": "8-bit optimizer states", "adamw_bf16": "bf16 optimizer states"}[job.optimizer]
@@ -192,7 +192,7 @@ def _smaller_microbatch(job: Job) -> Iterator[Change]:
 
 
 def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
-    """What layers keep of their activations, tiles of the feed-forward, chunks of the loss."""
+    """Changes of dequantized copies, recompute policies, feed-forward tiles and loss chunks."""
     layers = len(job.layers)
     if job.unpacked_layers:
         yield Change(
@@ -262,7 +262,7 @@ def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
 
 
 def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
-    """Last, since they train something else."""
+    """LoRA and QLoRA, listed last because they train other parameters."""
     narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
     allowed = not job.in_backward and recipe.embedding_learning_rate is None
     if job.lora is None and allowed and narrow >= LoraSettings().r:
@@ -274,7 +274,7 @@ def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]
 
 
 def _can_be_quantized(job: Job) -> bool:
-    """Whether no linear layer of the blocks is trained whole."""
+    """Whether no linear layer of the blocks is fully trained."""
     try:
         spec_quantized.check_not_quantized(
             job.shape, (parameter.name for parameter in job.trained.parameters)

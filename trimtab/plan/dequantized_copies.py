@@ -1,4 +1,4 @@
-"""Packed weights that are kept unpacked as well: what of a limit is left when every layer keeps everything."""
+"""Dequantized copies of quantized weights, which use the remaining memory if nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.recipe.keys import Recipe
 
 
 def requested_copies(recipe: Recipe, shape: ModelShape) -> int:
-    """Layers as the recipe names them; 0 where it leaves the choice."""
+    """Returns the recipe's number of layers with dequantized copies; 0 for `auto`."""
     requested = recipe.dequantized_layers
     if requested == "auto":
         return 0
@@ -26,15 +26,15 @@ def requested_copies(recipe: Recipe, shape: ModelShape) -> int:
 
 
 def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
-    """A setting that fits, with the weights of as many layers unpacked as fit besides.
+    """Returns a fitting setting with dequantized copies of as many layers as fit in the remaining memory.
 
-    Only on a GPU, where dequantizing takes its own share of a step, and only where it is all that is left to gain: no
-    layer computes anything again, and no feed-forward runs in tiles.
+    Copies are added only on a GPU, where dequantization takes a noticeable share of a step, and only if no layer
+    recomputes and no feed-forward runs in tiles.
 
     Args:
-        job: what is trained.
-        setting: from `memory_search.find_setting`, within the limit.
-        limit: bytes on the device, the process itself included.
+        job: the training job.
+        setting: a setting from `memory_search.find_setting` within the limit.
+        limit: bytes on the device, including the process itself.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings

@@ -1,5 +1,5 @@
-"""A plan as plain data with everything that reports show: whether it fits, activations by part, the memory of a step
-over time, and its time by operation. Imports no torch."""
+"""A plan as plain data with everything that reports show: whether it fits, activations by part, the memory timeline
+of a step, and its time by operation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trimtab.plan.step_time import OperationTime
 
 
 def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
-    """What `Plan.to_dict` says, and `fits`, `device`, `job`, `operations` and the model's active parameters besides.
+    """Returns `Plan.to_dict` with `fits`, `device`, `job`, `operations` and the model's active parameters added.
 
     Args:
-        plan: of any device.
-        timeline: also every moment of a step, for a picture; `phases` has those between which memory bends.
+        plan: the plan, for any device.
+        timeline: whether to add every moment of a step, for a chart; `phases` has only the corner points.
 
     Example:
         >>> detailed(make_plan(recipe, shape, resolved, device=gpu))["fits"]  # doctest: +SKIP
@@ -41,7 +41,7 @@ def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
 
 
 def method_of(plan: Plan) -> str:
-    """How the model is trained, in the words of `--method`."""
+    """Returns the training method as a value of `--method`."""
     if plan.job.lora is None:
         return "full"
     if plan.job.quantization is None:
@@ -50,7 +50,7 @@ def method_of(plan: Plan) -> str:
 
 
 def _operations(plan: Plan) -> list[dict[str, Any]]:
-    """Seconds of an optimizer step by operation, the longest first; empty where no rates are known."""
+    """Seconds of an optimizer step by operation, the longest first; empty if the device's rates are unknown."""
     time = plan.time.step
     if time is None:
         return []

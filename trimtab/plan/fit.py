@@ -1,4 +1,4 @@
-"""Whether a run fits the device, and which changes of the recipe would make it fit."""
+"""Whether a run fits its device, and which recipe changes would make it fit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the recipe, what the run then needs, and what that saves, in bytes."""
+    """A recipe change, the memory that the run then needs, and the memory saved, in bytes."""
 
     change: str
     needed: int
     saving: int
     seconds: float | None = None
-    """What an optimizer step of as many tokens takes longer; None where the device's rates are not known."""
+    """Extra seconds of an optimizer step with the same number of tokens; None if the device's rates are unknown."""
 
 
 def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool = False) -> None:
-    """Raise a ResourceError if the plan needs more memory than there is, or than it is allowed; return if it fits.
+    """Raise a ResourceError if the plan needs more memory than is available or allowed.
 
-    The error names what is needed and what is there, and the changes of the recipe, each with its computed
-    saving, that are enough; where no single one is, those that are together. For a run that is `resumed`, only
-    changes that it may see.
+    The error names the needed and the available memory and the recipe changes that suffice, each with its computed
+    saving; if no single change suffices, a combination that does. For a `resumed` run, only changes that are allowed
+    on resume.
     """
     device = device or plan.device
     available = min(device.available_bytes, plan.limit)
@@ -48,7 +48,7 @@ def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool =
 
 
 def fits(plan: Plan) -> bool:
-    """Whether the device has the memory that every phase of the run needs, and the host that for offloading.
+    """Returns whether the device has enough memory for every phase of the run, and the host for offloading.
 
     Example:
         >>> fits(make_plan(recipe, shape, resolved, device=gpu))  # doctest: +SKIP
@@ -70,14 +70,14 @@ def _new_run_remedy(plan: Plan, available: int) -> str:
         return f"set {listed}: together {format_bytes(combined[-1].needed)}"
     if combined:
         return (
-            f"take a smaller model or a larger device: even {listed} leave "
+            f"use a smaller model or a larger device: even with {listed}, the run needs "
             f"{format_bytes(combined[-1].needed)}"
         )
-    return "take a smaller model or a larger device"
+    return "use a smaller model or a larger device"
 
 
 def _resumed_run_remedy(plan: Plan, device: DeviceFacts, available: int) -> str:
-    """A resumed run keeps its batch, dtypes and optimizer: only activation checkpointing can change."""
+    """A resumed run keeps its batch, dtypes and optimizer; only activation checkpointing can change."""
     allowed = [remedy for remedy in remedies(plan) if remedy.change.split(":")[0] in CHANGEABLE_ON_RESUME]
     sufficient = [remedy for remedy in allowed if remedy.needed <= available]
     if sufficient:
@@ -87,23 +87,25 @@ def _resumed_run_remedy(plan: Plan, device: DeviceFacts, available: int) -> str:
     if smallest is not None:
         needed, first = smallest.needed, f"set {smallest.change} and "
     how = "raise memory_limit to" if needed <= device.available_bytes else "continue on a device with"
-    return f"{first}{how} {format_bytes(needed, up=True)}: a run that has begun cannot do with less"
+    return f"{first}{how} {format_bytes(needed, up=True)}: the resumed run cannot use less"
 
 
 def _describe_need(plan: Plan) -> str:
-    """What the run needs, and, where nothing was named, that no other setting needs less."""
+    """Describes the needed memory, and if `recompute` is automatic, that no other setting needs less."""
     moment = plan.memory.moment.describe()
     if copy := _checkpoint_copy(plan):
-        moment += f"; {format_bytes(copy)} of it for writing checkpoints meanwhile"
+        moment += f"; {format_bytes(copy)} of it for writing checkpoints in the background"
     peak = f"{format_bytes(_needed(plan), up=True)} at its peak ({moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
-    if not auto or plan.memory.needed <= plan.limit:  # a search that finds nothing answers with the least
+    if (
+        not auto or plan.memory.needed <= plan.limit
+    ):  # otherwise the search returned its lowest-memory setting
         return peak
     return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
 
 
 def _needed(plan: Plan) -> int:
-    """What training needs of its device; on a CPU checkpoints are written from a copy in the same memory."""
+    """Device memory for training; on a CPU checkpoints are written from a copy in the same memory."""
     return plan.memory.needed + _checkpoint_copy(plan)
 
 
@@ -130,14 +132,14 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
     if host_free is None or pinnable is None or plan.memory.host <= pinnable:
         return
     raise ResourceError(
-        f"recompute: offload keeps {format_bytes(plan.memory.host)} in the host's memory, of which "
-        f"{format_bytes(host_free)} are free and {format_bytes(pinnable)} may be pinned",
+        f"recompute: offload needs {format_bytes(plan.memory.host)} of pinned host memory; "
+        f"{format_bytes(host_free)} are free, of which {format_bytes(pinnable)} may be pinned",
         "set recompute: auto, or fewer layers to offload, or a shorter max_seq_length",
     )
 
 
 def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
-    """Raise a ResourceError for a phase besides the training step that needs more than there is."""
+    """Raise a ResourceError for a phase other than the training step that needs more than is available."""
     phase = plan.phases.peak
     if phase.phase in OWN_STEP or phase.needed <= available:
         return
@@ -148,7 +150,7 @@ def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
 
 
 def remedies(plan: Plan) -> list[Remedy]:
-    """Every single change that saves memory: first those that leave the training as it is, the fastest first."""
+    """Returns every single change that saves memory: first those with the same updates, the fastest first."""
     pairs = [(change, remedy) for change, remedy in _options(plan, plan.job) if remedy.saving > 0]
     pairs.sort(key=lambda pair: (not pair[0].same_training, pair[1].seconds or 0.0))
     return [remedy for _, remedy in pairs]
@@ -171,7 +173,7 @@ def _describe(remedy: Remedy) -> str:
 
 def _options(plan: Plan, job: Job) -> list[tuple[Change, Remedy]]:
     suggested = [change for change in savings(plan, job) if change.suggested]
-    checkpoint_copy = _checkpoint_copy(plan)  # that of a changed run is no larger
+    checkpoint_copy = _checkpoint_copy(plan)  # upper bound: the copy of a changed run is no larger
     return [
         (
             effect.change,
@@ -188,7 +190,7 @@ def _change_text(change: Change) -> str:
 
 
 def _combine_changes(plan: Plan, available: int) -> tuple[list[Remedy], bool]:
-    """Changes piled up in their order until the run fits, and whether it does."""
+    """Combines changes in their order until the run fits; returns them and whether it fits."""
     job = plan.job
     steps: list[Remedy] = []
     while True:
@@ -198,7 +200,7 @@ def _combine_changes(plan: Plan, available: int) -> tuple[list[Remedy], bool]:
         job, step = options[0]
         key = step.change.split(":")[0]
         if steps and steps[-1].change.split(":")[0] == key:
-            # The same key once more: only where it ends is worth saying, and what it saved in all.
+            # The same key again: report only its last value and the total saving.
             before = steps.pop()
             step = Remedy(
                 step.change,

@@ -1,7 +1,7 @@
 """Memory of passes without gradients: the loss on evaluation text, the probe, generation. Imports no torch.
 
-The blocks' operations are those that training declares. Nothing is saved for backward, so each layer only
-allocates its own temporary tensors. Legend: B rows, T tokens of a pass, S tokens in the cache, N = B · T, V vocabulary.
+The blocks have the operations declared for training. Nothing is saved for backward, so each layer allocates only its
+temporary tensors. Legend: B rows, T tokens of a pass, S tokens in the cache, N = B · T, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,44 +25,44 @@ from trimtab.plan.liveness import walk_forward
 Tensors = list[Activation]
 
 CACHE_BLOCK = 256
-"""Tokens by which the key/value cache grows (`trimtab.generate.cache`)."""
+"""Tokens per allocation step of the KV cache (`trimtab.generate.cache`)."""
 PREFILL_TOKENS = 8192
-"""Tokens of several prompts that are read in one pass (`trimtab.generate.loop`)."""
+"""Tokens per prefill pass over several prompts (`trimtab.generate.loop`)."""
 
 
 def total(tensors: Tensors) -> int:
-    """Bytes of all of them."""
+    """Returns the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def loss_tensors(job: Job) -> Tensors:
-    """Peak bytes of a per-token loss over one batch of the job, without weights and optimizer states."""
+    """Returns the tensors live at the peak of a per-token loss over one batch, without weights and optimizer states."""
     forward = [*_inputs(job), *_shared(job), *_layer(job)]
-    # The angles of RoPE are freed with the forward pass; the layout of the documents is the caller's.
+    # RoPE's cos and sin are freed after the forward pass; the document layout belongs to the caller.
     masks = _shared(job)[0].nbytes - _shared(job.changed(**_UNMASKED))[0].nbytes
     loss = [*_inputs(job), Activation("masks", masks, Part.INPUTS), *_loss(job)]
     return max(forward, loss, key=total) + _dequantized(job)
 
 
 _UNMASKED = {"attention": "triton", "layer_attention": (), "packed": False}
-"""Attention that reads no mask."""
+"""A change to an attention backend without a mask."""
 
 
 def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Tensors:
-    """Peak bytes of generation from prompts, without weights and optimizer states.
+    """Returns the tensors live at the peak of generation, without weights and optimizer states.
 
     Args:
-        job: the model and how it runs; its batch and tokens are not used.
-        rows: prompts of a batch.
-        prompt: tokens of the longest one.
-        new_tokens: the most tokens that are generated.
+        job: the model and how it runs; its batch and tokens are ignored.
+        rows: prompts per batch.
+        prompt: tokens of the longest prompt.
+        new_tokens: the maximum number of generated tokens.
     """
     chunk = prompt if rows == 1 else min(prompt, max(PREFILL_TOKENS // rows, 1))
     cached = cache_tokens(rows, prompt, prompt)
     reading = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
     cache = _cache(job, rows, cached)
     last = []
-    if chunk == prompt:  # a layer's part of the cache is made when it has its keys and values
+    if chunk == prompt:  # a layer's part of the cache is allocated after its keys and values
         size = rows * cached * cache_width(job.shape.blocks[-1]) * BYTES[job.dtype]
         last = [Activation("cache.last", size, Part.CACHE)]
         cache = [Activation("cache", total(cache) - size, Part.CACHE)]
@@ -71,7 +71,7 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
     writing = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
     final_cached = cache_tokens(rows, prompt, prompt + new_tokens)
     longer = _cache(job, rows, final_cached)
-    if final_cached > cached:  # one layer's keys, or values, are copied to where there is more room
+    if final_cached > cached:  # one layer's keys or values are copied to a larger buffer
         widest = max(cache_width(block) for block in job.shape.blocks)
         size = rows * cached * widest * BYTES[job.dtype] // 2
         longer = [*longer, Activation("cache.copied", size, Part.CACHE)]
@@ -81,9 +81,9 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
 
 
 def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
-    """Tokens that a key/value cache has room for when a prompt was read and text written up to `tokens` in all.
+    """Returns the capacity in tokens of a KV cache after a prompt and generation up to `tokens` in total.
 
-    It grows to what is needed or by half, rounded up to blocks.
+    It grows to the needed size or by half, whichever is larger, rounded up to blocks.
 
     Example:
         >>> cache_tokens(64, 100, 164), cache_tokens(1, 300, 428), cache_tokens(1, 300, 600)
@@ -103,7 +103,7 @@ def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
 
 
 def cache_width(block: BlockShape) -> int:
-    """Elements that a layer caches per token: keys and values, or the latent of both (MLA).
+    """Returns the elements that a layer caches per token: keys and values, or their latent (MLA).
 
     Example:
         >>> from trimtab.facts.blocks import FeedForwardShape
@@ -142,8 +142,8 @@ def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Ite
     """Live tensors of a block during each operation; the caller keeps its input alive until the block ends.
 
     Args:
-        block: its operations.
-        from_attention: other tensors that are there from attention on.
+        block: the block's operations.
+        from_attention: other tensors, live from attention on.
     """
     reached_attention = False
     operations = block.attention if block.tile else block.operations
@@ -162,15 +162,15 @@ def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Ite
         tile = [
             Activation(f"tile.{tensor.name}", tensor.nbytes, tensor.part)
             for tensor in instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
-            if tensor.name != residual.name  # a slice of the whole
+            if tensor.name != residual.name  # a view of the full tensor
         ]
         yield live + tile
 
 
 def _internal_tensors(operation: Operation, live: Tensors) -> Tensors:
-    """What training would save of an operation beyond its inputs and outputs: here it is freed with the operation."""
+    """Tensors that training would save beyond an operation's inputs and outputs; here freed with the operation."""
     if operation.kind is Kind.ATTENTION and not operation.results:
-        # Not tiled: the matrices are its scratch; keys and values are repeated for all query heads.
+        # Without tiling: the matrices are its scratch; keys and values are repeated for all query heads.
         return [Activation("repeated keys and values", 2 * operation.outputs[0].nbytes, Part.ATTENTION)]
     names = {tensor.name for tensor in live} | {tensor.name for tensor in operation.inputs}
     internal = {
@@ -195,8 +195,8 @@ def _loss(job: Job) -> Tensors:
         )  # fmt: skip
         size = plan.rows * loss_schedule.row_stride(V) * width + 12 * N
     else:
-        # Logits and log-probabilities of a chunk, and five numbers for each of its tokens; labels, which of them count,
-        # losses, log-probabilities and log-sum-exps of all tokens.
+        # Logits and log-probabilities of a chunk, and five values per token of it; labels, their mask, losses,
+        # log-probabilities and log-sum-exps of all tokens.
         size = loss_spec.chunk_tokens(N, V) * (V * (width + 4) + 20) + N * (8 + 1 + 12)
     if stream_dtype(job) != job.dtype:  # autocast copies hidden states and head
         size += (N + V) * C * width
@@ -211,13 +211,13 @@ def _adapted_head(job: Job) -> Tensors:
 
 
 def _cache(job: Job, rows: int, tokens: int) -> Tensors:
-    """Keys and values of all layers; layers with sliding-window attention need no more than this."""
+    """Keys and values of all layers; an upper bound for layers with sliding-window attention."""
     width = sum(cache_width(block) for block in job.shape.blocks)
     return [Activation("cache", rows * tokens * width * BYTES[job.dtype], Part.CACHE)]
 
 
 def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
-    """Of backends that read one, where prompts are padded; made for each layer."""
+    """The attention mask, for backends that read one and padded prompts; built for each layer."""
     if job.attention not in attention_spec.MASKED or not padded:
         return []
     size = job.batch * job.tokens * (-(-keys // 8) * 8) * BYTES[job.dtype]
@@ -225,7 +225,7 @@ def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
 
 
 def _logits(job: Job) -> Tensors:
-    """Of the last token of each row: as the product gives them, in fp32, and those of the token before."""
+    """Logits of the last token of each row: the matmul's output, its fp32 copy, and the previous token's."""
     V, width = job.shape.vocab_size, BYTES[job.dtype]
     size = job.batch * V * (4 + width + (4 if width < 4 else 0))
     if stream_dtype(job) != job.dtype:  # autocast copies the head

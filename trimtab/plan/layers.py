@@ -1,6 +1,6 @@
-"""Memory of a job's blocks between forward and backward, and in the backward of each. Imports no torch.
+"""Memory of a job's blocks: saved activations, and the peak of each forward and backward pass. Imports no torch.
 
-Everything is summed over the operations that the blocks declare (`trimtab.model.spec_block`).
+All figures are sums over the operations that the blocks declare (`trimtab.model.spec_block`).
 `trimtab.adapt.spec_recompute` defines which activations a recompute policy saves.
 """
 
@@ -39,7 +39,7 @@ from trimtab.plan.liveness import (
 )
 
 Segments = Sequence[tuple[str, int]]
-"""(policy, how many layers have it), the first layers first."""
+"""(policy, number of layers), from the first layer to the last."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class LayerMemory:
     """Bytes of one layer under a policy."""
 
     on_device: int
-    """On the device, from the forward pass to the layer's backward."""
+    """Saved activations on the device, from the forward pass to the layer's backward."""
     peak: int
-    """The most during the layer's backward pass: what was kept, what comes back, and gradients."""
+    """Peak of the layer's backward pass: saved, recomputed and reloaded activations, and gradients."""
     forward: int
-    """The most during the layer's forward pass, its input included."""
+    """Peak of the layer's forward pass, including its input."""
     gradients: int
-    """Of its trained tensors, where they pile up during backward."""
+    """Gradients of its trainable parameters, if they are retained during backward."""
     host: int = 0
-    """Pinned memory of the host."""
+    """Offloaded activations in pinned host memory."""
 
 
 def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
-    """(operations, the layers that have them) for each run of equal layers; runs of the same kind share theirs."""
+    """Returns (declared block, layers) for each run of equal layers; runs of the same kind share one block."""
     kinds = layer_kinds(job)
     blocks: dict[int, DeclaredBlock] = {}
     for layer, kind in enumerate(kinds):
@@ -69,8 +69,7 @@ def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
 
 
 def layer_runs(job: Job) -> Iterator[range]:
-    """Runs of layers that are equal in their blocks and backends, in what is trained and in whether their input has a
-    gradient."""
+    """Yields runs of layers with equal blocks, backends and trainable parameters, and equal gradients of the input."""
     yield from _runs(layer_kinds(job))
 
 
@@ -83,7 +82,7 @@ def _runs(kinds: Sequence[int]) -> Iterator[range]:
 
 
 def layer_kinds(job: Job) -> list[int]:
-    """A number for each layer that is the same for equal ones, wherever they are."""
+    """Returns an id per layer; equal layers have the same id."""
     kinds = zip(
         job.shape.blocks, job.attention_backends, job.trained.layers, inputs_require_grad(job), strict=True
     )
@@ -92,7 +91,7 @@ def layer_kinds(job: Job) -> list[int]:
 
 
 def inputs_require_grad(job: Job) -> Iterator[bool]:
-    """Whether each layer's input has a gradient: below it something is trained, or graphs are compiled so."""
+    """Yields whether each layer's input requires grad: parameters below are trained, or layers are compiled."""
     below = job.compiled or job.trained.trains_embedding
     for trained in job.trained.layers:
         yield below
@@ -100,13 +99,13 @@ def inputs_require_grad(job: Job) -> Iterator[bool]:
 
 
 def num_tiles(job: Job) -> int:
-    """How many tiles the feed-forward halves run in."""
+    """Returns the number of tiles in which the feed-forward runs."""
     tokens = job.batch * job.tokens
     return -(-tokens // tile_rows(tokens, job.mlp_tiles))
 
 
 def declare_layer(job: Job, layer: int) -> DeclaredBlock:
-    """The operations of one layer of a job."""
+    """Returns the declared operations of one layer of a job."""
     adapted = None
     if job.lora is not None or job.quantization is not None:
         adapted = AdaptedProjections(job.lora, job.quantization)
@@ -132,9 +131,9 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
 
 
 def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
-    """Bytes of one layer of a job under a policy.
+    """Returns the memory of one layer of a job under a policy.
 
-    On a CPU `offload` keeps the input where it is, as `block` does, and the other two that offload do so as well.
+    On a CPU the offloading policies leave saved activations where they are; `offload` is then the same as `block`.
     """
     saved = saved_under(block, policy)
     size = total_bytes(saved)
@@ -142,18 +141,18 @@ def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
     peak = max((instant.total for instant in backward_instants(job, block, policy)), default=0)
     forward = max(instant.total for instant in forward_instants(block, policy))
     if is_offloaded(job, policy):
-        # Meanwhile the offloaded activations of the layer below are being copied to the host, or back.
+        # At the same time the offloaded activations of the layer below are copied to or from the host.
         return LayerMemory(0, peak + size, forward + size, gradients, size)
     return LayerMemory(size, peak, forward, gradients)
 
 
 def is_offloaded(job: Job, policy: str) -> bool:
-    """Whether what a layer saves under a policy is in host memory between forward and backward."""
+    """Returns whether a layer's saved activations are in host memory between forward and backward."""
     return policy in OFFLOADING and job.device != "cpu"
 
 
 def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
-    """Live tensors during a layer's forward pass, its input and saved activations included."""
+    """Yields the live tensors during a layer's forward pass, including its input and saved activations."""
     saved = saved_under(block, policy)
     operations = block.attention if block.tile else block.operations
     x, saved_names = operations[0].inputs[0], {activation.name for activation in saved}
@@ -168,8 +167,8 @@ def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
 
 
 def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[Instant]:
-    """Live tensors during a layer's backward pass: saved activations, recomputed or reloaded ones, and gradients
-    from that of its output on."""
+    """Yields the live tensors during a layer's backward pass: saved, recomputed or reloaded activations, and gradients
+    starting with that of its output."""
     if not block.differentiates:
         return
     saved = saved_under(block, policy)
@@ -197,7 +196,7 @@ def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[I
 
 
 def _with_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str = "") -> Instant:
-    """The same with other tensors that are alive; the instant's own get a prefix to their names."""
+    """Adds live tensors to an instant; the names of its own tensors get a prefix."""
     total = instant.total + sum(tensor.nbytes for tensor in tensors)
     return instant._replace(total=total, tensors=partial(_all_tensors, instant, tensors, prefix))
 
@@ -210,7 +209,7 @@ def _all_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str) -
 
 
 def _output_gradients(addition: Operation) -> list[Activation]:
-    """The gradient of a residual addition's output, and that of what it adds where that has another dtype."""
+    """The gradient of a residual addition's output, and of the added branch if that has another dtype."""
     output = addition.outputs[0]
     gradients = activation_gradients({output.name: output.nbytes})
     branch = branch_gradient(addition)
@@ -226,7 +225,7 @@ def _parameter_gradients(job: Job) -> ParameterGradients:
 def _tiled_backward_instants(
     job: Job, block: DeclaredBlock, policy: str, saved: Sequence[Activation]
 ) -> Iterator[Instant]:
-    """The same for a layer whose feed-forward runs in tiles: the tiles first, then the attention half."""
+    """The backward pass of a layer with a tiled feed-forward: first the tiles, then the attention half."""
     requires_grad = block.requires_grad
     needed_by_attention = {
         activation.name: activation for activation in saved_activations(block.attention, requires_grad)
@@ -237,11 +236,11 @@ def _tiled_backward_instants(
     recompute = policy != "none"
     recomputed = block.attention[: last_recomputed(block, policy) + 1]
     output_gradient = activation_gradients({f"{BETWEEN}.output": residual.nbytes})
-    if recompute and policy not in IN_HALVES:  # all of the first half comes back before the tiles run
+    if recompute and policy not in IN_HALVES:  # the attention half is recomputed before the tiles run
         for instant in walk_forward(recomputed, requires_grad, saved, needed | {BETWEEN}):
             yield _with_tensors(instant, output_gradient)
             available = instant.after
-    # The gradients of output and input of the whole half, and one tile.
+    # The gradients of output and input of the feed-forward half, and one tile.
     residual_gradients = [*output_gradient, *activation_gradients({residual.name: residual.nbytes})]
     for instant in _tile_instants(block):
         yield _with_tensors(instant, [*available.values(), *residual_gradients])
@@ -267,9 +266,9 @@ def _tiled_backward_instants(
 
 
 def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
-    """Memory of the tiles besides the input's gradient: fp32 sums of weight gradients, and one tile.
+    """Memory of the tiles in addition to the input's gradient: fp32 sums of weight gradients, and one tile.
 
-    A tile reads its part of the stream where it lies, and its weights' gradients stay until all are made.
+    A tile reads a view of the residual stream, and its weight gradients stay allocated until all are computed.
     """
     requires_grad = block.requires_grad
     saved = {
@@ -293,30 +292,30 @@ class AllLayersMemory:
     """Memory of all layers of a job under their policies."""
 
     on_device: int
-    """On the device, from forward to backward."""
+    """Saved activations on the device, from forward to backward."""
     host: int
-    """Pinned bytes of the host."""
+    """Offloaded activations in pinned host memory."""
     forward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its forward pass) where the peak may be: at the end of a run of equal layers."""
+    """(layer, bytes live in its forward pass) at possible peaks: the end of each run of equal layers."""
     backward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its backward pass) where the peak may be: at both ends of a run of equal layers."""
+    """(layer, bytes live in its backward pass) at possible peaks: both ends of each run of equal layers."""
 
 
 class Layers:
-    """Memory of a job's blocks under any policies, computed on demand and cached."""
+    """Memory of a job's blocks under any recompute policies, computed on demand and cached."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.blocks = declared_blocks(job)
         """(operations, layers) of each run of equal layers."""
         self.stream = job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)]
-        """The residual stream, and the gradient of it."""
+        """Bytes of the residual stream, and of its gradient."""
         self._reading = dequantize_scratch_bytes(job)
         self._found: dict[tuple[int, str], LayerMemory] = {}
-        """By the identity of the operations, which runs of the same kind share, and by policy."""
+        """By id of the declared block, which runs of the same kind share, and policy."""
 
     def of(self, run: int, policy: str) -> LayerMemory:
-        """Bytes of a layer of one run of equal layers under a policy; dequantizing weights included."""
+        """Returns the memory of one layer of a run under a policy, including buffers to dequantize weights."""
         block = self.blocks[run][0]
         memory = self._found.get((id(block), policy))
         if memory is None:
@@ -327,13 +326,13 @@ class Layers:
         return memory
 
     def gradients(self) -> int:
-        """Bytes that the backward pass of all layers leaves, where gradients pile up."""
+        """Returns the bytes of all layers' parameter gradients, if they are retained during backward."""
         if not _parameter_gradients(self.job).retain:
             return 0
         return sum(gradient_bytes(block.operations) * len(run) for block, run in self.blocks)
 
     def spans(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
-        """(policy, index of the run, layers) of neighbours with the same policy, from the first layer to the last."""
+        """Yields (policy, index of the run, layers) for neighbouring equal layers with the same policy."""
         start, run = 0, 0
         for policy, count in segments:
             stop = start + count
@@ -345,9 +344,9 @@ class Layers:
                 run += start == end
 
     def memory(self, segments: Segments) -> AllLayersMemory:
-        """Memory of layers with these policies."""
+        """Returns the memory of all layers with these policies."""
         spans = [(self.of(run, policy), indices) for policy, run, indices in self.spans(segments)]
-        # The activations offloaded last are still on the device, and are used from there.
+        # The last offloaded activations are still on the device and are used from there.
         resident = next((layer.host for layer, _ in reversed(spans) if layer.host), 0)
         # Below the first offloaded layer, no copy to or from the host is in flight.
         first = next((indices[0] for layer, indices in spans if layer.host), None)
@@ -358,7 +357,7 @@ class Layers:
             on_device += layer.on_device * len(indices)
         below, gradients = on_device + resident, 0
         for layer, indices in reversed(spans):
-            # Of inputs from the host, the layer in use and the layer on its way are counted with what comes back.
+            # A layer's peak already includes its reloaded activations and those being prefetched.
             start = below - (resident if layer.host else 0)
             ends = {0, len(indices) - 1} | ({max(len(indices) - 2, 0)} if indices[0] == first else set())
             for offset in sorted(ends):
@@ -374,28 +373,28 @@ class Layers:
 
 
 def segments_of(policies: Sequence[str]) -> Segments:
-    """Runs of the same policy: ("a", "a", "b") → [("a", 2), ("b", 1)]."""
+    """Returns runs of the same policy: ("a", "a", "b") → [("a", 2), ("b", 1)]."""
     return [(policy, len(list(run))) for policy, run in itertools.groupby(policies)]
 
 
 def stream_dtype(job: Job) -> str:
-    """Dtype of the residual stream: under autocast that of the weights."""
+    """Returns the dtype of the residual stream: under autocast that of the weights."""
     return job.weights_dtype if job.weights_dtype != job.dtype else job.dtype
 
 
 def dense_gradient_bytes(job: Job, count: int) -> int:
-    """A weight's gradient as backward makes it: in the weight's dtype, then cast if kept in another."""
+    """Returns the bytes of a weight's gradient in the weight's dtype, plus its cast to another gradient dtype."""
     size = nbytes(job.weights_dtype, count)
     return size if job.weights_dtype == job.gradient_dtype else size + nbytes(job.gradient_dtype, count)
 
 
 def dequantizes_weights(job: Job) -> bool:
-    """Whether a step dequantizes weights: not if all layers keep dequantized copies."""
+    """Returns whether a step dequantizes weights: not if all layers have dequantized copies."""
     return job.quantization is not None and job.unpacked_layers < job.shape.num_layers
 
 
 def dequantize_scratch_bytes(job: Job) -> int:
-    """Temporary bytes of dequantizing weights, besides the workspace."""
+    """Returns the temporary bytes to dequantize a weight, without the workspace."""
     if job.quantization is None or not dequantizes_weights(job):
         return 0
     packed = job.quantization
@@ -409,10 +408,10 @@ def dequantize_scratch_bytes(job: Job) -> int:
 
 
 def workspace_bytes(job: Job) -> int:
-    """One dequantized weight, from the first matmul on."""
+    """Returns the bytes of the workspace: one dequantized weight, allocated at the first matmul."""
     return spec_quantized.workspace_bytes(job.shape, job.dtype) if dequantizes_weights(job) else 0
 
 
 def update_scratch(job: Job) -> int:
-    """Most temporary bytes while one parameter is updated."""
+    """Returns the peak temporary bytes of one parameter's optimizer update."""
     return job.trained.update_scratch(job.optimizer, device=job.device, impl=job.optimizer_impl)

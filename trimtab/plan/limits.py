@@ -15,7 +15,7 @@ from trimtab.recipe.keys import Recipe
 
 
 def limit_of(recipe: Recipe, device: DeviceFacts) -> tuple[int, str]:
-    """(bytes that the run may take, in words where that is from); never more than is free.
+    """Returns (bytes that the run may use, a description of that limit); never more than is free.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -23,24 +23,24 @@ def limit_of(recipe: Recipe, device: DeviceFacts) -> tuple[int, str]:
         >>> limit_of(loads("model: a\\ndata: {train: x}\\nmemory_limit: 24GiB"), gpu)
         (25769803776, 'memory_limit: 24GiB')
         >>> limit_of(loads("model: a\\ndata: {train: x}\\nmemory_limit: 100%"), gpu)[1]
-        'the 36.0 GiB that are free, which is less than memory_limit: 100%'
+        'the 36.0 GiB of free memory, which is less than memory_limit: 100%'
     """
     available = device.available_bytes
     if recipe.memory_limit is None:
-        return available, f"the {format_bytes(available)} that are free"
+        return available, f"the {format_bytes(available)} of free memory"
     share = parse_share(recipe.memory_limit)
     requested = parse_bytes(recipe.memory_limit) if share is None else int(share * device.memory_bytes)
-    assert requested is not None, "the recipe's rules let through only sizes and shares"
+    assert requested is not None, "recipe validation accepts only sizes and shares"
     setting = f"memory_limit: {recipe.memory_limit}"
     return (
         (requested, setting)
         if requested <= available
-        else (available, f"the {format_bytes(available)} that are free, which is less than {setting}")
+        else (available, f"the {format_bytes(available)} of free memory, which is less than {setting}")
     )
 
 
 def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | None:
-    """The policy of each layer as the recipe names them; None where it leaves the choice."""
+    """Returns the policy of each layer if the recipe sets them; None for `auto`."""
     L, recompute = shape.num_layers, recipe.recompute
     if recipe.gradient_checkpointing is not None:
         return (("block" if recipe.gradient_checkpointing else "none"),) * L
@@ -52,13 +52,13 @@ def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | N
         if len(recompute) != L:
             raise RecipeError(
                 f"recompute names {len(recompute)} policies and the model has {L} layers",
-                "give one for each layer, one word for all, or how many layers have which",
+                "give one policy per layer, one policy for all layers, or the number of layers per policy",
             )
         return tuple(recompute)
     named = sum(recompute.values())
     if named > L:
         raise RecipeError(
-            f"recompute names {named} layers and the model has {L}", f"let the numbers add up to {L} at most"
+            f"recompute names {named} layers and the model has {L}", f"make the counts add up to at most {L}"
         )
     counts = {str(policy): count for policy, count in recompute.items()}
     return canonical({**counts, "none": counts.get("none", 0) + L - named})
@@ -67,14 +67,14 @@ def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | N
 def resolve_memory_plan(
     recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None, fixed_loss: bool = False
 ) -> MemoryPlan:
-    """Choose what is recomputed, tiled and dequantized, by the recipe's keys and the memory there is.
+    """Choose recompute policies, tiles and dequantized copies from the recipe and the available memory.
 
     Args:
-        recipe: what is asked.
-        job: everything else that decides the memory of a step.
-        device: where it runs.
-        tiles: of the feed-forward, where an earlier start has chosen them: they decide how sums are rounded.
-        fixed_loss: whether the loss holds what the job says, for the same reason.
+        recipe: the recipe with its memory keys.
+        job: all other settings that determine the memory of a step.
+        device: the device of the run.
+        tiles: feed-forward tiles of the first start, when resuming: they determine how sums are rounded.
+        fixed_loss: whether to keep the job's loss memory, for the same reason.
     """
     limit, basis = limit_of(recipe, device)
     if tiles is None and recipe.mlp_tiles != "auto":
@@ -114,15 +114,13 @@ def _reason(
     if named:
         return "named in the recipe" if fits else f"named in the recipe; does not fit {limit_name}"
     if not fits and setting.needed <= limit:
-        return f"the least that there is; it leaves almost nothing of {limit_name}"
+        return f"the lowest-memory setting; it uses almost all of {limit_name}"
     if not fits:
-        return f"the least that there is, and still more than {limit_name}"
+        return f"the lowest-memory setting, and still more than {limit_name}"
     save_all = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
     if set(setting.policies) == {"none"}:
         return f"everything fits {limit_name}"
     job = job.changed(mlp_tiles=setting.mlp_tiles)
     seconds = memory_search.recompute_seconds(job, device, setting.policies)
-    spare = "" if seconds is None else f" and spare {format_seconds(seconds)} a microbatch, by arithmetic"
-    return (
-        f"the fastest that fits {limit_name}; keeping everything would take {format_bytes(save_all)}{spare}"
-    )
+    spare = "" if seconds is None else f" and be an estimated {format_seconds(seconds)} per microbatch faster"
+    return f"the fastest that fits {limit_name}; saving all activations would take {format_bytes(save_all)}{spare}"

@@ -1,4 +1,4 @@
-"""Which tensors of a layer are alive in forward and backward: walks over its declared operations. No torch."""
+"""Liveness of a layer's tensors in forward and backward, from walks over its declared operations. No torch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from trimtab.facts.operations import Activation, Gradient, Kind, Operation, Part
 
 @dataclass(frozen=True)
 class ParameterGradients:
-    """What becomes of the gradients of trained tensors during a backward pass."""
+    """How long parameter gradients live during a backward pass."""
 
     retain: bool = True
-    """Whether they stay: False if they are added to those of an earlier microbatch, or used at once."""
+    """Whether they stay allocated: False if they are added to accumulated gradients or applied immediately."""
     update: int = 0
-    """Temporary bytes of an optimizer that steps in the backward pass."""
+    """Temporary bytes of an optimizer step within the backward pass."""
 
 
 class Instant(NamedTuple):
-    """What is alive while one operation runs."""
+    """The live tensors while one operation runs."""
 
     operation: Operation | None
     total: int
-    """Bytes."""
+    """Bytes of all live tensors."""
     tensors: Callable[[], list[Activation]]
-    """Each tensor with the part it belongs to; together `total`. To be called before the walk goes on."""
+    """Returns the live tensors, `total` bytes together. Call it before advancing the walk."""
     after: Mapping[str, Activation] = {}
-    """Of a forward walk: what stays alive after the operation, by name."""
+    """In a forward walk: tensors still live after the operation, by name."""
 
 
 class _Gradients:
-    """Gradients of activations that are held; names of one tensor share it."""
+    """Live gradients of activations; activations may share one gradient tensor."""
 
     def __init__(self) -> None:
         self.owner: dict[str, str] = {}
         self.nbytes: dict[str, int] = {}
 
     def put(self, name: str, size: int) -> None:
-        """A new tensor; it is added in place to one that is there, unless that is another activation's as well."""
+        """Adds a gradient tensor; it is added in place to an existing one unless other activations share that one."""
         if name not in self.owner or self._is_shared(name):
             key = name
             while key in self.nbytes:
@@ -50,7 +50,7 @@ class _Gradients:
             self.owner[name] = key
 
     def share(self, name: str, source: str) -> None:
-        """The gradient of `other` is that of `name` too, or is added to it."""
+        """Makes `name` share the gradient of `source`, unless it already has one to add to."""
         if name not in self.owner:
             self.owner[name] = self.owner[source]
 
@@ -71,12 +71,12 @@ class _Gradients:
 
 
 def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
-    """Gradients of activations as tensors of their own, by the activations' names."""
+    """Returns separate gradient tensors, by activation name."""
     return [Activation(f"{name}.grad", size, Part.GRADIENTS) for name, size in sizes.items()]
 
 
 def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) -> list[Activation]:
-    """Gradients of trained tensors as they are kept, or as the backward pass makes them."""
+    """Returns parameter gradients in the dtype in which they are accumulated, or as computed (`made`)."""
     suffix = ".grad_made" if made else ".grad"
     return [
         Activation(gradient.name + suffix, gradient.made if made else gradient.kept, Part.PARAMETER_GRADIENTS)
@@ -85,7 +85,7 @@ def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) ->
 
 
 def workspace(name: str, size: int) -> list[Activation]:
-    """Temporary bytes of an operation; nothing where there are none."""
+    """Returns an operation's temporary buffer as a list of tensors; empty for 0 bytes."""
     return [Activation(f"{name}.workspace", size, Part.WORKSPACE)] if size else []
 
 
@@ -98,15 +98,15 @@ def walk_backward(
     *,
     recomputed: bool = False,
 ) -> Iterator[Instant]:
-    """What is held while each operation's gradients are computed, from the last operation to the first.
+    """Yields the live tensors while each operation's gradients are computed, from the last operation to the first.
 
     Args:
         operations: in the order of the forward pass.
         requires_grad: activations that have a gradient.
-        held: saved activations that are there when the walk begins, by name.
-        output: the activation whose gradient is given.
-        parameters: what becomes of trained tensors' gradients.
-        recomputed: whether saved activations are the walk's own, so that gradients may be written over them.
+        saved_tensors: saved activations at the start of the walk, by name.
+        output: the activation whose gradient is the input of the walk.
+        parameters: how long parameter gradients live.
+        recomputed: whether saved activations are recomputed copies that gradients may overwrite.
     """
     active = [operation for operation in operations if operation.differentiates(requires_grad)]
     users: dict[str, int] = {}
@@ -152,7 +152,7 @@ def walk_backward(
             if not users[activation.name]:
                 live.pop(activation.name, None)
         casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
-        if casts:  # when what the operation saved is freed
+        if casts:  # after the operation's saved activations are freed
             saved = sum(activation.nbytes for activation in live.values())
             total = (
                 saved
@@ -175,7 +175,7 @@ def _backward_tensors(
     retained: Sequence[Gradient],
     update: int,
 ) -> list[Activation]:
-    # A gradient that is added to one that is there, is a tensor of its own until then.
+    # A gradient is a separate tensor until it is added to an existing gradient.
     names = {
         f"{name}.part" if name in gradients_before else name: size for name, size in new_gradients.items()
     }
@@ -196,22 +196,22 @@ def _cast_tensors(
 
 
 def branch_gradient(addition: Operation) -> int:
-    """Bytes of the gradient of what a residual addition adds, where it has another dtype than the stream's."""
+    """Returns the bytes of the gradient of a residual branch, if its dtype differs from the stream's."""
     output = addition.outputs[0]
     return sum(activation.nbytes for activation in addition.inputs if activation.nbytes != output.nbytes)
 
 
 def gradient_bytes(operations: Sequence[Operation]) -> int:
-    """Bytes of the trained tensors' gradients that these operations leave."""
+    """Returns the bytes of these operations' parameter gradients."""
     return sum(gradient.kept for operation in operations for gradient in operation.gradients)
 
 
 def _last_use(operations: Sequence[Operation]) -> dict[str, int]:
-    """For each activation the index of the last operation during which it is held.
+    """Returns for each activation the index of the last operation during which it is live.
 
-    That is the last one that reads it. While a module's forward runs, its arguments and local variables are held too:
-    those of attention and feed-forward until their last product, the result of attention until the block ends.
-    Queries before RoPE, and what a QK-norm returns, are not held longer than they are read.
+    That is its last reader. References from a module's arguments and local variables extend it: tensors of attention
+    and feed-forward live until the module's last matmul, the result of attention until the end of the block. Queries
+    before RoPE and outputs of a QK-norm are freed after their last reader.
     """
     until: dict[str, int] = {}
     for index, operation in enumerate(operations):
@@ -242,15 +242,15 @@ def walk_forward(
     initial: Sequence[Activation],
     wanted: Collection[str],
 ) -> Iterator[Instant]:
-    """What is held while each operation runs, in the order of the forward pass.
+    """Yields the live tensors while each operation runs, in the order of the forward pass.
 
-    In a recomputation, results that were kept are read instead of computed, and freed when nothing reads them any more.
+    In a recomputation, saved results are read instead of computed, and freed after their last reader.
 
     Args:
-        operations: of the forward pass; of a recomputation up to the last one that makes what the backward pass reads.
+        operations: the operations of the forward pass; in a recomputation up to the last that backward needs.
         requires_grad: activations that have a gradient.
-        kept: what is there before: a block's input, and in a recomputation what the policy kept.
-        wanted: names of the activations that stay.
+        initial: tensors live at the start: the block's input, and in a recomputation the saved activations.
+        wanted: names of the activations that stay live.
     """
     until = _last_use(operations)
     live = {activation.name: activation for activation in initial}

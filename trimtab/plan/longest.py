@@ -1,4 +1,4 @@
-"""The longest sequence that a job can be trained on within a limit, everything else as it is. Imports no torch."""
+"""The longest sequence on which a job can be trained within a memory limit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trimtab.plan import memory_search
 from trimtab.plan.job import Job
 
 STEP = 256
-"""Lengths are multiples of it."""
+"""Granularity of sequence lengths in tokens."""
 MAX_TOKENS = 1 << 26
-"""Longer ones are not looked at."""
+"""The longest sequence that is tried."""
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence, and the memory setting that it runs with."""
+    """The longest sequence that fits, and its memory setting."""
 
     tokens: int
-    """0 where not even the shortest fits."""
+    """0 if not even the shortest sequence fits."""
     setting: memory_search.MemorySetting | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,10 +40,10 @@ class Longest:
 
 
 def largest_within(bytes_of: Callable[[int], int], budget: int, maximum: int) -> int:
-    """The largest count from 1 to `most` whose bytes are within a limit, 0 where not even one is.
+    """Returns the largest count from 1 to `maximum` whose bytes are within a budget; 0 if even one exceeds it.
 
-    Bytes grow with the count, in long stretches by the same amount: the next count to look at is where a straight
-    line meets the limit, so that a few steps find it.
+    Bytes grow with the count and are piecewise linear: the next count to try is where linear interpolation meets the
+    budget, so a few steps suffice.
 
     Example:
         >>> largest_within(lambda count: 1000 + 7 * count, 2000, 10**6)
@@ -63,7 +63,7 @@ def largest_within(bytes_of: Callable[[int], int], budget: int, maximum: int) ->
         return min(high, maximum)
     while high - low > 1:
         share = (budget - low_bytes) / (high_bytes - low_bytes)
-        # A little below the line first, and never so near an end that the other stays far away.
+        # Slightly below the interpolated count, and never so close to one end that the other cannot move.
         edge = max((high - low) // 16, 1)
         middle = min(max(low + int((high - low) * share), low + edge), high - edge)
         middle_bytes = bytes_of(middle)
@@ -75,10 +75,10 @@ def largest_within(bytes_of: Callable[[int], int], budget: int, maximum: int) ->
 
 
 def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: int, maximum: int) -> int:
-    """The largest count whose job can be run within a limit at all.
+    """Returns the largest count whose job fits a memory budget with any setting.
 
-    Most tiles nearly always need least, so that they alone are looked at first; only where fewer tiles would allow
-    more is the search repeated with all numbers of them.
+    The largest number of tiles nearly always has the lowest memory, so it alone is tried first; the search is repeated
+    with all numbers of tiles only if fewer tiles would allow a larger count.
     """
 
     def most_tiles(count: int) -> int:
@@ -95,15 +95,14 @@ def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: i
 
 
 def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
-    """The longest sequence that fits, with recomputation, tiles, loss chunks and offloading as it needs them.
+    """Returns the longest sequence that fits, with recomputation, tiles, loss chunks and offloading as needed.
 
-    The model's own positions are not a limit here.
+    The model's maximum positions are not taken into account.
 
     Args:
-        job: the rest of what is trained; its batch is kept, its own length, policies, tiles and unpacked layers are
-            not looked at.
-        device: where it runs; its host's free memory bounds what is kept there.
-        limit: bytes on the device, the process itself included.
+        job: the training job; its length, policies, tiles and dequantized copies are ignored.
+        device: the device; its free host memory limits offloading.
+        limit: bytes on the device, including the process itself.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
@@ -128,7 +127,7 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
 
 
 def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
-    """The length alone, which takes less time to find; 0 where not even `STEP` tokens fit."""
+    """Returns only the length, which is faster; 0 if not even `STEP` tokens fit."""
     job = job.changed(unpacked_layers=0)
     within = memory_search.usable_bytes(job, limit)
     return STEP * largest_fitting(

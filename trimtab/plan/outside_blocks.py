@@ -1,4 +1,4 @@
-"""Memory of a step outside its blocks: inputs, loss, final norm, embedding, optimizer. Imports no torch."""
+"""Memory of a step outside its transformer blocks: inputs, loss, final norm, embedding, optimizer. No torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = list[Activation]
 
 @dataclass(frozen=True)
 class TensorsOutsideBlocks:
-    """Live tensors outside the blocks, in each phase of a step; weights and optimizer states not included."""
+    """Live tensors outside the blocks in each phase of a step, without weights and optimizer states."""
 
     layers_forward: Tensors
     loss_forward: Tensors
@@ -33,11 +33,11 @@ class TensorsOutsideBlocks:
 
 
 def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsOutsideBlocks:
-    """Live tensors of a step outside its blocks.
+    """Returns the live tensors of a step outside its blocks.
 
     Args:
-        job: what is trained.
-        gradients: bytes of all gradients that a backward pass leaves.
+        job: the training job.
+        gradients: bytes of all parameter gradients after a backward pass.
         layers: the job's blocks.
     """
     shape = job.shape
@@ -57,7 +57,7 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
     stream = layers.stream
     loss_forward, loss_backward = _loss(job, run, stream)
     live = [*persistent, *accumulated, *inputs, *saved.values()]
-    # From here on the head's gradient is live too. A tied one stays live until the embedding's is added.
+    # From here on the head's gradient is live too; with tied embeddings until the embedding's gradient is added.
     head = job.trained.head
     head_gradient = head if shape.tie_embeddings else (0 if accumulated or job.in_backward else head)
     live_after_loss = [*persistent, *accumulated, *inputs, *_gradients("head", head_gradient)]
@@ -65,7 +65,7 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(retain=False)
     )
     candidates = [(item.total, item.tensors()) for item in walk]
-    # The embedding's gradient is dense, made in the weights' dtype, and added to what is there.
+    # The embedding's gradient is dense, computed in the weights' dtype, and added to the accumulated gradient.
     dense = (
         dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size) if job.trained.named(EMBEDDING) else 0
     )
@@ -91,11 +91,11 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
 
 
 SORTED_TOKENS = 3072
-"""Beyond so many tokens torch's embedding backward on CUDA sorts them (`aten/src/ATen/native/cuda/Embedding.cu`)."""
+"""Above this many tokens torch's embedding backward on CUDA sorts them (`aten/src/ATen/native/cuda/Embedding.cu`)."""
 
 
 def _embedding_scratch(job: Job) -> int:
-    """Temporary bytes of the embedding's gradient on CUDA: a row in fp32 for each token, and six numbers of 8 bytes.
+    """Temporary bytes of the embedding's gradient on CUDA: per token a row in fp32 and six 8-byte integers.
 
     (`EmbeddingBackwardKernel.cu`. Measured on an H200 with 4096 tokens of 1024: 16.4 MiB.)
     """
@@ -106,7 +106,7 @@ def _embedding_scratch(job: Job) -> int:
 
 
 def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
-    """Live tensors of the loss at the end of forward and in backward, without what the final norm saved."""
+    """Live tensors of the loss at the end of forward and in backward, without the final norm's saved activations."""
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
     adapted = _adapted_head(job)
@@ -119,12 +119,12 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
-    if run.autocast:  # it copies hidden states and head for the loss
+    if run.autocast:  # autocast copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.computes_gradients_in_forward(job.loss_impl, *dims, job.dtype, **options)
     saved = _named("loss", loss, Part.LOSS) + _named("head with its adapter", adapted, Part.LOSS)
     computing = _named("norm", stream, Part.NORMS) + _named("logits", chunk, Part.LOSS)
-    # Gradients computed with the loss are kept ("triton": in their final dtype). Otherwise the logits are
+    # Gradients computed with the loss are saved ("triton": in their final dtype). Otherwise the logits are
     # recomputed from the saved hidden states.
     gradients = activation_gradients({"norm": stream})
     gradients += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
@@ -134,7 +134,7 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
 
 
 def _adapted_head(job: Job) -> int:
-    """Bytes of the head with its adapter merged, built for each loss; DoRA adds one for each scaling of it."""
+    """Bytes of the head with its adapter merged, built for each loss; DoRA needs a second, scaled copy."""
     if not job.trained.adapts_head:
         return 0
     copies = 2 if job.lora is not None and job.lora.use_dora else 1

@@ -1,12 +1,12 @@
-"""How long one kernel takes on a device: a roofline with measured efficiencies. No torch.
+"""Time of one kernel on a device: a roofline with measured efficiencies. No torch.
 
-A kernel takes at least max(FLOPs / rate, bytes / bandwidth). What it takes beyond that depends on its kind, its
+A kernel takes at least max(FLOPs / rate, bytes / bandwidth). The time above that bound depends on its kind, its
 implementation and its size, and was measured (`trimtab.facts.calibration.KernelSample`):
 
 - kernels bound by memory traffic: a line, `overhead + roofline / efficiency`, fitted to the samples of their kind;
-- products, attention and the loss: an efficiency that is interpolated between samples of similar sizes.
+- matmuls, attention and the loss: an efficiency interpolated between samples of similar sizes.
 
-A device that was never measured borrows the efficiencies of one that was, with its own data sheet's rates.
+An unmeasured device uses the efficiencies of a measured device with the rates of its own data sheet.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.operations import Kernel, Kind
 
 INTERPOLATED = (Kind.PRODUCT, Kind.ATTENTION, Kind.LOSS)
-"""Kinds whose efficiency depends on their dimensions and not only on how much there is to do."""
+"""Kinds whose efficiency depends on their dimensions and not only on the amount of work."""
 NEIGHBOURS = 4
-"""Samples that an efficiency is interpolated from."""
+"""Number of samples from which an efficiency is interpolated."""
 BEST = 1.25
-"""The largest efficiency: kernels that find their input in a cache beat the roofline of the device's memory."""
+"""The largest efficiency: kernels with their input in cache exceed the roofline of device memory."""
 
 
 Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
@@ -33,18 +33,18 @@ Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a function of the roofline's: `overhead + roofline / efficiency`."""
+    """Seconds as a function of roofline seconds: `overhead + roofline / efficiency`."""
 
     overhead: float
     efficiency: float
 
     def seconds(self, roofline: float) -> float:
-        """Of a kernel that takes so long at the device's ceilings."""
+        """Returns the seconds of a kernel from its roofline seconds."""
         return self.overhead + roofline / self.efficiency
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through (roofline seconds, measured seconds) with the least relative errors.
+    """Returns the line through (roofline seconds, measured seconds) with the smallest relative errors.
 
     Example:
         >>> line = fit_line([(8e-6, 12.7e-6), (64e-6, 70e-6)])
@@ -53,7 +53,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """
     assert points, "a line needs a sample"
     best = min(1 / BEST, min(measured / roofline for roofline, measured in points if roofline > 0))
-    # Relative errors: both sides are divided by what was measured, 1 = overhead / y + slope · x / y.
+    # Relative errors: both sides are divided by the measurement, 1 = overhead / y + slope · x / y.
     rows = [(1 / y, x / y) for x, y in points]
     aa = sum(a * a for a, _ in rows)
     ab = sum(a * b for a, b in rows)
@@ -70,30 +70,30 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, and how well each kind of kernel uses it."""
+    """A device's FLOP/s and bandwidths, and the efficiency of each kind of kernel."""
 
     flops: Mapping[str, float]
-    """Of matrix products, by dtype."""
+    """FLOP/s of matmuls, by dtype."""
     copy: float
     """Bytes read and written per second."""
     measured: Calibration
-    """Where the efficiencies are from; its own rates may be another device's."""
+    """The measured kernels; they may be from another device."""
     ceilings: tuple[float, float] | None = None
-    """(FLOP/s, bytes/s) by the data sheet, where it is known: no kernel can be faster."""
+    """(FLOP/s, bytes/s) of the data sheet, if known: no kernel can be faster."""
     launch: float = 0.0
     """Host seconds per kernel in eager mode."""
     gap: float = 0.0
     """Device seconds between two kernels of a CUDA graph."""
     tiny: float = 0.0
-    """Device seconds of a kernel that has next to nothing to do."""
+    """Device seconds of a kernel with almost no work."""
     to_host: float = 0.0
     from_host: float = 0.0
     """Bytes per second over the host link."""
     disk_write: float | None = None
     basis: str = ""
-    """Where the rates are from, in words."""
+    """A description of the source of the rates."""
     spread: tuple[float, float] = (1.0, 1.0)
-    """Factors on an estimate that give the range it may lie in."""
+    """Factors for the lower and upper end of an estimate's range."""
     _models: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -102,12 +102,12 @@ class Rates:
     )
 
     def roofline(self, kernel: Kernel, dtype: str) -> float:
-        """Seconds of a kernel at the best measured rates."""
+        """Returns the seconds of a kernel at the best measured rates."""
         arithmetic = kernel.flops / self._rate(dtype) if kernel.kind in INTERPOLATED else 0.0
         return max(arithmetic, kernel.moved / self.copy)
 
     def floor(self, kernel: Kernel, dtype: str) -> float:
-        """The least seconds of a kernel by the data sheet, or by the best that was measured."""
+        """Returns the minimum seconds of a kernel by the data sheet, or else by the best measured rates."""
         flops, copy = self.ceilings or (self._rate(dtype), self.copy)
         return max(kernel.flops / flops if kernel.kind in INTERPOLATED else 0.0, kernel.moved / copy)
 
@@ -115,7 +115,7 @@ class Rates:
         return self.flops.get(dtype) or max(self.flops.values())
 
     def seconds(self, kernel: Kernel, dtype: str, *, impl: str = "", backward: bool = False) -> float:
-        """Estimated seconds of a kernel.
+        """Returns the estimated seconds of a kernel.
 
         Example:
             >>> sample = KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6)
@@ -161,7 +161,7 @@ class Rates:
 
     @cached_property
     def _all_memory_bound(self) -> list[tuple[float, KernelSample]]:
-        """For kinds that were never measured."""
+        """Samples used for kinds without measurements."""
         return [
             pair for pair in self._with_roofline(self.measured.samples) if pair[1].kind not in INTERPOLATED
         ]
@@ -169,7 +169,7 @@ class Rates:
     def _samples(
         self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> Efficiencies:
-        """Of the samples that a kernel is most like."""
+        """Efficiencies of the samples most similar to a kernel."""
         return tuple(
             (sample.dims, min(seconds / sample.seconds, BEST))
             for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
@@ -179,8 +179,8 @@ class Rates:
     def _pairs(
         self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> list[tuple[float, KernelSample]]:
-        """(roofline seconds, sample) of the same kind; of the same dtype, implementation and direction if there are
-        any, in this order of importance from the last."""
+        """(roofline seconds, sample) of the same kind. Filters by direction, implementation and dtype, in this order,
+        and skips a filter that no sample passes."""
         pairs = [
             (seconds, sample)
             for seconds, sample in self._with_roofline(self.measured.samples)
@@ -201,7 +201,7 @@ class Rates:
         return sample.flops / rate >= sample.moved / self.measured.copy
 
     def _with_roofline(self, samples: Iterable[KernelSample]) -> list[tuple[float, KernelSample]]:
-        """By the ceilings of the device that they were measured on."""
+        """Pairs samples with their roofline seconds on the device that was measured."""
         pairs = []
         for sample in samples:
             rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
@@ -211,9 +211,9 @@ class Rates:
 
 
 def interpolate(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """The efficiency between samples: along the first of two dimensions, or weighted by the distance of three.
+    """Returns an efficiency interpolated along the first of two dimensions, or by distance in three.
 
-    Distances are those of logarithms. Beyond the last sample an efficiency stays what it is there.
+    Distances are between logarithms. Beyond the last sample the efficiency is constant.
 
     Example:
         >>> interpolate((((1024, 1024, 1024), 0.5), ((4096, 4096, 4096), 0.9)), (4096, 4096, 4096))
@@ -228,7 +228,7 @@ def interpolate(samples: Efficiencies, dims: tuple[int, ...]) -> float:
 
 
 def _interpolate_length(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """Between the neighbours in length, of the samples with the most similar head size."""
+    """Interpolates between the neighbours in length, among samples with the most similar head size."""
     length, head = dims
     distance = min(abs(math.log(sample_dims[1] / head)) for sample_dims, _ in samples)
     candidates = sorted(
@@ -248,7 +248,7 @@ def _interpolate_length(samples: Efficiencies, dims: tuple[int, ...]) -> float:
 
 
 def _interpolate_distance(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """The mean of the nearest samples, each by the inverse of its squared distance."""
+    """The mean of the nearest samples, weighted by inverse squared distance."""
     distances = []
     for sample_dims, efficiency in samples:
         squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, sample_dims, strict=True))

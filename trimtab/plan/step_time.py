@@ -1,7 +1,7 @@
-"""Time of an optimizer step, operation by operation: what the blocks declare, at the rates of a device. No torch.
+"""Time of an optimizer step, operation by operation: the declared kernels at the rates of a device. No torch.
 
-A step is the sum of its kernels on the device. Copies to and from the host run beside them and count as far as they
-take longer; without CUDA graphs the host launches kernels one by one, and a step takes at least as long as that.
+A step takes the sum of its kernels' times on the device. Copies to and from the host overlap with computation and
+count only as far as they take longer; without CUDA graphs a step takes at least the time to launch all kernels.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class OperationTime:
     kind: Kind
     phase: str
     count: int
-    """How often it runs in the step: layers × tiles × microbatches."""
+    """Executions per step: layers × tiles × microbatches."""
     seconds: float
-    """Each time."""
+    """Per execution."""
     launches: int = 0
-    """Kernels, each time."""
+    """Kernel launches per execution."""
 
     @property
     def total(self) -> float:
-        """Seconds of all of them."""
+        """Seconds of all executions."""
         return self.count * self.seconds
 
 
@@ -57,16 +57,16 @@ class StepTime:
     seconds: float
     low_seconds: float
     high_seconds: float
-    """The range in which the step is expected; a wide one where the device was never measured."""
+    """The range in which the step is expected; wider for unmeasured devices."""
     floor_seconds: float
-    """All kernels at the device's ceilings: no step can be faster."""
+    """Time with all kernels at the device's peak rates: no step can be faster."""
     operations: tuple[OperationTime, ...]
     exposed_copies: float
     """Seconds of copies to and from the host that computation does not hide."""
     host_seconds: float
-    """Time the host needs to launch all kernels; 0 where a CUDA graph does it."""
+    """Host time to launch all kernels; 0 with CUDA graphs."""
     basis: str
-    """Where the rates are from, in words."""
+    """A description of the source of the rates."""
 
     def by_kind(self) -> dict[str, float]:
         """Seconds of each kind of operation, the longest first."""
@@ -101,12 +101,12 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
     """Predict the time of one optimizer step.
 
     Args:
-        job: what is trained and how; `attended_share` says how much of attention packed documents leave.
-        device: with a calibration, or one whose data sheet is known.
+        job: the training job; `attended_share` is the share of attention within packed documents.
+        device: a device with a calibration or a known data sheet.
         graphs: whether forward and backward are captured as CUDA graphs.
 
     Returns:
-        None where nothing is known of the device's rates.
+        None if the device's rates are unknown.
 
     Example:
         >>> from trimtab.facts.calibration import Calibration
@@ -126,7 +126,7 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
 
 
 def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
-    """The same at known rates."""
+    """Predict the time of one optimizer step at known rates."""
     operations = [*_microbatch(job, rates), *update_times(job, rates)]
     floor = sum(
         operation.total
@@ -151,7 +151,7 @@ def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
 
 
 def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
-    """Seconds of an evaluation of so many tokens: forward passes and the loss, without gradients."""
+    """Returns the seconds to evaluate `tokens` tokens: forward passes and the loss, without gradients."""
     if not tokens:
         return 0.0
     timer = _Timer(job, rates, False)
@@ -167,7 +167,7 @@ def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
 
 
 class _Timer:
-    """Seconds of passes at some rates; of a `floor` at the device's ceilings."""
+    """Computes the seconds of passes at some rates; with `floor` at the device's peak rates."""
 
     def __init__(self, job: Job, rates: Rates, floor: bool) -> None:
         self.job, self.rates, self.floor = job, rates, floor
@@ -180,7 +180,7 @@ class _Timer:
     def pass_seconds(
         self, operation: Operation, work: Pass, *, backward: bool = False, dequantized: bool = False
     ) -> float:
-        """Seconds of one pass of an operation; without dequantizing where the weights are there unpacked."""
+        """Seconds of one pass of an operation; without dequantization if weights have dequantized copies."""
         kernels = work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
         total = 0.0
         for kernel in kernels:
@@ -192,7 +192,9 @@ class _Timer:
                     )
             else:
                 total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel.kind), backward)
-        if not self.floor and work.kernels:  # casts and sums of small tensors are counted, not listed
+        if (
+            not self.floor and work.kernels
+        ):  # launches beyond the listed kernels are casts and sums of small tensors
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
         return total
 
@@ -204,7 +206,7 @@ class _Timer:
 
 
 def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
-    """All microbatches of a step."""
+    """Times of all microbatches of a step."""
     timer = _Timer(job, rates, floor)
     yield from _outside_block_times(job, timer)
     for block, layers in declared_blocks(job):
@@ -231,7 +233,7 @@ def _scale_count(operation: OperationTime, times: int) -> OperationTime:
 def layer_seconds(
     job: Job, rates: Rates, block: DeclaredBlock, policy: str, *, dequantized: bool = False
 ) -> float:
-    """Seconds of one layer in one microbatch under a recompute policy, copies to the host not included."""
+    """Returns the seconds of one layer in one microbatch under a recompute policy, without offload copies."""
     timer = _Timer(job, rates, False)
     times = _layer_times(job, timer, block, policy, dequantized=dequantized)
     return sum(operation.total for operation in times)
@@ -240,7 +242,7 @@ def layer_seconds(
 def _layer_times(
     job: Job, timer: _Timer, block: DeclaredBlock, policy: str, *, dequantized: bool
 ) -> Iterator[OperationTime]:
-    """One layer in one microbatch."""
+    """Times of one layer in one microbatch."""
     fused = job.pointwise == "triton"
     tiles = num_tiles(job) if block.tile else 1
 
@@ -278,7 +280,7 @@ def _layer_times(
 
 
 def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> Pass:
-    """A pass as it runs: the addition between the halves is part of the norm behind it where kernels are fused."""
+    """A pass as executed: with fused kernels, the addition between the halves is part of the following norm."""
     work = operation.backward if backward else operation.forward
     if not fused or operation.name != BETWEEN or backward:
         return work
@@ -287,7 +289,7 @@ def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> Pass:
 
 
 def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> Pass | None:
-    """Gradients of an operation's inputs and of its parameters, as far as they are wanted."""
+    """The backward pass for an operation's inputs and parameters, as far as they require gradients."""
     wants_input = any(activation.name in block.requires_grad for activation in operation.inputs)
     if operation.kind is Kind.ADD:
         return None
@@ -307,7 +309,7 @@ def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> P
 
 
 def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Iterator[OperationTime]:
-    """Gradients of activations that several operations read are added up, a pass over memory for each but the first."""
+    """Times to accumulate gradients of activations with several readers: one addition for each but the first."""
     readers: dict[str, int] = {}
     sizes: dict[str, int] = {}
     for operation in block.operations:
@@ -323,7 +325,7 @@ def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Ite
 
 
 def _tile_sum_times(job: Job, timer: _Timer, block: DeclaredBlock, tiles: int) -> Iterator[OperationTime]:
-    """Gradients of a trained feed-forward are added up over its tiles, in fp32."""
+    """Time to accumulate the weight gradients of a tiled feed-forward over its tiles, in fp32."""
     trained = sum(_elements(gradient.dims) for operation in block.tile for gradient in operation.gradients)
     if trained:
         moved = trained * (BYTES[job.gradient_dtype] + 2 * BYTES["fp32"])
@@ -339,7 +341,7 @@ def _elements(dims: tuple[int, ...]) -> int:
 
 
 def _outside_block_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
-    """Embedding, final norm, head and loss of all microbatches."""
+    """Times of embedding, final norm, head and loss of all microbatches."""
     shape, N, times = job.shape, job.batch * job.tokens, job.accumulation
     run = Execution(
         job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise
@@ -364,7 +366,7 @@ def _outside_block_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
 def loss_time(
     job: Job, rates: Rates, times: int = 1, *, floor: bool = False, training: bool = True
 ) -> OperationTime:
-    """Head and cross-entropy with their gradients; without, where nothing is trained."""
+    """Returns the time of head and cross-entropy, with their gradients if `training`."""
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
     trained = job.trained.head > 0 or job.trained.adapts_head
@@ -383,14 +385,14 @@ def loss_time(
         widths = BYTES[job.dtype], BYTES[job.gradient_dtype]
         rows = schedule(*dims, *widths, memory_bytes=job.loss_memory, weight_grad=trained).rows
         chunks = -(-N // rows)
-        # Each chunk of rows after the first reads the head once more, and its gradient both ways.
+        # Each chunk of rows after the first reads the head again, and reads and writes its gradient.
         head = shape.hidden_size * shape.vocab_size * (widths[0] + (2 * widths[1] if trained else 0))
         seconds += (chunks - 1) * head / rates.copy
     return OperationTime("loss", Kind.LOSS, FORWARD, times, seconds, 8 * chunks)
 
 
 def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
-    """Gradients added up over microbatches, clipping, the optimizer."""
+    """Yields the times of gradient accumulation, gradient clipping and the optimizer."""
     gradients = float(job.trained.gradient_bytes)
 
     def moving(name: str, kind: Kind, phase: str, moved: float, count: int, impl: str = "") -> OperationTime:
@@ -411,7 +413,7 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
 
 
 def exposed_copies(job: Job, rates: Rates) -> float:
-    """Seconds per microbatch that copies of offloaded activations take beyond the computation that hides them."""
+    """Returns the seconds per microbatch of offload copies that computation does not hide."""
     if job.device == "cpu" or not set(job.layers) & set(OFFLOADING):
         return 0.0
     total = 0.0
@@ -423,7 +425,7 @@ def exposed_copies(job: Job, rates: Rates) -> float:
 
 
 def layer_copies(job: Job, rates: Rates, block: DeclaredBlock, policy: str) -> float:
-    """Of one layer: out while it computes, back while the one above goes backward."""
+    """Returns one layer's exposed copy seconds: offload overlaps its forward, prefetch the backward above it."""
     size = total_bytes(saved_under(block, policy))
     timer = _Timer(job, rates, False)
     compute = {FORWARD: 0.0, RECOMPUTE: 0.0, BACKWARD: 0.0}

@@ -1,7 +1,7 @@
-"""The memory of a training step over time, moment by moment and part by part. Imports no torch.
+"""The memory timeline of a training step, by moment and by part. Imports no torch.
 
-The points are those whose largest is the predicted peak: from the same walks, for every layer instead of the ends of
-runs of equal layers.
+The points come from the same walks as the predicted peak, which is their maximum, but for every layer instead of only
+the ends of runs of equal layers.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Point:
 
     moment: Moment
     buckets: Buckets
-    """Gradients are those that exist at the moment."""
+    """Its gradients are those allocated at this moment."""
     parts: Mapping[Part, int]
-    """The activations bucket, by part. Gradients of parameters in it are temporary ones, beyond those that stay."""
+    """The activations bucket by part. Its parameter gradients are temporary, in addition to the gradients bucket."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -61,7 +61,7 @@ class Point:
 
 
 def step_timeline(job: Job) -> tuple[Point, ...]:
-    """Memory at each moment of a step, in order: every layer forward, the loss, every layer backward, the update.
+    """Returns the memory at each moment of a step: each layer's forward, the loss, each layer's backward, the update.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -84,10 +84,10 @@ def step_timeline(job: Job) -> tuple[Point, ...]:
 
 
 def activation_parts(job: Job, memory: Memory) -> Parts:
-    """The activations bucket of a predicted peak, by part; the parts add up to it exactly.
+    """Returns the activations bucket of a predicted peak by part; the parts add up to it exactly.
 
-    The peak's gradients bucket is full, as a run measures it. Where the peak comes before all gradients are made, those
-    that are missing count as negative gradients of parameters here.
+    The peak's gradients bucket is full, as a run measures it. If the peak occurs before all gradients are computed, the
+    missing gradients count as negative parameter gradients here.
     """
     moments = {
         moment: total for moment, total in memory.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP
@@ -127,7 +127,7 @@ def _layer_parts(job: Job, layers: Layers, run: int, policy: str) -> _LayerParts
     block, memory = layers.blocks[run][0], layers.of(run, policy)
     saved = saved_under(block, policy)
     offloaded = is_offloaded(job, policy)
-    # What the layer below offloaded is on its way to the host, or back.
+    # The offloaded activations of the layer below are being copied to or from the host.
     in_flight = (
         [Activation(f"below.{tensor.name}", tensor.nbytes, tensor.part) for tensor in saved]
         if offloaded
@@ -140,7 +140,7 @@ def _layer_parts(job: Job, layers: Layers, run: int, policy: str) -> _LayerParts
     result = _LayerParts(
         on_device, forward, backward, bytes_by_part(saved if offloaded else []), memory.gradients
     )
-    assert _agree(result, memory), "the parts of a layer are not its memory"
+    assert _agree(result, memory), "the parts of a layer do not add up to its memory"
     return result
 
 
@@ -155,7 +155,7 @@ def _agree(parts: _LayerParts, memory: LayerMemory) -> bool:
 
 
 def _largest(instants: Iterable[Instant]) -> list[Activation]:
-    """The tensors of the instant that holds most; a walk's state must be read before it goes on."""
+    """The tensors of the peak instant; a walk's state must be read before advancing it."""
     largest, tensors = -1, list[Activation]()
     for instant in instants:
         if instant.total > largest:
@@ -164,7 +164,7 @@ def _largest(instants: Iterable[Instant]) -> list[Activation]:
 
 
 def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
-    """Bytes above weights and optimizer states by part, in the order of a step."""
+    """Yields (moment, bytes above weights and optimizer states by part), in the order of a step."""
     layers, num_layers = Layers(job), job.shape.num_layers
     outside = tensors_outside_blocks(job, gradient_bytes(job), layers)
     base = {phase: bytes_by_part(phase_tensors(outside, phase)) for phase in Phase}
@@ -175,7 +175,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
             cache[run, policy] = _layer_parts(job, layers, run, policy)
         spans.append((cache[run, policy], indices))
     saved = dict.fromkeys(Part, 0)
-    # Below the first layer that offloads, nothing is on its way to the host or back.
+    # Below the first offloading layer, no copy to or from the host is in flight.
     first = next((indices[0] for layer_parts, indices in spans if any(layer_parts.offloaded.values())), None)
     for layer_parts, indices in spans:
         for layer in indices:
@@ -187,7 +187,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
             )
             yield moment, _sum(base[Phase.LAYERS_FORWARD], saved, memory)
             saved = _sum(saved, layer_parts.on_device)
-    # What was offloaded last is still on the device, and used from there.
+    # The last offloaded activations are still on the device and are used from there.
     resident = next(
         (layer_parts.offloaded for layer_parts, _ in reversed(spans) if any(layer_parts.offloaded.values())),
         None,
@@ -196,7 +196,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
         yield Moment(phase), _sum(base[phase], saved, resident or {})
     gradients = 0
     for layer_parts, indices in reversed(spans):
-        # Of what comes from the host, that in use and that on its way are counted with the layer's backward pass.
+        # A layer's backward pass already includes its reloaded activations and those being prefetched.
         resident_parts = {} if any(layer_parts.offloaded.values()) else resident or {}
         for layer in reversed(indices):
             saved = _sum(saved, layer_parts.on_device, sign=-1)

@@ -1,7 +1,7 @@
 """Memory of loading, `trimtab export` and `trimtab merge`. Imports no torch.
 
 Export and merge load a model in fp32 on the CPU, write it in another format, read the files back and compare. Legend:
-P parameters, w bytes of a stored number.
+P parameters, w bytes per stored element.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.plan.job import Job
 
 READ_ELEMENTS = 2**22
-"""Elements of a parameter that are read at once (`trimtab.model.weights`)."""
+"""Elements of a parameter that are read in one chunk (`trimtab.model.weights`)."""
 CHECKED_ELEMENTS = 2**20
-"""Elements whose finiteness is checked at once: their magnitudes and three booleans each."""
+"""Elements per chunk of the finiteness check: a magnitude and three booleans each."""
 SHARD_BYTES = 5_000_000_000
-"""The largest weight file (`trimtab.model.save`); the safetensors writer holds its bytes once more."""
+"""The largest weight file (`trimtab.model.save`); the safetensors writer allocates a second copy of its bytes."""
 PROBE_TOKENS = 32
 """Tokens whose logits are compared (`trimtab.export.hf`)."""
 
@@ -29,23 +29,23 @@ class IOMemory:
     """Bytes of tensors while files are read or written."""
 
     model: int
-    """The model itself."""
+    """Weights of the model."""
     temporary: int
-    """The most besides."""
+    """Peak of temporary tensors."""
 
     @property
     def total(self) -> int:
-        """Together."""
+        """Peak bytes."""
         return self.model + self.temporary
 
 
 def largest_parameter(shape: ModelShape) -> int:
-    """Elements of the largest parameter."""
+    """Returns the elements of the largest parameter."""
     return max(math.prod(dims) for _, dims in shape.parameters())
 
 
 def read_scratch_bytes(shape: ModelShape, dtype: str) -> int:
-    """Temporary bytes while weights are read into parameters of the same dtype: a piece, and its check.
+    """Returns the temporary bytes of reading weights into parameters of the same dtype: a chunk, and its check.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -59,7 +59,7 @@ def read_scratch_bytes(shape: ModelShape, dtype: str) -> int:
 
 
 def loading_memory(job: Job) -> IOMemory:
-    """On the device while a run's weights are read; optimizer states come later."""
+    """Returns device memory while a run's weights are loaded; optimizer states are allocated later."""
     weights = job.trained.weight_bytes
     if job.quantization is None:
         return IOMemory(
@@ -75,9 +75,9 @@ def loading_memory(job: Job) -> IOMemory:
 
 
 def loading_host_bytes(job: Job) -> int:
-    """On the host meanwhile, at most: a weight as it is read (fp32 from GGUF) and in the model's dtype.
+    """Returns peak host memory during loading: a weight as stored (fp32 from GGUF) and in the model's dtype.
 
-    Files are memory-mapped: their pages are the system's to take back.
+    Files are memory-mapped: the operating system can reclaim their pages.
     """
     if job.quantization is None:
         elements = min(largest_parameter(job.shape), READ_ELEMENTS)
@@ -88,7 +88,7 @@ def loading_host_bytes(job: Job) -> int:
 
 
 def export_memory(shape: ModelShape, dtype: str) -> IOMemory:
-    """Of `trimtab export hf`: a model in fp32, and the larger of what writing and reading back allocate.
+    """Returns memory of `trimtab export hf`: a model in fp32, and the larger of writing and reading back.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -104,15 +104,15 @@ def export_memory(shape: ModelShape, dtype: str) -> IOMemory:
 
 
 def reloading_bytes(shape: ModelShape, dtype: str) -> int:
-    """Of the comparison: the model that is read back from its files, and the reference logits."""
+    """Returns memory of the comparison: the model read back from its files, and the reference logits."""
     logits = min(PROBE_TOKENS, shape.max_positions) * shape.vocab_size * 4
     return nbytes(dtype, shape.num_parameters) + read_scratch_bytes(shape, dtype) + logits
 
 
 def merge_memory(job: Job, dtype: str) -> IOMemory:
-    """Of `trimtab merge`: base and adapters, and in addition the merged weights until all are computed.
+    """Returns memory of `trimtab merge`: base and adapters, and the merged weights until all are computed.
 
-    The merged model is then exported; the logits of both models stay in memory meanwhile.
+    The merged model is then exported while the logits of both models are in memory.
     """
     shape, trained = job.shape, job.trained
     merged = merged_bytes(job)
@@ -133,7 +133,7 @@ def merge_memory(job: Job, dtype: str) -> IOMemory:
 
 
 def merged_bytes(job: Job) -> int:
-    """Of all merged weights in fp32: those of adapted layers, and of quantized ones."""
+    """Returns the fp32 bytes of all merged weights: those of adapted and of quantized layers."""
     adapted = {
         parameter.name.partition(".lora_")[0] + ".weight"
         for parameter in job.trained.parameters
