@@ -1,4 +1,4 @@
-"""Memory: what a run that does not fit is advised, on devices of many sizes; explicit recompute and dequantized_layers."""
+"""Memory remedies of runs that do not fit, on devices of many sizes; explicit recompute and dequantized_layers."""
 
 from __future__ import annotations
 
