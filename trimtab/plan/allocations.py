@@ -34,7 +34,7 @@ from trimtab.plan.outside_blocks import tensors_outside_blocks
 class Event(NamedTuple):
     """An allocation of `size` bytes, or a free if `size` is None."""
 
-    number: int
+    tensor_id: int
     """The tensor's id."""
     size: int | None
 
@@ -80,7 +80,7 @@ class _LiveTensors:
         """(id, bytes) of tensors that outlive the current layer or phase."""
         self.current: dict[str, tuple[int, int]] = {}
         """(id, bytes) of the current layer's or phase's tensors; replaced at each instant."""
-        self._numbers = itertools.count()
+        self._ids = itertools.count()
 
     def replace_current(self, wanted: Sizes) -> Iterator[Event]:
         """Replaces the current tensors by `wanted`."""
@@ -88,7 +88,7 @@ class _LiveTensors:
             yield Event(self.current.pop(name)[0], None)
         for name, size in wanted.items():
             if name not in self.current and name not in self.shared:
-                self.current[name] = (next(self._numbers), size)
+                self.current[name] = (next(self._ids), size)
                 yield Event(*self.current[name])
 
     def move_to_current(self, names: Iterable[str]) -> None:
@@ -112,7 +112,7 @@ class _LiveTensors:
         """Allocates shared tensors."""
         for name, size in sizes.items():
             if size and name not in self.shared:
-                self.shared[name] = (next(self._numbers), size)
+                self.shared[name] = (next(self._ids), size)
                 yield Event(*self.shared[name])
 
     def free(self, names: Iterable[str]) -> Iterator[Event]:
@@ -128,7 +128,7 @@ class _Step:
         self.job, self.layers, self.live = job, Layers(job), _LiveTensors()
         self.retain_gradients = job.accumulation == 1 and not job.in_backward
         spans = self.layers.spans(segments_of(job.layers))
-        self.numbered = [
+        self.ordered_layers = [
             _Layer(layer, self.layers.blocks[run][0], policy)
             for policy, run, numbers in spans
             for layer in numbers
@@ -150,19 +150,19 @@ class _Step:
             {entry.name: entry.nbytes for entry in outside.layers_forward if entry.name in INPUTS}
         )
         yield from live.allocate({"stream 0": self.layers.stream})
-        for layer in self.numbered:
+        for layer in self.ordered_layers:
             yield from self.forward(layer)
-        top = len(self.numbered)
-        names = {"x": f"stream {top}", "x.grad": f"gradient {top}", HEAD: HEAD}
-        live.move_to_current([f"stream {top}"])
+        num_layers = len(self.ordered_layers)
+        names = {"x": f"stream {num_layers}", "x.grad": f"gradient {num_layers}", HEAD: HEAD}
+        live.move_to_current([f"stream {num_layers}"])
         for phase in (outside.loss_forward, outside.loss_backward, outside.final_norm_backward):
             yield from live.replace_current(_sizes(phase, "loss", names))
-        yield from live.finish_current((HEAD, f"gradient {top}"))
-        for place in reversed(range(top)):
+        yield from live.finish_current((HEAD, f"gradient {num_layers}"))
+        for index in reversed(range(num_layers)):
             offloading = (
-                entry for entry in reversed(self.numbered[:place]) if is_offloaded(job, entry.policy)
+                entry for entry in reversed(self.ordered_layers[:index]) if is_offloaded(job, entry.policy)
             )
-            yield from self.backward(self.numbered[place], next(offloading, None))
+            yield from self.backward(self.ordered_layers[index], next(offloading, None))
         live.move_to_current(["gradient 0"])
         names = {"x.grad": "gradient 0", HEAD: HEAD, "layers.parameter_gradients": ""}
         yield from live.replace_current(_sizes(outside.embedding_backward, "embedding", names))

@@ -104,8 +104,8 @@ class Assignments:
         >>> job = Job(shape, batch=4, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="varlen", device="cuda")
         >>> costs = {"none": 0.0, "pointwise": 1.0, "selective": 4.0, "block": 5.0, "offload": 6.0}
-        >>> found = Assignments(Layers(job), [costs], ("offload",), None)
-        >>> found.fastest(BytesOutsideBlocks(0, 0, 0, 0), 2**60).segments
+        >>> assignments = Assignments(Layers(job), [costs], ("offload",), None)
+        >>> assignments.fastest(BytesOutsideBlocks(0, 0, 0, 0), 2**60).segments
         (('none', 8),)
     """
 
@@ -162,8 +162,8 @@ class Assignments:
         L, num_policies = self.num_layers, len(ON_DEVICE)
         most_offloaded = 0
         if names[0] in OFFLOADING:
-            room = np.iinfo(np.int64).max if self.host is None else self.host
-            most_offloaded = int(np.searchsorted(self.policies[names[0]].host, room, side="right")) - 1
+            host_bytes = np.iinfo(np.int64).max if self.host is None else self.host
+            most_offloaded = int(np.searchsorted(self.policies[names[0]].host, host_bytes, side="right")) - 1
         rows = []
         for offloaded in {0, max(most_offloaded - 1, 0), most_offloaded}:
             for last in range(num_policies):  # the policy of the last layer
@@ -246,8 +246,8 @@ class Assignments:
     def _grid(self, count: int) -> np.ndarray:
         """Rows of boundaries 0 ≤ b₁ ≤ … ≤ L of `count` policies, on every `_step`-th layer."""
         if count not in self._grids:
-            places = np.unique([*range(0, self.num_layers, self._step), self.num_layers])
-            self._grids[count] = _boundaries(places, count)
+            positions = np.unique([*range(0, self.num_layers, self._step), self.num_layers])
+            self._grids[count] = _boundaries(positions, count)
         return self._grids[count]
 
     @cached_property
@@ -272,15 +272,15 @@ class Assignments:
         return Assignment(segments, needed, seconds)
 
 
-def _boundaries(places: np.ndarray, count: int) -> np.ndarray:
+def _boundaries(positions: np.ndarray, count: int) -> np.ndarray:
     """Rows of count + 1 boundaries: 0, then nondecreasing positions, then the last position."""
     rows = np.zeros((1, 1), np.int64)
     for _ in range(count - 1):
         last = rows[:, -1]
         rows = np.concatenate(
             [
-                np.column_stack([rows[last <= place], np.full((last <= place).sum(), place)])
-                for place in places
+                np.column_stack([rows[last <= position], np.full((last <= position).sum(), position)])
+                for position in positions
             ]
         )
-    return np.column_stack([rows, np.full(len(rows), places[-1])])
+    return np.column_stack([rows, np.full(len(rows), positions[-1])])

@@ -97,10 +97,9 @@ def _describe_need(plan: Plan) -> str:
         moment += f"; {format_bytes(copy)} of it for writing checkpoints in the background"
     peak = f"{format_bytes(_needed(plan), up=True)} at its peak ({moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
-    if (
-        not auto or plan.memory.needed <= plan.limit
-    ):  # otherwise the search returned its lowest-memory setting
+    if not auto or plan.memory.needed <= plan.limit:
         return peak
+    # The search found no fitting setting and returned the lowest-memory one.
     return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
 
 

@@ -59,24 +59,29 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
     """
     chunk = prompt if rows == 1 else min(prompt, max(PREFILL_TOKENS // rows, 1))
     cached = cache_tokens(rows, prompt, prompt)
-    reading = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
+    prefill_job = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
     cache = _cache(job, rows, cached)
     last = []
     if chunk == prompt:  # a layer's part of the cache is allocated after its keys and values
         size = rows * cached * cache_width(job.shape.blocks[-1]) * BYTES[job.dtype]
         last = [Activation("cache.last", size, Part.CACHE)]
         cache = [Activation("cache", total(cache) - size, Part.CACHE)]
-    mask = _mask(reading, min(prompt, cached), padded=rows > 1)
-    prefill = [*cache, *_inputs(reading), *_shared(reading), *mask, *_layer(reading, last)]
-    writing = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
+    mask = _mask(prefill_job, min(prompt, cached), padded=rows > 1)
+    prefill = [*cache, *_inputs(prefill_job), *_shared(prefill_job), *mask, *_layer(prefill_job, last)]
+    decode_job = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
     final_cached = cache_tokens(rows, prompt, prompt + new_tokens)
-    longer = _cache(job, rows, final_cached)
+    grown_cache = _cache(job, rows, final_cached)
     if final_cached > cached:  # one layer's keys or values are copied to a larger buffer
         widest = max(cache_width(block) for block in job.shape.blocks)
         size = rows * cached * widest * BYTES[job.dtype] // 2
-        longer = [*longer, Activation("cache.copied", size, Part.CACHE)]
-    step = [*longer, *_inputs(writing), *_mask(writing, final_cached, padded=rows > 1), *_layer(writing)]
-    logits = [*longer, *_inputs(writing), *_logits(writing)]
+        grown_cache = [*grown_cache, Activation("cache.copied", size, Part.CACHE)]
+    step = [
+        *grown_cache,
+        *_inputs(decode_job),
+        *_mask(decode_job, final_cached, padded=rows > 1),
+        *_layer(decode_job),
+    ]
+    logits = [*grown_cache, *_inputs(decode_job), *_logits(decode_job)]
     return max(prefill, step, logits, key=total) + _dequantized(job)
 
 
@@ -90,16 +95,16 @@ def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
         (256, 512, 768)
     """
     chunk = prompt if rows == 1 else max(PREFILL_TOKENS // rows, 1)
-    room = length = 0
+    capacity = length = 0
     while length < tokens:
-        needed = min(length + chunk, prompt) if length < prompt else room + 1
+        needed = min(length + chunk, prompt) if length < prompt else capacity + 1
         if needed > tokens:
             break
-        if needed > room:
-            before = length if length < prompt else room
-            room = -(-max(needed, before + before // 2) // CACHE_BLOCK) * CACHE_BLOCK
-        length = needed if length < prompt else room
-    return room
+        if needed > capacity:
+            before = length if length < prompt else capacity
+            capacity = -(-max(needed, before + before // 2) // CACHE_BLOCK) * CACHE_BLOCK
+        length = needed if length < prompt else capacity
+    return capacity
 
 
 def cache_width(block: BlockShape) -> int:
@@ -191,7 +196,7 @@ def _loss(job: Job) -> Tensors:
     elif job.loss_impl == "triton":
         plan = loss_schedule.schedule(
             N, C, V, width, BYTES[job.gradient_dtype],
-            memory_bytes=job.loss_memory, weight_grad=job.trained.head > 0 or job.trained.adapts_head,
+            memory_bytes=job.loss_memory, weight_grad=job.trained.head_gradient_bytes > 0 or job.trained.adapts_head,
         )  # fmt: skip
         size = plan.rows * loss_schedule.row_stride(V) * width + 12 * N
     else:

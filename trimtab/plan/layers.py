@@ -69,7 +69,7 @@ def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
 
 
 def layer_runs(job: Job) -> Iterator[range]:
-    """Yields runs of layers with equal blocks, backends and trainable parameters, and equal gradients of the input."""
+    """Yields runs of layers with equal blocks, attention backends, trainable parameters and input gradients."""
     yield from _runs(layer_kinds(job))
 
 
@@ -86,16 +86,16 @@ def layer_kinds(job: Job) -> list[int]:
     kinds = zip(
         job.shape.blocks, job.attention_backends, job.trained.layers, inputs_require_grad(job), strict=True
     )
-    numbers: dict[object, int] = {}
-    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    ids: dict[object, int] = {}
+    return [ids.setdefault(kind, len(ids)) for kind in kinds]
 
 
 def inputs_require_grad(job: Job) -> Iterator[bool]:
     """Yields whether each layer's input requires grad: parameters below are trained, or layers are compiled."""
     below = job.compiled or job.trained.trains_embedding
-    for trained in job.trained.layers:
+    for parameters in job.trained.layers:
         yield below
-        below = below or bool(trained)
+        below = below or bool(parameters)
 
 
 def num_tiles(job: Job) -> int:

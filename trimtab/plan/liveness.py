@@ -39,7 +39,7 @@ class _Gradients:
         self.owner: dict[str, str] = {}
         self.nbytes: dict[str, int] = {}
 
-    def put(self, name: str, size: int) -> None:
+    def add(self, name: str, size: int) -> None:
         """Adds a gradient tensor; it is added in place to an existing one unless other activations share that one."""
         if name not in self.owner or self._is_shared(name):
             key = name
@@ -54,7 +54,7 @@ class _Gradients:
         if name not in self.owner:
             self.owner[name] = self.owner[source]
 
-    def take(self, name: str) -> None:
+    def free(self, name: str) -> None:
         """Frees the gradient of an activation."""
         self._drop(name)
 
@@ -115,38 +115,27 @@ def walk_backward(
             users[activation.name] = users.get(activation.name, 0) + 1
     live = dict(saved_tensors)
     gradients, retained_bytes, retained = _Gradients(), 0, list[Gradient]()
-    gradients.put(output.name, output.nbytes)
+    gradients.add(output.name, output.nbytes)
     for operation in reversed(active):
         gradients_before, new_gradients = dict(gradients.nbytes), dict[str, int]()
-        over = operation.in_place if recomputed else frozenset()
+        overwritten = operation.in_place if recomputed else frozenset()
         for activation in operation.inputs:
             if activation.name not in requires_grad:
                 continue
             if operation.shared_gradient and activation.nbytes == operation.outputs[0].nbytes:
                 gradients.share(activation.name, operation.outputs[0].name)
                 continue
-            if activation.name not in over:
+            if activation.name not in overwritten:
                 new_gradients[activation.name] = activation.nbytes
-            gradients.put(activation.name, activation.nbytes)
-        made_bytes = sum(gradient.made for gradient in operation.gradients)
+            gradients.add(activation.name, activation.nbytes)
+        computed_bytes = sum(gradient.made for gradient in operation.gradients)
         saved = sum(activation.nbytes for activation in live.values())
         common = saved + sum(gradients_before.values()) + sum(new_gradients.values()) + retained_bytes
-        extra = max(made_bytes + operation.backward.scratch, parameters.update)
-        yield Instant(
-            operation,
-            common + extra,
-            partial(
-                _backward_tensors,
-                operation,
-                live,
-                gradients_before,
-                new_gradients,
-                retained,
-                parameters.update,
-            ),
-        )
+        extra = max(computed_bytes + operation.backward.scratch, parameters.update)
+        state = (operation, live, gradients_before, new_gradients, retained, parameters.update)
+        yield Instant(operation, common + extra, partial(_backward_tensors, *state))
         for activation in operation.outputs:
-            gradients.take(activation.name)
+            gradients.free(activation.name)
         for activation in operation.saved_for(requires_grad):
             users[activation.name] -= 1
             if not users[activation.name]:
@@ -158,7 +147,7 @@ def walk_backward(
                 saved
                 + gradients.total()
                 + retained_bytes
-                + made_bytes
+                + computed_bytes
                 + sum(gradient.kept for gradient in casts)
             )
             yield Instant(operation, total, partial(_cast_tensors, operation, live, gradients, retained))
@@ -213,34 +202,34 @@ def _last_use(operations: Sequence[Operation]) -> dict[str, int]:
     and feed-forward live until the module's last matmul, the result of attention until the end of the block. Queries
     before RoPE and outputs of a QK-norm are freed after their last reader.
     """
-    until: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for index, operation in enumerate(operations):
         for activation in operation.inputs:
-            until[activation.name] = index
+            last_use[activation.name] = index
         for result in operation.results:
-            until.setdefault(result.activation.name, index)
+            last_use.setdefault(result.activation.name, index)
     additions = [i for i, operation in enumerate(operations) if operation.kind is Kind.ADD]
     for index, operation in enumerate(operations):
         end = next((i for i in additions if i > index), len(operations)) - 1
-        rebound = operation.kind is Kind.NORM and operation.part is Part.ATTENTION
-        for activation in () if rebound or operation.kind is Kind.ADD else operation.outputs:
-            last = len(operations) - 1 if index == end and index + 1 in additions else end
-            until[activation.name] = max(until.get(activation.name, -1), last)
-    makers = {activation.name: operation for operation in operations for activation in operation.outputs}
+        reassigned = operation.kind is Kind.NORM and operation.part is Part.ATTENTION
+        for activation in () if reassigned or operation.kind is Kind.ADD else operation.outputs:
+            final_use = len(operations) - 1 if index == end and index + 1 in additions else end
+            last_use[activation.name] = max(last_use.get(activation.name, -1), final_use)
+    producers = {activation.name: operation for operation in operations for activation in operation.outputs}
     for index, operation in enumerate(operations):
         if operation.kind is Kind.ROPE:
             queries = operation.inputs[0].name
-            until[queries] = index
-            if queries in makers and makers[queries].kind is Kind.NORM:
-                until[makers[queries].inputs[0].name] = index
-    return until
+            last_use[queries] = index
+            if queries in producers and producers[queries].kind is Kind.NORM:
+                last_use[producers[queries].inputs[0].name] = index
+    return last_use
 
 
 def walk_forward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
     initial: Sequence[Activation],
-    wanted: Collection[str],
+    stay_live: Collection[str],
 ) -> Iterator[Instant]:
     """Yields the live tensors while each operation runs, in the order of the forward pass.
 
@@ -250,24 +239,28 @@ def walk_forward(
         operations: the operations of the forward pass; in a recomputation up to the last that backward needs.
         requires_grad: activations that have a gradient.
         initial: tensors live at the start: the block's input, and in a recomputation the saved activations.
-        wanted: names of the activations that stay live.
+        stay_live: names of the activations that stay live.
     """
-    until = _last_use(operations)
+    last_use = _last_use(operations)
     live = {activation.name: activation for activation in initial}
-    saves = set(wanted)
+    stay_live_names = set(stay_live)
     for index, operation in enumerate(operations):
         created = [
             *operation.outputs,
-            *(result.activation for result in operation.results if result.activation.name in saves),
+            *(result.activation for result in operation.results if result.activation.name in stay_live_names),
         ]
         created += [
-            activation for activation in operation.saved_for(requires_grad) if activation.name in saves
+            activation
+            for activation in operation.saved_for(requires_grad)
+            if activation.name in stay_live_names
         ]
         for activation in created:
             live.setdefault(activation.name, activation)
         total = sum(activation.nbytes for activation in live.values()) + operation.forward.scratch
         during = dict(live)
-        for name in [name for name in live if name not in saves and until.get(name, -1) <= index]:
+        for name in [
+            name for name in live if name not in stay_live_names and last_use.get(name, -1) <= index
+        ]:
             del live[name]
         yield Instant(operation, total, partial(_forward_tensors, operation, during), dict(live))
 

@@ -58,7 +58,7 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
     loss_forward, loss_backward = _loss(job, run, stream)
     live = [*persistent, *accumulated, *inputs, *saved.values()]
     # From here on the head's gradient is live too; with tied embeddings until the embedding's gradient is added.
-    head = job.trained.head
+    head = job.trained.head_gradient_bytes
     head_gradient = head if shape.tie_embeddings else (0 if accumulated or job.in_backward else head)
     live_after_loss = [*persistent, *accumulated, *inputs, *_gradients("head", head_gradient)]
     walk = walk_backward(
@@ -67,13 +67,15 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
     candidates = [(item.total, item.tensors()) for item in walk]
     # The embedding's gradient is dense, computed in the weights' dtype, and added to the accumulated gradient.
     dense = (
-        dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size) if job.trained.named(EMBEDDING) else 0
+        dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size)
+        if job.trained.module_gradient_bytes(EMBEDDING)
+        else 0
     )
     update = update_scratch(job) if job.in_backward else 0
     embedding = workspace("optimizer", update) if update > dense else _gradients("embedding", dense)
     if dense >= update:
         embedding += workspace("embedding", _embedding_scratch(job))
-    made_gradients = accumulated or _gradients("layers", layers.gradients())
+    layer_gradients = accumulated or _gradients("layers", layers.gradients())
     return TensorsOutsideBlocks(
         layers_forward=[*persistent, *accumulated, *inputs],
         loss_forward=live + loss_forward,
@@ -81,7 +83,7 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         final_norm_backward=live_after_loss + max(candidates, key=lambda item: item[0])[1],
         layers_backward=live_after_loss,
         embedding_backward=[
-            *persistent, *made_gradients, *_gradients("head", head_gradient), *embedding, *inputs,
+            *persistent, *layer_gradients, *_gradients("head", head_gradient), *embedding, *inputs,
             *activation_gradients({"x": stream}),
         ],
         optimizer_step=persistent if job.in_backward else [
@@ -100,7 +102,7 @@ def _embedding_scratch(job: Job) -> int:
     (`EmbeddingBackwardKernel.cu`. Measured on an H200 with 4096 tokens of 1024: 16.4 MiB.)
     """
     tokens = job.batch * job.tokens
-    if job.device == "cpu" or tokens <= SORTED_TOKENS or not job.trained.named(EMBEDDING):
+    if job.device == "cpu" or tokens <= SORTED_TOKENS or not job.trained.module_gradient_bytes(EMBEDDING):
         return 0
     return tokens * (4 * job.shape.hidden_size + 6 * 8)
 
@@ -110,7 +112,7 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
     adapted = _adapted_head(job)
-    head = job.trained.head
+    head = job.trained.head_gradient_bytes
     head_gradient = job.weights_dtype if adapted else job.gradient_dtype
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,

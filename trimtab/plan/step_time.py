@@ -192,9 +192,8 @@ class _Timer:
                     )
             else:
                 total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel.kind), backward)
-        if (
-            not self.floor and work.kernels
-        ):  # launches beyond the listed kernels are casts and sums of small tensors
+        # Launches beyond the listed kernels are casts and sums of small tensors.
+        if not self.floor and work.kernels:
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
         return total
 
@@ -369,7 +368,7 @@ def loss_time(
     """Returns the time of head and cross-entropy, with their gradients if `training`."""
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
-    trained = job.trained.head > 0 or job.trained.adapts_head
+    trained = job.trained.head_gradient_bytes > 0 or job.trained.adapts_head
     flops = 2.0 * N * shape.hidden_size * shape.vocab_size
     if training:
         flops = loss_spec.flops(

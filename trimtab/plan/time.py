@@ -98,7 +98,10 @@ def flops_per_token(job: Job) -> float:
     """
     shape = job.shape
     head = (
-        (3 if job.trained.head or job.trained.adapts_head else 2) * 2.0 * shape.vocab_size * shape.hidden_size
+        (3 if job.trained.head_gradient_bytes or job.trained.adapts_head else 2)
+        * 2.0
+        * shape.vocab_size
+        * shape.hidden_size
     )
     total = 0.0
     for block, layers in declared_blocks(job):

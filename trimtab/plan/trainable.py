@@ -80,14 +80,14 @@ class TrainableParameters:
         """Bytes of all parameter gradients after a backward pass."""
         return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters)
 
-    def named(self, module: str) -> int:
+    def module_gradient_bytes(self, module: str) -> int:
         """Returns the bytes of the gradient of a fully trained module; 0 if it is frozen."""
         return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters if p.name == f"{module}.weight")
 
     @property
-    def head(self) -> int:
+    def head_gradient_bytes(self) -> int:
         """Bytes of the head's gradient, or of the embedding's gradient if tied."""
-        return self.named(EMBEDDING if self.tied else HEAD)
+        return self.module_gradient_bytes(EMBEDDING if self.tied else HEAD)
 
     @property
     def adapts_head(self) -> bool:
