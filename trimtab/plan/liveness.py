@@ -143,13 +143,8 @@ def walk_backward(
         casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
         if casts:  # after the operation's saved activations are freed
             saved = sum(activation.nbytes for activation in live.values())
-            total = (
-                saved
-                + gradients.total()
-                + retained_bytes
-                + computed_bytes
-                + sum(gradient.kept for gradient in casts)
-            )
+            cast_bytes = sum(gradient.kept for gradient in casts)
+            total = saved + gradients.total() + retained_bytes + computed_bytes + cast_bytes
             yield Instant(operation, total, partial(_cast_tensors, operation, live, gradients, retained))
         if parameters.retain:
             retained.extend(operation.gradients)
