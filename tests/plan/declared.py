@@ -1,4 +1,4 @@
-"""Declared operations of a shape's layers, for tests that compare them with what runs."""
+"""Declared operations of a shape's layers, for tests that compare them with real steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.plan.layers import declared_blocks
 
 
 def full_training(shape: ModelShape, batch: int, tokens: int, dtype: str = "fp32", **changes: Any) -> Job:
-    """A job that trains every weight, on a CPU and in one dtype unless `changes` say otherwise."""
+    """A job that trains every weight, on a CPU and in one dtype unless `changes` override it."""
     options: dict[str, Any] = {
         "accumulation": 1,
         "weights_dtype": dtype,
@@ -32,7 +32,7 @@ def blocks_by_layer(job: Job) -> list[DeclaredBlock]:
 
 
 def bytes_around(job: Job) -> int:
-    """What the final norm saves, and what all blocks share besides the token ids."""
+    """Bytes saved by the final norm, and of the tensors that all blocks share, without token ids."""
     final = job.trained.final_norm
     run = Execution(job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise,
                     {} if final is None else {"norm.weight": final})  # fmt: skip

@@ -1,4 +1,4 @@
-"""Jobs on an H200 that several tests plan: what this library's own kernels run there."""
+"""Jobs on an H200 with trimtab's own kernels, shared by several tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QLORA = dataclasses.replace(FULL, shape=LLAMA_8B, batch=1, lora=LoraSettings(r=1
 
 
 def resolved_for(shape: ModelShape) -> Resolved:
-    """What a recipe's `auto` keys came to, but for the memory plan."""
+    """A resolved configuration without a memory plan."""
     attention = AttentionConfig.uniform(shape.num_layers, "triton")
     return Resolved(
         device="cuda",
@@ -64,7 +64,7 @@ def resolved_for(shape: ModelShape) -> Resolved:
 def planned(
     recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved, data: DataFacts | None = None
 ) -> Plan:
-    """A plan with the memory plan that is given, or the one that the planner chooses."""
+    """A plan with the given memory plan, or with the planner's choice."""
     if resolved.memory is None:
         resolved = resolve_memory(recipe, shape, device, resolved)
     return make_plan(recipe, shape, resolved, device=device, data=data)

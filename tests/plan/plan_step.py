@@ -1,4 +1,4 @@
-"""A training step as a plan describes it, to be looked at."""
+"""A real training step of a planned job, for measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trimtab.trainer.memory import storage_bytes
 
 
 def resolved_of(job: Job) -> Resolved:
-    """The configuration of a run whose steps are those of the job."""
+    """The resolved configuration of a job."""
     return Resolved(
         device=job.device,
         threads=torch.get_num_threads(),

@@ -1,4 +1,4 @@
-"""Plans of runs that train adapters, against what a real step holds: weights by kind, trained parts, activations."""
+"""Plans of adapter training against real steps: weights by kind, trainable parameters, activations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.adapt import (  # noqa: E402
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -50,7 +50,7 @@ BASE = Job(
     device="cpu",
     lora=LORA,
 )
-HEADED = ("q_proj", "v_proj", "lm_head")
+HEAD_TARGETS = ("q_proj", "v_proj", "lm_head")
 BF16: dict[str, Any] = {"dtype": "bf16", "weights_dtype": "bf16"}
 
 
@@ -93,44 +93,46 @@ CASES = {
     "recomputed": vary(policies=("block",) * 6),
     "selective": vary(policies=("selective",) * 6),
     "a large vocabulary": vary({"vocab_size": 40_000}),
-    "the embedding trained whole": vary(lora=LoraSettings(r=8, modules_to_save=("embed_tokens",))),
-    "untied, both trained whole": vary(
+    "the embedding fully trained": vary(lora=LoraSettings(r=8, modules_to_save=("embed_tokens",))),
+    "untied, both fully trained": vary(
         {"tie_embeddings": False, "vocab_size": 2048},
         lora=LoraSettings(r=8, modules_to_save=("embed_tokens", "lm_head")),
     ),
     "a head with an adapter": vary(
-        {"tie_embeddings": False, "vocab_size": 4096}, lora=LoraSettings(r=8, target_modules=HEADED)
+        {"tie_embeddings": False, "vocab_size": 4096}, lora=LoraSettings(r=8, target_modules=HEAD_TARGETS)
     ),
     "a head with an adapter, bf16": vary(
-        {"tie_embeddings": False, "vocab_size": 4096}, **BF16, lora=LoraSettings(r=8, target_modules=HEADED)
+        {"tie_embeddings": False, "vocab_size": 4096},
+        **BF16,
+        lora=LoraSettings(r=8, target_modules=HEAD_TARGETS),
     ),
     "a head with an adapter, a large vocabulary": vary(
-        {"tie_embeddings": False, "vocab_size": 40_000}, lora=LoraSettings(r=8, target_modules=HEADED)
+        {"tie_embeddings": False, "vocab_size": 40_000}, lora=LoraSettings(r=8, target_modules=HEAD_TARGETS)
     ),
     "NF4": vary(quantization=NF4),
     "NF4, bf16, recomputed": vary(**BF16, quantization=NF4, policies=("block",) * 6),
     "INT8": vary(quantization=INT8, **BF16),
-    "NF4, half unpacked": vary(quantization=NF4, unpacked_layers=3),
-    "NF4, bf16, all unpacked": vary(**BF16, quantization=NF4, unpacked_layers=6),
-    "NF4, unpacked, recomputed": vary(**BF16, quantization=NF4, unpacked_layers=6, policies=("block",) * 6),
-    "INT8, half unpacked": vary(quantization=INT8, **BF16, unpacked_layers=3),
+    "NF4, copies of half the layers": vary(quantization=NF4, unpacked_layers=3),
+    "NF4, bf16, copies of all layers": vary(**BF16, quantization=NF4, unpacked_layers=6),
+    "NF4, copies, recomputed": vary(**BF16, quantization=NF4, unpacked_layers=6, policies=("block",) * 6),
+    "INT8, copies of half the layers": vary(quantization=INT8, **BF16, unpacked_layers=3),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_is_what_a_step_holds(name: str) -> None:
+def test_prediction_matches_a_real_step(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])
     step = Step(job)
     assert step.weights() == memory.before.weights
     assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
-    step.forward_backward()  # the workspace of packed weights stays once it has grown
+    step.forward_backward()  # allocates the dequantization workspace, which persists
     for p in step.parameters.values():
         p.grad = None
     with LiveBytes() as live:
         step.forward_backward()
     assert storage_bytes(p.grad for p in step.parameters.values()) == memory.peak.gradients
-    # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = memory.forward_backward - workspace_bytes(job) - unpacking_bytes(job)
+    # A dispatch mode does not see allocations inside an operator.
+    predicted = memory.forward_backward - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert 0.985 * live.peak <= predicted <= 1.02 * live.peak, (predicted / live.peak, memory.moments)
 
 
@@ -143,8 +145,8 @@ def test_the_comparison_can_fail() -> None:
         assert not 0.985 * live.peak <= predicted <= 1.05 * live.peak
 
 
-def test_what_lora_saves_on_an_8b_model() -> None:
-    """The figures people plan by: Llama 3.1 8B, rank 16 on all linear layers, NF4."""
+def test_memory_of_qlora_on_an_8b_model() -> None:
+    """Published reference figures: Llama 3.1 8B, rank 16 on all linear layers, NF4."""
     llama = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
     job = Job(llama, batch=1, tokens=2048, accumulation=1, optimizer="adamw_torch", attention="varlen",
               device="cuda", gradient_dtype="fp32", lora=LoraSettings(r=16), quantization=NF4, **BF16)  # fmt: skip

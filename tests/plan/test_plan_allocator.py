@@ -1,4 +1,4 @@
-"""The model of torch's caching allocator against a second one that searches a list of bytes, on random traces."""
+"""The model of torch's caching allocator against a simple list-based reference, on random traces."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from trimtab.plan.allocator import CachingAllocator
 MIB = 2**20
 
 
-class ListedAllocator:
-    """The same rules written the plain way: per pool a list of segments, each a list of [size, owner or None]."""
+class ReferenceAllocator:
+    """A straightforward version of the rules: per pool a list of segments, each a list of [size, owner or None]."""
 
     def __init__(self, expandable: bool) -> None:
         self.expandable = expandable
@@ -25,61 +25,63 @@ class ListedAllocator:
         segments = self.pools[small]
         fits = []
         for number, segment in enumerate(segments):
-            for place, (room, who) in enumerate(segment):
-                if who is None and room is not None and room >= size:
+            for place, (length, used_by) in enumerate(segment):
+                if used_by is None and length is not None and length >= size:
                     at_end = self.expandable and place == len(segment) - 1
-                    fits.append((at_end, room, number, place))
+                    fits.append((at_end, length, number, place))
         if not fits:
-            fits = [self._more(size, small)]
-        _, room, number, place = min(fits)
-        rest = room - size
+            fits = [self._reserve(size, small)]
+        _, length, number, place = min(fits)
+        rest = length - size
         segment = segments[number]
         splits = rest >= 512 if small or self.expandable else rest > MIB
-        segment[place : place + 1] = [[size, owner], [rest, None]] if splits else [[room, owner]]
+        segment[place : place + 1] = [[size, owner], [rest, None]] if splits else [[length, owner]]
 
-    def _more(self, size: int, small: bool) -> tuple[bool, int, int, int]:
+    def _reserve(self, size: int, small: bool) -> tuple[bool, int, int, int]:
         segments = self.pools[small]
         if not self.expandable:
-            room = (
+            length = (
                 2 * MIB
                 if small
                 else 20 * MIB
                 if size < 10 * MIB
                 else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
             )
-            segments.append([[room, None]])
-            self.reserved += room
-            return False, room, len(segments) - 1, 0
+            segments.append([[length, None]])
+            self.reserved += length
+            return False, length, len(segments) - 1, 0
         if not segments:
             segments.append([])
         segment, page = segments[0], 2 * MIB if small else 20 * MIB
         if not segment or segment[-1][1] is not None:
             segment.append([0, None])
-        there = segment[-1][0] or 0
-        pages = (size - there + page - 1) // page * page
-        segment[-1][0] = there + pages
+        available = segment[-1][0] or 0
+        pages = (size - available + page - 1) // page * page
+        segment[-1][0] = available + pages
         self.reserved += pages
-        return True, there + pages, 0, len(segment) - 1
+        return True, available + pages, 0, len(segment) - 1
 
     def free(self, owner: int) -> None:
         for segments in self.pools.values():
             for number, segment in enumerate(segments):
-                if any(who == owner for _, who in segment):
+                if any(used_by == owner for _, used_by in segment):
                     merged: list[list[int | None]] = []
-                    for room, who in segment:
-                        who = None if who == owner else who
-                        if merged and who is None and merged[-1][1] is None:
-                            merged[-1][0] = (merged[-1][0] or 0) + (room or 0)
+                    for length, used_by in segment:
+                        used_by = None if used_by == owner else used_by
+                        if merged and used_by is None and merged[-1][1] is None:
+                            merged[-1][0] = (merged[-1][0] or 0) + (length or 0)
                         else:
-                            merged.append([room, who])
+                            merged.append([length, used_by])
                     segments[number] = merged
                     return
         raise AssertionError(owner)
 
     @property
     def allocated(self) -> int:
-        found = (segment for segments in self.pools.values() for segment in segments)
-        return sum(room or 0 for segment in found for room, who in segment if who is not None)
+        all_segments = (segment for segments in self.pools.values() for segment in segments)
+        return sum(
+            length or 0 for segment in all_segments for length, used_by in segment if used_by is not None
+        )
 
 
 sizes = st.one_of(
@@ -91,40 +93,40 @@ steps = st.lists(st.one_of(sizes, st.integers(-40, -1)), max_size=120)
 @pytest.mark.parametrize("expandable", [True, False])
 @settings(max_examples=120, deadline=None)
 @given(trace=steps)
-def test_the_model_is_the_plain_one(expandable: bool, trace: list[int]) -> None:
-    """A positive number allocates so many bytes, a negative one frees one of those that are there."""
-    model, plain = CachingAllocator(expandable=expandable), ListedAllocator(expandable)
-    alive: list[int] = []
-    most = 0
+def test_the_model_matches_the_reference(expandable: bool, trace: list[int]) -> None:
+    """A positive number allocates that many bytes; a negative number frees a live block."""
+    model, reference = CachingAllocator(expandable=expandable), ReferenceAllocator(expandable)
+    live: list[int] = []
+    peak = 0
     for step in trace:
         if step > 0:
             number = model.allocate(step)
-            plain.allocate(step, number)
-            alive.append(number)
-        elif alive:
-            number = alive.pop(-step % len(alive))
+            reference.allocate(step, number)
+            live.append(number)
+        elif live:
+            number = live.pop(-step % len(live))
             model.free(number)
-            plain.free(number)
-        assert (model.allocated, model.reserved) == (plain.allocated, plain.reserved)
+            reference.free(number)
+        assert (model.allocated, model.reserved) == (reference.allocated, reference.reserved)
         assert model.allocated <= model.reserved
-        most = max(most, model.allocated)
-    assert model.peak_allocated == most
+        peak = max(peak, model.allocated)
+    assert model.peak_allocated == peak
 
 
-def test_segments_that_do_not_grow() -> None:
+def test_fixed_segments() -> None:
     model = CachingAllocator(expandable=False)
-    numbers = [model.allocate(600 * 1024) for _ in range(4)]  # three of 600 KiB fit 2 MiB
+    numbers = [model.allocate(600 * 1024) for _ in range(4)]  # three blocks of 600 KiB fit in 2 MiB
     assert model.reserved == 4 * MIB
     model.allocate(3 * MIB)
     assert model.reserved == 24 * MIB
-    model.allocate(16 * MIB)  # what is left of 20 MiB
+    model.allocate(16 * MIB)  # fits in the rest of 20 MiB
     assert model.reserved == 24 * MIB
     for number in numbers:
         model.free(number)
     assert model.reserved == 24 * MIB
 
 
-def test_a_segment_that_grows_uses_what_is_free_at_its_end() -> None:
+def test_an_expandable_segment_reuses_its_free_end() -> None:
     model = CachingAllocator(expandable=True)
     first, last = model.allocate(30 * MIB), model.allocate(25 * MIB)
     assert model.reserved == 60 * MIB
@@ -136,11 +138,11 @@ def test_a_segment_that_grows_uses_what_is_free_at_its_end() -> None:
     assert model.reserved == 80 * MIB
 
 
-def test_a_hole_is_taken_before_the_free_end() -> None:
+def test_a_hole_is_used_before_the_free_end() -> None:
     model = CachingAllocator(expandable=True)
     hole, _, end = (model.allocate(18 * MIB), model.allocate(2 * MIB), model.allocate(14 * MIB))
     model.free(hole)
     model.free(end)
-    model.allocate(12 * MIB)  # the end has 20 MiB, the hole 18; without the rule the smaller one is taken too
+    model.allocate(12 * MIB)  # the end has 20 MiB, the hole 18
     model.allocate(20 * MIB)
     assert model.reserved == 40 * MIB

@@ -1,4 +1,4 @@
-"""The plan's arithmetic on a real shape, and what it says when a run does not fit."""
+"""The plan's arithmetic on a real shape, and the errors of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan(*overrides: str, device: DeviceFacts = GPU, data: DataFacts | None = No
     return planned(recipe, QWEN, device, resolved(recipe, device, **kwargs), data)
 
 
-def test_standing_bytes_of_the_reference_model() -> None:
+def test_persistent_bytes_of_the_reference_model() -> None:
     assert QWEN.num_parameters == 596_049_920
     before = plan().memory.before
     assert before.weights == 2 * 596_049_920
@@ -83,8 +83,8 @@ def test_optimizer_states(optim: str, gigabytes: float) -> None:
 
 
 def test_buckets_add_up_and_the_peak_is_above_the_start() -> None:
-    for made in (plan(), plan("gradient_accumulation_steps=1"), plan("gradient_checkpointing=true")):
-        memory = made.memory
+    for result in (plan(), plan("gradient_accumulation_steps=1"), plan("gradient_checkpointing=true")):
+        memory = result.memory
         parts = memory.peak.to_dict()
         assert parts.pop("total") == sum(parts.values())
         assert memory.peak.total > memory.before.total
@@ -92,7 +92,7 @@ def test_buckets_add_up_and_the_peak_is_above_the_start() -> None:
         assert max(memory.moments.values()) == above == memory.moments[memory.moment]
 
 
-def test_what_grows_with_what() -> None:
+def test_memory_scales_with_the_settings() -> None:
     base = plan().memory.peak
     assert plan("per_device_train_batch_size=8").memory.peak.activations > 1.8 * base.activations
     assert plan("gradient_checkpointing=true").memory.peak.activations < 0.4 * base.activations
@@ -104,7 +104,7 @@ def test_what_grows_with_what() -> None:
 def test_attention_figures() -> None:
     rows = attention_table(QWEN, batch=4)
     assert [row.tokens for row in rows] == [512, 1024, 2048, 4096, 8192]
-    # As others quote them: two matrices in bf16 over 28 layers, one head.
+    # As commonly quoted: two matrices in bf16 over 28 layers, one head.
     for row, quoted in zip(rows, [115e6, 470e6, 1.88e9, 7.5e9, 30e9], strict=True):
         assert row.plain_one_head == pytest.approx(quoted, rel=0.025)
         assert row.plain == 16 * row.plain_one_head
@@ -116,29 +116,29 @@ def test_attention_figures() -> None:
 
 
 def test_plan_json_has_the_agreed_keys() -> None:
-    made = plan(data=DataFacts(sequences=5000, tokens=5_017_600, fill=0.98)).to_dict()
-    assert json.loads(json.dumps(made)) == made
+    written = plan(data=DataFacts(sequences=5000, tokens=5_017_600, fill=0.98)).to_dict()
+    assert json.loads(json.dumps(written)) == written
     keys = ["version", "model", "memory", "phases", "reserved", "data", "time", "disk", "choices", "notes"]
-    assert list(made) == keys
-    assert made["model"] == {
+    assert list(written) == keys
+    assert written["model"] == {
         "name": "q",
         "family": "qwen3",
         "parameters": 596_049_920,
         "trained": 596_049_920,
     }
     buckets = ["weights", "gradients", "optimizer", "activations", "other", "total"]
-    assert list(made["memory"]["before"]) == list(made["memory"]["peak"]) == buckets
-    assert made["data"] == {
+    assert list(written["memory"]["before"]) == list(written["memory"]["peak"]) == buckets
+    assert written["data"] == {
         "windows": 5000,
         "tokens": 5_017_600,
         "fill": 0.98,
         "steps": 313,
         "trained_tokens": 5_017_600,
     }
-    assert {"flops_per_token", "seconds", "basis"} <= set(made["time"])
-    assert set(made["disk"]) == {"checkpoint_bytes", "total_bytes", "checkpoints"}
-    assert made["choices"]["attention"]["impl"] == "varlen"
-    assert made["choices"]["optimizer"]["name"] == "adamw_8bit"
+    assert {"flops_per_token", "seconds", "basis"} <= set(written["time"])
+    assert set(written["disk"]) == {"checkpoint_bytes", "total_bytes", "checkpoints"}
+    assert written["choices"]["attention"]["impl"] == "varlen"
+    assert written["choices"]["optimizer"]["name"] == "adamw_8bit"
 
 
 def test_steps() -> None:
@@ -152,17 +152,17 @@ def test_steps() -> None:
     assert plan("num_train_epochs=2", data=facts).data["trained_tokens"] == 180_000
 
 
-def test_time_is_never_invented() -> None:
+def test_unknown_rates_give_no_time() -> None:
     facts = DataFacts(sequences=1000, tokens=1_000_000, fill=1.0)
     unknown = plan(data=facts, device=dataclasses.replace(GPU, name="a new device")).time
     assert (unknown.seconds, unknown.step_seconds, unknown.floor_seconds) == (None, None, None)
     assert "no bf16 rate of a new device is known" in unknown.basis
-    before = plan().time  # the data was not read yet: a step is known, the run is not
+    before = plan().time  # the data was not read yet: only the time of a step is known
     assert before.step_seconds is not None
     assert (before.seconds, before.floor_seconds) == (None, None)
 
 
-def test_time_says_what_it_is_based_on() -> None:
+def test_time_reports_its_basis() -> None:
     facts = DataFacts(sequences=1000, tokens=1_000_000, fill=1.0)
     measured = plan(data=facts).time
     assert measured.basis == "measured on an NVIDIA H200"
@@ -190,9 +190,9 @@ def test_a_run_counts_evaluations_and_checkpoints() -> None:
     facts = DataFacts(sequences=1000, tokens=1_000_000, fill=1.0)
     calibrated = Calibration("this one", {"bf16": 100e12}, 1e12, 5e-6, disk_write=1e8)
     device = dataclasses.replace(GPU, calibration=calibrated)
-    plain = plan(data=facts, device=device)
-    assert plain.time.checkpoint_seconds == pytest.approx(
-        plain.disk.saving.saves * plain.disk.checkpoint_bytes / 1e8
+    result = plan(data=facts, device=device)
+    assert result.time.checkpoint_seconds == pytest.approx(
+        result.disk.saving.saves * result.disk.checkpoint_bytes / 1e8
     )
     often = plan("data.eval.general=y", "eval_steps=10", data=facts, device=device).time
     seldom = plan("data.eval.general=y", data=facts, device=device).time
@@ -203,27 +203,29 @@ def test_a_run_counts_evaluations_and_checkpoints() -> None:
 
 
 def test_flops_per_token_of_the_reference_model() -> None:
-    # 6 a parameter (the tied embedding is the head's matrix), and attention, 14 for each visible pair.
+    # 6 per parameter (the tied embedding is the head's matrix), and attention, 14 per visible pair.
     products = 6 * sum(d[0] * d[1] for _, d in QWEN.parameters() if len(d) == 2)
     attention = 28 * 14 * (1024 + 1) / 2 * 16 * 128
     assert plan().time.flops_per_token == pytest.approx(products + attention, rel=1e-6)
 
 
-def test_disk_counts_the_checkpoints_that_are_there_at_once() -> None:
+def test_disk_counts_coexisting_checkpoints() -> None:
     facts = DataFacts(sequences=16_000, tokens=16_000_000, fill=1.0)  # 1000 steps
-    one = plan().disk.checkpoint_bytes
-    assert one == pytest.approx(plan().memory.before.total, rel=1e-3)
+    checkpoint = plan().disk.checkpoint_bytes
+    assert checkpoint == pytest.approx(plan().memory.before.total, rel=1e-3)
 
     def count(*overrides: str, data: DataFacts | None = facts) -> int:
         total = plan(*overrides, data=data).disk.total_bytes
-        assert total % one == 0
-        return total // one
+        assert total % checkpoint == 0
+        return total // checkpoint
 
     assert count() == 2  # saved at 500 and 1000, evaluated at the end
     assert count("save_steps=100") == 3  # two kept, one being written
-    assert count("save_steps=100", "eval_steps=50") == 4  # and the best
-    assert count("save_steps=100", "eval_steps=50", "data.eval_share=0") == 3  # nothing finds a best one
-    assert count("save_steps=100", "save_total_limit=30") == 10  # there are no more
+    assert count("save_steps=100", "eval_steps=50") == 4  # and the best checkpoint
+    assert (
+        count("save_steps=100", "eval_steps=50", "data.eval_share=0") == 3
+    )  # no evaluation selects a best checkpoint
+    assert count("save_steps=100", "save_total_limit=30") == 10  # only 10 are saved
     assert count("save_steps=null") == count("save_steps=null", data=None) == 1
     assert count("save_steps=null", "eval_steps=400") == 3  # 400, 800 and 1000
     assert count("save_steps=600", "eval_steps=400", "save_total_limit=9") == 4  # 400, 600, 800, 1000
@@ -232,20 +234,20 @@ def test_disk_counts_the_checkpoints_that_are_there_at_once() -> None:
 
 def test_the_disk_remedy_makes_the_checkpoints_fit() -> None:
     disk = plan("save_steps=100", "eval_steps=50", "save_total_limit=5").disk
-    one = disk.checkpoint_bytes
-    check_disk(disk, 7 * one, "here")
+    checkpoint = disk.checkpoint_bytes
+    check_disk(disk, 7 * checkpoint, "here")
     with pytest.raises(ResourceError, match=r"7 checkpoints.*save_total_limit: 4"):
-        check_disk(disk, 7 * one - 1, "here")
-    check_disk(plan("save_steps=100", "eval_steps=50", "save_total_limit=4").disk, 7 * one - 1, "here")
+        check_disk(disk, 7 * checkpoint - 1, "here")
+    check_disk(plan("save_steps=100", "eval_steps=50", "save_total_limit=4").disk, 7 * checkpoint - 1, "here")
     with pytest.raises(ResourceError, match="save_steps: null and eval_steps: null"):
-        check_disk(disk, one, "here")
-    check_disk(plan("save_steps=null", "eval_steps=null", "save_total_limit=5").disk, one, "here")
+        check_disk(disk, checkpoint, "here")
+    check_disk(plan("save_steps=null", "eval_steps=null", "save_total_limit=5").disk, checkpoint, "here")
     with pytest.raises(ResourceError) as caught:
-        check_disk(disk, one - 1, "here")
+        check_disk(disk, checkpoint - 1, "here")
     assert str(caught.value).endswith("; free some space or set output_dir to another disk")
 
 
-def test_the_disk_remedy_of_a_resume_moves_the_folder_and_advises_no_lower_limit_than_one() -> None:
+def test_the_disk_remedy_of_a_resume_moves_the_folder_and_keeps_at_least_one_checkpoint() -> None:
     disk = plan("save_steps=100", "save_total_limit=1").disk
     with pytest.raises(ResourceError) as caught:
         check_disk(disk, disk.checkpoint_bytes - 1, "runs/a", resumed=True)
@@ -261,36 +263,36 @@ def sized(gigabytes: float) -> DeviceFacts:
     return dataclasses.replace(GPU, memory_bytes=int(gigabytes * 1e9))
 
 
-def test_a_run_that_fits_passes_and_one_byte_less_does_not() -> None:
-    made = plan()
-    check_fits(made)
-    check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed))
+def test_the_needed_memory_fits_and_one_byte_less_does_not() -> None:
+    result = plan()
+    check_fits(result)
+    check_fits(result, dataclasses.replace(GPU, memory_bytes=result.memory.needed))
     with pytest.raises(ResourceError):
-        check_fits(made, dataclasses.replace(GPU, memory_bytes=made.memory.needed - 1))
+        check_fits(result, dataclasses.replace(GPU, memory_bytes=result.memory.needed - 1))
     with pytest.raises(ResourceError, match=r"has 9\.31 GiB free"):
-        check_fits(made, dataclasses.replace(GPU, free_bytes=10 * 10**9))
+        check_fits(result, dataclasses.replace(GPU, free_bytes=10 * 10**9))
 
 
-def test_a_remedy_that_is_named_is_enough() -> None:
-    made = plan("optim=adamw_torch", gradients="fp32")
-    for remedy in remedies(made):
+def test_suggested_remedies_suffice() -> None:
+    result = plan("optim=adamw_torch", gradients="fp32")
+    for remedy in remedies(result):
         assert remedy.saving > 0
-        assert remedy.needed == made.memory.needed - remedy.saving
-    by_name = {remedy.change: remedy for remedy in remedies(made)}
+        assert remedy.needed == result.memory.needed - remedy.saving
+    by_name = {remedy.change: remedy for remedy in remedies(result)}
     assert by_name["optim: adamw_8bit"].needed == plan(gradients="fp32").memory.needed
     for device, impl in ((GPU, "triton"), (DeviceFacts("laptop", "cpu", 2**34), "reference")):
-        job = dataclasses.replace(made.job, device=device.kind, optimizer_impl="torch")
-        there = dataclasses.replace(made, device=device)
-        eight = next(change.job for change in savings(there, job) if "adamw_8bit" in change.text)
-        assert eight.optimizer_impl == impl, "its scratch counts"
+        job = dataclasses.replace(result.job, device=device.kind, optimizer_impl="torch")
+        on_device = dataclasses.replace(result, device=device)
+        eight = next(change.job for change in savings(on_device, job) if "adamw_8bit" in change.text)
+        assert eight.optimizer_impl == impl, "its temporary buffers count"
     assert by_name["gradient_dtype: bf16"].needed == plan("optim=adamw_torch").memory.needed
     recomputed = plan("optim=adamw_torch", "gradient_checkpointing=true", gradients="fp32")
     assert by_name["recompute: block"].needed == recomputed.memory.needed
 
 
-def test_no_remedy_is_named_that_the_recipe_does_not_take() -> None:
-    def changes(*words: str, **more: object) -> str:
-        return "; ".join(remedy.change for remedy in remedies(plan(*words, **more)))
+def test_remedies_are_valid_for_the_recipe() -> None:
+    def changes(*overrides: str, **options: object) -> str:
+        return "; ".join(remedy.change for remedy in remedies(plan(*overrides, **options)))
 
     assert "gradient_accumulation_steps" in changes()
     one_pass = ("optim_in_backward=true", "gradient_accumulation_steps=1", "max_grad_norm=0")
@@ -298,23 +300,23 @@ def test_no_remedy_is_named_that_the_recipe_does_not_take() -> None:
     assert "lora: {r: 16}" in changes()
     assert "lora: {r: 16}" not in changes("embedding_learning_rate=1e-5")
     assert "load_in_4bit" in changes(lora=LoraSettings(r=16))
-    whole = LoraSettings(r=16, target_modules=("q_proj",), modules_to_save=("down_proj",))
-    assert "load_in_4bit" not in changes(lora=whole)
+    fully_trained = LoraSettings(r=16, target_modules=("q_proj",), modules_to_save=("down_proj",))
+    assert "load_in_4bit" not in changes(lora=fully_trained)
 
 
-def half_the_length(made: Plan) -> Job:
-    changes = [effect.change for effect in effects(made, savings(made, made.job))]
+def with_half_the_length(original: Plan) -> Job:
+    changes = [effect.change for effect in effects(original, savings(original, original.job))]
     return next(change.job for change in changes if "max_seq_length" in change.keys)
 
 
-def test_what_is_shorter_is_cut_into_fewer_tiles() -> None:
-    made = plan("max_seq_length=1024", "per_device_train_batch_size=2", gradients="fp32")
-    made = dataclasses.replace(made, job=made.job.changed(mlp_tiles=4))
-    shorter = half_the_length(made)
+def test_shorter_sequences_use_fewer_tiles() -> None:
+    auto_tiles = plan("max_seq_length=1024", "per_device_train_batch_size=2", gradients="fp32")
+    auto_tiles = dataclasses.replace(auto_tiles, job=auto_tiles.job.changed(mlp_tiles=4))
+    shorter = with_half_the_length(auto_tiles)
     assert (shorter.tokens, shorter.mlp_tiles) == (512, 2)
-    named = plan("max_seq_length=1024", "per_device_train_batch_size=2", "mlp_tiles=4")
-    named = dataclasses.replace(named, job=named.job.changed(mlp_tiles=4))
-    assert half_the_length(named).mlp_tiles == 4
+    fixed_tiles = plan("max_seq_length=1024", "per_device_train_batch_size=2", "mlp_tiles=4")
+    fixed_tiles = dataclasses.replace(fixed_tiles, job=fixed_tiles.job.changed(mlp_tiles=4))
+    assert with_half_the_length(fixed_tiles).mlp_tiles == 4
 
 
 def test_messages_of_a_run_that_does_not_fit() -> None:
@@ -328,19 +330,19 @@ def test_messages_of_a_run_that_does_not_fit() -> None:
         check_fits(plan("optim=adamw_torch", gradients="fp32"), sized(6.5))
     with pytest.raises(ResourceError, match=r"lora: \{r: 16\}.*, and load_in_4bit: true .*: together"):
         check_fits(plan(), sized(2))
-    with pytest.raises(ResourceError, match="take a smaller model or a larger device"):
+    with pytest.raises(ResourceError, match="use a smaller model or a larger device"):
         check_fits(plan(), sized(1))
 
 
-def test_adapters_have_less_arithmetic_and_smaller_checkpoints() -> None:
-    whole, adapters = plan(), plan(lora=LoraSettings(r=16))
-    # Two of the three products of each frozen matrix are left; attention and adapters come on top.
-    assert 2 / 3 < adapters.time.flops_per_token / whole.time.flops_per_token < 0.75
-    assert adapters.disk.checkpoint_bytes < whole.disk.checkpoint_bytes / 10
+def test_adapters_have_fewer_flops_and_smaller_checkpoints() -> None:
+    full, adapters = plan(), plan(lora=LoraSettings(r=16))
+    # Two of the three matmuls of each frozen matrix remain; attention and adapters come on top.
+    assert 2 / 3 < adapters.time.flops_per_token / full.time.flops_per_token < 0.75
+    assert adapters.disk.checkpoint_bytes < full.disk.checkpoint_bytes / 10
     assert adapters.to_dict()["model"]["trained"] == 10_092_544
 
 
-def test_bf16_is_suggested_only_where_the_device_has_it() -> None:
+def test_bf16_is_suggested_only_if_the_device_supports_it() -> None:
     def changes(device: DeviceFacts) -> list[str]:
         recipe = loads(RECIPE, ["dtype=fp32", "gradient_dtype=fp32"])
         chosen = resolved(recipe, device, dtype="fp32", gradients="fp32", impl="sdpa_flash")
@@ -353,8 +355,8 @@ def test_bf16_is_suggested_only_where_the_device_has_it() -> None:
 def test_notes() -> None:
     assert any("bf16" in note for note in plan().notes)
     assert any("stochastically" in note for note in plan("optim=adamw_torch_fused").notes)
-    assert any("set aside" in note for note in plan("data.eval_share=0").notes)
-    assert any("set aside" in note for note in plan("data.streaming=true", "max_steps=5").notes)
+    assert any("held out" in note for note in plan("data.eval_share=0").notes)
+    assert any("held out" in note for note in plan("data.streaming=true", "max_steps=5").notes)
     cpu = DeviceFacts("laptop", "cpu", 2**34)
     assert any("no bf16 arithmetic" in note for note in plan(device=cpu, impl="sdpa_flash").notes)
 
@@ -394,7 +396,7 @@ def test_the_table_of_the_documentation_is_computed() -> None:
 
 def test_data_completes_a_plan_without_predicting_memory_again(monkeypatch: pytest.MonkeyPatch) -> None:
     data = DataFacts(sequences=1000, tokens=900_000, fill=0.88)
-    whole, before = plan(data=data), plan()
+    complete, before = plan(data=data), plan()
     monkeypatch.setattr("trimtab.plan.memory.predict", lambda job: pytest.fail("predicted a second time"))
-    assert before.with_data(data) == whole
-    assert before.to_dict() != whole.to_dict()
+    assert before.with_data(data) == complete
+    assert before.to_dict() != complete.to_dict()

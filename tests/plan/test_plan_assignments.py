@@ -1,4 +1,4 @@
-"""Assignments of recompute policies: more layers than the grid has places, layers that differ, and the host's room."""
+"""Assignments of recompute policies: more layers than grid positions, unequal layers, and limited host memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.plan import assignments
 from trimtab.plan.layers import Layers
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import _around, least, policy_seconds, search_rates
+from trimtab.plan.memory_search import _bytes_outside_blocks, lowest_memory, policy_seconds, search_rates
 
 WIDE = uniform_shape("llama", 32_000, 1024, 2816, 40, num_heads=16, num_kv_heads=8, head_dim=64)
 
 
 def alternating(shape: ModelShape) -> ModelShape:
-    """Every second layer with a feed-forward of half the width."""
+    """Halves the feed-forward width of every second layer."""
     narrow = dataclasses.replace(
         shape.blocks[0], feed_forward=dataclasses.replace(shape.blocks[0].dense, width=1408)
     )
@@ -29,18 +29,18 @@ def alternating(shape: ModelShape) -> ModelShape:
 
 @pytest.mark.parametrize("shape", [WIDE, alternating(WIDE)], ids=["equal", "alternating"])
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.7])
-def test_a_coarse_grid_loses_next_to_nothing(
+def test_a_coarse_grid_is_nearly_optimal(
     shape: ModelShape, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = dataclasses.replace(QLORA, shape=shape, batch=1, tokens=8192)
     costs = policy_seconds(job, search_rates(H200, job.dtype))
-    lowest, plain = least(job, H200, tiles=1), predict(job).needed
-    limit, around = int(lowest + share * (plain - lowest)) + 2**20, _around(job)
+    lowest, unconstrained = lowest_memory(job, H200, tiles=1), predict(job).needed
+    limit, outside = int(lowest + share * (unconstrained - lowest)) + 2**20, _bytes_outside_blocks(job)
 
     def fastest() -> assignments.Assignment:
-        found = assignments.Assignments(Layers(job), costs, OFFLOADING, None).fastest(around, limit)
-        assert found is not None
-        return found
+        assignment = assignments.Assignments(Layers(job), costs, OFFLOADING, None).fastest(outside, limit)
+        assert assignment is not None
+        return assignment
 
     coarse = fastest()
     monkeypatch.setattr(assignments, "GRID", 40)
@@ -51,12 +51,16 @@ def test_a_coarse_grid_loses_next_to_nothing(
     assert exact.seconds <= coarse.seconds <= exact.seconds * 1.01
 
 
-def test_the_host_has_room_for_some_layers_only() -> None:
+def test_host_memory_limits_the_offloaded_layers() -> None:
     job = dataclasses.replace(QLORA, shape=WIDE, batch=1, tokens=8192)
     costs = policy_seconds(job, search_rates(H200, job.dtype))
     layers = Layers(job)
-    room = 7 * layers.of(0, "offload").host
-    found = assignments.Assignments(layers, costs, ("offload",), room).smallest(_around(job))
-    assert dict(found.segments)["offload"] == 7
-    free = assignments.Assignments(layers, costs, ("offload",), None).smallest(_around(job))
-    assert free.needed < found.needed
+    host_bytes = 7 * layers.of(0, "offload").host
+    bounded = assignments.Assignments(layers, costs, ("offload",), host_bytes).smallest(
+        _bytes_outside_blocks(job)
+    )
+    assert dict(bounded.segments)["offload"] == 7
+    unbounded = assignments.Assignments(layers, costs, ("offload",), None).smallest(
+        _bytes_outside_blocks(job)
+    )
+    assert unbounded.needed < bounded.needed

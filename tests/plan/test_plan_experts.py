@@ -1,4 +1,4 @@
-"""Plans of models that trimtab cannot train yet: experts, latent attention, and dense ones with uncommon parts."""
+"""Plans of models that trimtab cannot train yet: mixtures of experts, latent attention, uncommon dense models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def job_of(name: str, method: str = "full", **changes: object) -> Job:
 
 @pytest.mark.parametrize("name", [*WITH_EXPERTS, *DENSE])
 def test_weights_are_all_parameters(name: str) -> None:
-    """A token uses a few experts; all of them are in memory."""
+    """A token uses a few experts; all experts are in memory."""
     shape = shape_of(name)
     assert predict(job_of(name)).peak.weights == 2 * shape.num_parameters
     assert predict(job_of(name)).peak.gradients == 2 * shape.num_parameters
@@ -81,14 +81,14 @@ def test_weights_are_all_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*WITH_EXPERTS, *DENSE])
-def test_flops_are_those_of_active_parameters(name: str) -> None:
+def test_flops_follow_active_parameters(name: str) -> None:
     """Six per active parameter and token, and attention."""
     shape, job = shape_of(name), job_of(name)
     attention = sum(
-        len(layers) * (one.forward.flops + one.backward.flops)
+        len(layers) * (operation.forward.flops + operation.backward.flops)
         for block, layers in declared_blocks(job)
-        for one in block.operations
-        if one.kind is Kind.ATTENTION
+        for operation in block.operations
+        if operation.kind is Kind.ATTENTION
     )
     products = flops_per_token(job) - attention / job.tokens
     head = shape.vocab_size * shape.hidden_size
@@ -101,19 +101,21 @@ def test_flops_are_those_of_active_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_recomputation_saves_memory_in_every_method(name: str, method: str) -> None:
     num_layers = shape_of(name).num_layers
-    kept = {
+    activations = {
         policy: predict(
             job_of(name, method, policies=(policy,) * num_layers, accumulation=2)
         ).peak.activations
         for policy in ("none", "pointwise", "selective", "block")
     }
-    assert kept["none"] > kept["pointwise"] >= kept["selective"] >= kept["block"] > 0
+    assert (
+        activations["none"] > activations["pointwise"] >= activations["selective"] >= activations["block"] > 0
+    )
     tiled = predict(job_of(name, method, policies=("block",) * num_layers, mlp_tiles=8)).peak
     assert tiled.weights == predict(job_of(name, method)).peak.weights
 
 
-def test_a_mixture_saves_more_than_a_dense_layer_of_the_same_arithmetic() -> None:
-    """Rows are copied for each active expert: what is saved grows with how many a token passes."""
+def test_saved_activations_grow_with_active_experts() -> None:
+    """Rows are copied for each active expert of a token."""
     shape = shape_of("Qwen/Qwen3-30B-A3B")
     block = shape.blocks[0]
     twice = dataclasses.replace(
@@ -121,20 +123,21 @@ def test_a_mixture_saves_more_than_a_dense_layer_of_the_same_arithmetic() -> Non
         blocks=(dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, active=16)),) * 48,
     )  # fmt: skip
     small, large = (
-        predict(job_of("Qwen/Qwen3-30B-A3B", shape=one, accumulation=2)).peak for one in (shape, twice)
+        predict(job_of("Qwen/Qwen3-30B-A3B", shape=variant, accumulation=2)).peak
+        for variant in (shape, twice)
     )
     assert small.weights == large.weights
     rows = 2048 * 8
-    # Rows, gate, up, the gated product and the results of 8 more experts per token, in bf16, with the fused gate.
+    # Rows, gate, up, the gated activation and the outputs of 8 more experts per token, in bf16, with the fused gate.
     per_layer = rows * 2 * (2 * 2048 + 3 * 768)
     assert large.activations - small.activations == pytest.approx(48 * per_layer, rel=0.02)
 
 
-def test_adapters_sit_on_each_expert_and_not_on_routers() -> None:
+def test_adapters_target_each_expert_and_no_router() -> None:
     shape = shape_of("Qwen/Qwen3-30B-A3B")
-    found = select(shape, "all-linear")
-    assert not any(matrix.name.endswith("mlp.gate") for matrix in found)
-    up = next(matrix for matrix in found if matrix.name.endswith("experts.up_proj"))
+    targets = select(shape, "all-linear")
+    assert not any(matrix.name.endswith("mlp.gate") for matrix in targets)
+    up = next(matrix for matrix in targets if matrix.name.endswith("experts.up_proj"))
     assert (up.count, up.out_features, up.in_features) == (128, 768, 2048)
     dims = dict(adapt_spec.adapter_parameters(shape, LORA))
     assert dims[f"{up.name}.lora_A.default.weight"] == (128, 16, 2048)
@@ -158,13 +161,13 @@ def test_a_whole_plan_takes_seconds(name: str, method: str) -> None:
     assert plan.time.flops_per_token > 0
 
 
-def test_layers_that_alternate_share_what_is_declared() -> None:
+def test_alternating_layers_share_declared_blocks() -> None:
     declared = declared_blocks(job_of("google/gemma-2-2b"))
     assert len(declared) == 26
     assert len({id(block) for block, _ in declared}) == 2
 
 
-def test_attention_of_values_with_a_head_size_of_their_own() -> None:
+def test_attention_with_a_separate_value_head_size() -> None:
     (row,) = attention_table(shape_of("deepseek-ai/DeepSeek-V3"), batch=1, lengths=[1024])
     assert row.flash == 61 * 1024 * (128 * 128 * 2 + 128 * 4)
 
@@ -175,10 +178,10 @@ def test_time_of_a_step_follows_active_parameters(method: str) -> None:
     calibration = Calibration("NVIDIA H200", {"bf16": 7e14}, 4.2e12, 5e-6)
     device = dataclasses.replace(H200, calibration=calibration)
     names = ("Qwen/Qwen3-1.7B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-14B")
-    found = [step_time(job_of(name, method, batch=4), device, graphs=True) for name in names]
-    small, mixture, large = (one.seconds for one in found if one is not None)
+    steps = [step_time(job_of(name, method, batch=4), device, graphs=True) for name in names]
+    small, mixture, large = (entry.seconds for entry in steps if entry is not None)
     assert small < mixture < large
     deepseek = step_time(job_of("deepseek-ai/DeepSeek-V3", method), device)
     assert deepseek is not None
     assert math.isfinite(deepseek.seconds)
-    assert {"mlp.dispatch", "mlp.combine", "rope"} <= {one.name for one in deepseek.operations}
+    assert {"mlp.dispatch", "mlp.combine", "rope"} <= {entry.name for entry in deepseek.operations}

@@ -1,4 +1,4 @@
-"""Plans of steps with Triton's norms, RoPE and gates against what such a step holds, on a CPU without the launches."""
+"""Plans of steps with Triton norms, RoPE and gates against real steps, on a CPU without kernel launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.adapt import LoraSettings, lora_dropout, spec_linears, workspace  #
 from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
 
@@ -61,7 +61,7 @@ CASES = {
 
 @pytest.mark.parametrize("formats", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_with_fused_kernels_holds_what_is_planned(
+def test_prediction_matches_a_step_with_fused_kernels(
     name: str, formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave_out_launches(monkeypatch)
@@ -73,6 +73,6 @@ def test_a_step_with_fused_kernels_holds_what_is_planned(
     with LiveBytes() as live:
         step.forward_backward()
     memory = predict(job)
-    # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = memory.forward_backward - workspace_bytes(job) - unpacking_bytes(job)
+    # A dispatch mode does not see allocations inside an operator.
+    predicted = memory.forward_backward - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert 0.995 * live.peak <= predicted <= 1.02 * live.peak, (predicted / live.peak, memory.moments)

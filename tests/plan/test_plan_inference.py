@@ -1,4 +1,4 @@
-"""Evaluation, generation, export and merge: predicted bytes of tensors against those that really exist."""
+"""Evaluation, generation, export and merge: predicted bytes of tensors against measured bytes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from trimtab.export.merged import export_merged  # noqa: E402
 from trimtab.generate import SamplingOptions, cache, loop  # noqa: E402
 from trimtab.model import weights  # noqa: E402
 from trimtab.model.save import MAX_SHARD_BYTES  # noqa: E402
-from trimtab.plan import exporting, inference, phases  # noqa: E402
+from trimtab.plan import inference, phases, weights_io  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.run import evaluation  # noqa: E402
 from trimtab.starter import math_problems  # noqa: E402
 from trimtab.trainer.memory import LiveBytes  # noqa: E402
@@ -51,7 +51,7 @@ CASES: dict[str, Job] = {
 
 
 class RealBytes(LiveBytes):
-    """Without tensors on the meta device, which take no memory."""
+    """Ignores tensors on the meta device, which take no memory."""
 
     def _see(self, storage: Any, inputs: set[int]) -> None:
         if storage.device.type != "meta":
@@ -65,8 +65,8 @@ def computing_in(job: Job) -> Any:
 
 
 def visible(job: Job, tensors: inference.Tensors) -> int:
-    """Without what an operator holds inside itself, which a dispatch mode does not see."""
-    return inference.total(tensors) - workspace_bytes(job) - unpacking_bytes(job)
+    """Bytes without allocations inside operators, which a dispatch mode does not see."""
+    return inference.total(tensors) - workspace_bytes(job) - dequantize_scratch_bytes(job)
 
 
 def text_of(job: Job) -> Batch:
@@ -83,12 +83,12 @@ def test_the_loss_over_text(name: str) -> None:
     workspace.release()
     with computing_in(job), RealBytes() as live:
         evaluate.loss(decoder, [text])
-    found = [one for one in inference.loss_tensors(job) if one.name != "batch"]  # made before
-    assert live.peak == pytest.approx(visible(job, found), rel=TOLERANCE)
+    tensors = [tensor for tensor in inference.loss_tensors(job) if tensor.name != "batch"]  # allocated before
+    assert live.peak == pytest.approx(visible(job, tensors), rel=TOLERANCE)
 
 
 class Writing:
-    """As much of `completion.GenerationState` as the loop needs without a tokenizer."""
+    """The part of `completion.GenerationState` that the loop needs, without a tokenizer."""
 
     def __init__(self, index: int, prompt: list[int], max_new_tokens: int) -> None:
         self.index, self.prompt, self.max_new_tokens = index, prompt, max_new_tokens
@@ -110,7 +110,7 @@ def test_generation(name: str, rows: int, prompt: int, new: int) -> None:
     workspace.release()
     lengths = [prompt - row for row in range(rows)]  # padded
     ids = [torch.randint(0, job.shape.vocab_size, (length,)).tolist() for length in lengths]
-    writings: list[Any] = [Writing(row, found, new) for row, found in enumerate(ids)]
+    writings: list[Any] = [Writing(row, prompt_ids, new) for row, prompt_ids in enumerate(ids)]
     with computing_in(job), RealBytes() as live:
         loop._complete(decoder, writings, SamplingOptions(), batch_size=64)
     predicted = inference.generation_tensors(job, rows, prompt, new)
@@ -119,14 +119,14 @@ def test_generation(name: str, rows: int, prompt: int, new: int) -> None:
 
 @pytest.mark.parametrize(("prompt", "tokens"), [(3, 10), (5, 40), (256, 257), (300, 1500), (1000, 1001)])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_room_of_a_cache(rows: int, prompt: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_of_a_cache(rows: int, prompt: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "PREFILL_TOKENS", 512)
-    kept = cache.KVCache(num_layers=1)
+    kv_cache = cache.KVCache(num_layers=1)
     chunk = prompt if rows == 1 else 512 // rows
     sizes = [min(chunk, prompt - start) for start in range(0, prompt, chunk)] + [1] * (tokens - prompt)
     for size in sizes:
-        kept.update(0, torch.zeros(rows, size, 1, 1), torch.zeros(rows, size, 1, 1))
-    assert kept.nbytes == 2 * 4 * rows * inference.cache_tokens(rows, prompt, tokens)
+        kv_cache.update(0, torch.zeros(rows, size, 1, 1), torch.zeros(rows, size, 1, 1))
+    assert kv_cache.nbytes == 2 * 4 * rows * inference.cache_tokens(rows, prompt, tokens)
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 4096}
@@ -142,7 +142,7 @@ EXPORTS: dict[str, tuple[Job, str]] = {
 
 @pytest.mark.parametrize("name", EXPORTS)
 def test_export_and_merge(name: str, tmp_path: Path) -> None:
-    """The reading back, after the merge: by then the base's weights, which came before the trace, are freed."""
+    """Peak while reading back, after the merge: the base weights, allocated before the trace, are freed by then."""
     job, dtype = EXPORTS[name]
     decoder = Step(job).decoder.eval()
     for parameter_name, parameter in decoder.named_parameters():
@@ -150,15 +150,15 @@ def test_export_and_merge(name: str, tmp_path: Path) -> None:
             torch.nn.init.normal_(parameter.data, std=0.1)
     with RealBytes() as live:
         (export_hf if job.lora is None else export_merged)(decoder, None, tmp_path / "model", dtype=dtype)
-    predicted = exporting.reloading_bytes(job.shape, dtype)
+    predicted = weights_io.reloading_bytes(job.shape, dtype)
     if job.lora is not None:
-        logits = exporting.PROBE_TOKENS * job.shape.vocab_size * 4
-        predicted += exporting.merged_bytes(job) + 2 * logits
-        assert exporting.merge_memory(job, dtype).total >= predicted
+        logits = weights_io.PROBE_TOKENS * job.shape.vocab_size * 4
+        predicted += weights_io.merged_bytes(job) + 2 * logits
+        assert weights_io.merge_memory(job, dtype).total >= predicted
     else:
-        whole = exporting.export_memory(job.shape, dtype)
-        assert whole.model == 4 * job.shape.num_parameters
-        assert whole.temporary >= predicted
+        memory = weights_io.export_memory(job.shape, dtype)
+        assert memory.model == 4 * job.shape.num_parameters
+        assert memory.temporary >= predicted
     assert live.peak == pytest.approx(predicted, rel=TOLERANCE)
 
 
@@ -168,16 +168,16 @@ def test_the_comparison_can_fail() -> None:
     assert wrong != pytest.approx(visible(job, inference.loss_tensors(job)), rel=TOLERANCE)
 
 
-def test_constants_are_those_of_the_code_that_runs() -> None:
+def test_constants_match_the_code() -> None:
     assert cache.KVCache(1).block == inference.CACHE_BLOCK
     assert inference.PREFILL_TOKENS == loop._PREFILL_TOKENS
-    assert (exporting.READ_ELEMENTS, exporting.CHECKED_ELEMENTS) == (weights._PIECE, weights._CHUNK)
-    assert exporting.SHARD_BYTES == MAX_SHARD_BYTES
+    assert (weights_io.READ_ELEMENTS, weights_io.CHECKED_ELEMENTS) == (weights._PIECE, weights._CHUNK)
+    assert weights_io.SHARD_BYTES == MAX_SHARD_BYTES
     assert (phases.ANSWER_TOKENS, phases.SAMPLE_TOKENS) == (
         evaluation.ANSWER_TOKENS,
         evaluation.SAMPLE_TOKENS,
     )
-    texts = [item.context + one for item in probe_items() for one in item.alternatives]
+    texts = [item.context + alternative for item in probe_items() for alternative in item.alternatives]
     assert max(len(text.encode()) for text in texts) < phases.PROBE_TOKENS
     problems = math_problems(evaluation.ANSWERS_SEED, 300)
     assert max(len(problem.prompt.encode()) for problem in problems) < phases.PROMPT_TOKENS

@@ -1,4 +1,4 @@
-"""Predictions against what was measured on an H200 (benchmarks/results): allocated peaks, reserved memory, loading."""
+"""Predictions against measurements on an H200 (benchmarks/results): allocated peaks, reserved memory, loading."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PEAKS: dict[str, tuple[ModelShape, int, int, float | None, str]] = {
     "qwen3-0.6b full 4×4096/trimtab": (QWEN, 4, 4096, None, "recompute: none"),
     "qwen3-0.6b full 4×1024/trimtab tight": (QWEN, 4, 1024, 3.7, "recompute: block"),
 }
-"""Model, rows, tokens, limit of tensors in GiB, and what was chosen then."""
+"""Model, rows, tokens, limit of tensors in GiB, and the memory keys of the measured run."""
 
 
 def measured(name: str) -> dict[str, int]:
@@ -75,33 +75,33 @@ def test_allocated_peak(name: str) -> None:
 
 @pytest.mark.parametrize("name", PEAKS)
 def test_the_allocator_model_has_the_same_peak(name: str) -> None:
-    """Blocks in use in the simulated step, and the sum that predicts them."""
+    """Allocated blocks of the simulated step against the predicted sum."""
     plan = plan_of(*PEAKS[name])
     for graphs in (False, True):
-        found = reserved_memory(plan.job, graphs=graphs)
-        assert found.allocated == pytest.approx(plan.memory.peak.total + LIBRARIES["cuda"], rel=0.001)
-        assert found.allocated <= found.reserved <= 1.1 * found.allocated
+        memory = reserved_memory(plan.job, graphs=graphs)
+        assert memory.allocated == pytest.approx(plan.memory.peak.total + LIBRARIES["cuda"], rel=0.001)
+        assert memory.allocated <= memory.reserved <= 1.1 * memory.allocated
 
 
 RESERVED = [
-    # commit 75e60a4 and b0c561c, benchmarks/results/step-profiles-h200.txt: tensors, allocator, besides, in GiB
+    # commit 75e60a4 and b0c561c, benchmarks/results/step-profiles-h200.txt: tensors, allocator, context, in GiB
     ((LLAMA, 2, 2048, None, "recompute: none\ndequantized_layers: 0"), 23.82, 23.94, 0.83),
     ((LLAMA, 2, 2048, None, UNPACKED), 36.71, 36.83, 0.83),
     ((QWEN, 4, 1024, 3.7, "recompute: block"), 3.73, 3.86, 0.82),
 ]
 
 
-@pytest.mark.parametrize(("case", "tensors", "allocator", "besides"), RESERVED)
+@pytest.mark.parametrize(("case", "tensors", "allocator", "context"), RESERVED)
 def test_reserved_memory_and_the_whole_process(
-    case: tuple[ModelShape, int, int, float | None, str], tensors: float, allocator: float, besides: float
+    case: tuple[ModelShape, int, int, float | None, str], tensors: float, allocator: float, context: float
 ) -> None:
     plan = plan_of(*case)
     assert plan.resolved.graphs.enabled
-    found = reserved_memory(plan.job, graphs=True)
-    assert found.allocated / GIB == pytest.approx(tensors, rel=0.002)
-    assert found.reserved / GIB == pytest.approx(allocator, rel=0.01)
-    assert found.process / GIB == pytest.approx(allocator + besides, rel=0.01)
-    assert CONTEXT["cuda"] / GIB == pytest.approx(besides, abs=0.02)
+    memory = reserved_memory(plan.job, graphs=True)
+    assert memory.allocated / GIB == pytest.approx(tensors, rel=0.002)
+    assert memory.reserved / GIB == pytest.approx(allocator, rel=0.01)
+    assert memory.process / GIB == pytest.approx(allocator + context, rel=0.01)
+    assert CONTEXT["cuda"] / GIB == pytest.approx(context, abs=0.02)
 
 
 def test_loading_an_8b_model_in_4_bits() -> None:

@@ -1,4 +1,4 @@
-"""The memory search: what it finds fits, more memory is never slower, and what cannot be met says what would."""
+"""The memory search: its settings fit, more memory is never slower, and errors name sufficient changes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from trimtab.plan.limits import limit_of
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.memory_search import (
     find_setting,
-    least,
+    find_setting_with_policies,
+    lowest_memory,
     policy_seconds,
     search_rates,
     segment_seconds,
-    with_policies,
-    within_limit,
+    usable_bytes,
 )
 from trimtab.plan.step_time import loss_time
 from trimtab.plan.time import flops_per_token
@@ -65,7 +65,7 @@ jobs = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(jobs, st.floats(0.5, 20), st.floats(1.0, 3.0))
-def test_what_is_chosen_fits_and_more_memory_is_never_slower(job: Job, gigabytes: float, more: float) -> None:
+def test_settings_fit_and_more_memory_is_never_slower(job: Job, gigabytes: float, factor: float) -> None:
     limit = int(gigabytes * 1e9)
     setting, fits = find_setting(job, GPU, limit)
     chosen = job.changed(
@@ -73,14 +73,14 @@ def test_what_is_chosen_fits_and_more_memory_is_never_slower(job: Job, gigabytes
     )
     assert predict(chosen).needed == setting.needed
     assert setting.policies == canonical(setting.policies)
-    wider, wider_fits = find_setting(job, GPU, int(limit * more))
+    wider, wider_fits = find_setting(job, GPU, int(limit * factor))
     if fits:
-        assert setting.needed <= within_limit(job, limit) <= limit
+        assert setting.needed <= usable_bytes(job, limit) <= limit
         assert wider_fits
         assert wider.seconds <= setting.seconds * (1 + 1e-9)
     else:
-        assert setting.needed > within_limit(job, limit)
-        assert least(job, GPU) <= setting.needed
+        assert setting.needed > usable_bytes(job, limit)
+        assert lowest_memory(job, GPU) <= setting.needed
 
 
 ADAPTERS = [None, LoraSettings(r=4), LoraSettings(r=4, lora_dropout=0.1)]
@@ -90,51 +90,51 @@ ADAPTERS = [None, LoraSettings(r=4), LoraSettings(r=4, lora_dropout=0.1)]
 @given(st.floats(0.2, 1.0), st.sampled_from(ADAPTERS), st.booleans())
 @example(0.25, ADAPTERS[2], False)
 @example(0.28, ADAPTERS[2], False)
-def test_the_search_finds_what_trying_everything_finds(
-    share: float, lora: LoraSettings | None, compiled: bool
-) -> None:
+def test_the_search_matches_brute_force(share: float, lora: LoraSettings | None, compiled: bool) -> None:
     job = dataclasses.replace(JOB, shape=SMALL, tokens=8192, lora=lora, compiled=compiled)
-    plain = predict(job).needed
-    lowest = least(job, GPU, tiles=1)
-    limit = int(lowest + 80 * 2**20 + share * (plain - lowest))
-    found, fits = find_setting(job, GPU, limit, tiles=1, fixed_loss=True)
-    all_of_them = []
+    unconstrained = predict(job).needed
+    lowest = lowest_memory(job, GPU, tiles=1)
+    limit = int(lowest + 80 * 2**20 + share * (unconstrained - lowest))
+    setting, fits = find_setting(job, GPU, limit, tiles=1, fixed_loss=True)
+    times = []
     rates, layers = search_rates(GPU, job.dtype), Layers(job)
     costs, loss = policy_seconds(job, rates), loss_time(job, rates).seconds
     for counts in itertools.product(range(6), repeat=len(POLICIES)):
-        sent = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in OFFLOADING]
-        ways = ("offload",) if compiled else OFFLOADING
-        others = [count for policy, count in zip(OFFLOADING, sent, strict=True) if policy not in ways]
-        if sum(counts) == 5 and sum(map(bool, sent)) <= 1 and not any(others):
+        offloaded = [count for policy, count in zip(POLICIES, counts, strict=True) if policy in OFFLOADING]
+        allowed = ("offload",) if compiled else OFFLOADING
+        disallowed = [
+            count for policy, count in zip(OFFLOADING, offloaded, strict=True) if policy not in allowed
+        ]
+        if sum(counts) == 5 and sum(map(bool, offloaded)) <= 1 and not any(disallowed):
             policies = canonical(dict(zip(POLICIES, counts, strict=True)))
-            if predict(job.changed(policies=policies)).needed <= within_limit(job, limit):
-                all_of_them.append(loss + segment_seconds(layers, costs, segments_of(policies)))
+            if predict(job.changed(policies=policies)).needed <= usable_bytes(job, limit):
+                times.append(loss + segment_seconds(layers, costs, segments_of(policies)))
     assert fits
-    assert found.seconds == pytest.approx(min(all_of_them), rel=1e-9)
+    assert setting.seconds == pytest.approx(min(times), rel=1e-9)
 
 
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(("block", "selective", "none", "none", "none")))[::7]
 )
-def test_no_order_holds_less_than_the_canonical_one(order: tuple[str, ...]) -> None:
+def test_the_canonical_order_needs_least_memory(order: tuple[str, ...]) -> None:
     job = dataclasses.replace(JOB, shape=SMALL, tokens=8192)
-    held = predict(job.changed(policies=canonical(order))).needed
-    assert held <= predict(job.changed(policies=order)).needed
+    needed = predict(job.changed(policies=canonical(order))).needed
+    assert needed <= predict(job.changed(policies=order)).needed
 
 
-def test_the_host_bounds_what_is_offloaded() -> None:
+def test_host_memory_limits_offloading() -> None:
     job = dataclasses.replace(JOB, tokens=16_384)
-    limit = int(least(job, GPU) * 1.05)
-    rich, _ = find_setting(job, GPU, limit)
-    assert any(policy in rich.policies for policy in OFFLOADING)
-    assert rich.host > 0
-    poor, fits = find_setting(job, dataclasses.replace(GPU, host_free_bytes=0), limit)
-    assert not any(policy in poor.policies for policy in OFFLOADING)
-    assert poor.host == 0
+    limit = int(lowest_memory(job, GPU) * 1.05)
+    offloading, _ = find_setting(job, GPU, limit)
+    assert any(policy in offloading.policies for policy in OFFLOADING)
+    assert offloading.host > 0
+    without_host, fits = find_setting(job, dataclasses.replace(GPU, host_free_bytes=0), limit)
+    assert not any(policy in without_host.policies for policy in OFFLOADING)
+    assert without_host.host == 0
     assert not fits
 
 
-def test_a_cpu_has_nowhere_to_offload_to() -> None:
+def test_a_cpu_does_not_offload() -> None:
     job = dataclasses.replace(JOB, device="cpu", attention="sdpa_flash", pointwise="reference")
     laptop = DeviceFacts("a laptop", "cpu", 16 * 2**30)
     setting, _ = find_setting(job, laptop, 0)
@@ -142,38 +142,38 @@ def test_a_cpu_has_nowhere_to_offload_to() -> None:
     assert setting.needed <= predict(job.changed(policies=("block",) * 28)).needed
 
 
-def test_longer_windows_for_more_memory() -> None:
-    found = [longest_context(QLORA, GPU, int(g * 1e9)) for g in (6, 12, 16, 24)]
-    assert found[0].tokens == 0
-    assert found[0].setting is None
-    lengths = [one.tokens for one in found[1:]]
+def test_longer_sequences_with_more_memory() -> None:
+    results = [longest_context(QLORA, GPU, int(g * 1e9)) for g in (6, 12, 16, 24)]
+    assert results[0].tokens == 0
+    assert results[0].setting is None
+    lengths = [result.tokens for result in results[1:]]
     assert lengths == sorted(lengths)
-    # What others claim for this model and these sizes is 21,848, 40,724 and 78,475.
+    # Other libraries claim 21,848, 40,724 and 78,475 for this model and these sizes.
     assert [length > claim for length, claim in zip(lengths, (40_000, 80_000, 160_000), strict=True)] == [
         True
     ] * 3
-    for one in found[1:]:
-        assert one.setting is not None
-        longer = QLORA.changed(tokens=one.tokens + 2048, loss_memory=one.setting.loss_memory)
-        limit = dict(zip(lengths, (12, 16, 24), strict=True))[one.tokens]
+    for result in results[1:]:
+        assert result.setting is not None
+        longer = QLORA.changed(tokens=result.tokens + 2048, loss_memory=result.setting.loss_memory)
+        limit = dict(zip(lengths, (12, 16, 24), strict=True))[result.tokens]
         assert not find_setting(longer, GPU, int(limit * 1e9))[1]
 
 
-def test_frozen_weights_take_two_thirds_of_the_products() -> None:
-    whole = flops_per_token(dataclasses.replace(QLORA, lora=None, quantization=None))
+def test_frozen_weights_need_two_thirds_of_the_matmuls() -> None:
+    full = flops_per_token(dataclasses.replace(QLORA, lora=None, quantization=None))
     adapted = flops_per_token(QLORA)
     linears = [linear for _, linear in LLAMA_8B.linears()]
     head = 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
     adapters = 6 * sum(32 * (linear.in_features + linear.out_features) for linear in linears)
-    # The first layer's input has no gradient: its first projections and their adapters go one way less.
+    # The first layer's input has no gradient: its first projections and their adapters skip one matmul.
     first = sum(
         2 * linear.weights + 2 * 32 * (linear.in_features + linear.out_features) for linear in linears[:3]
     )
-    assert whole - adapted == head + 2 * sum(linear.weights for linear in linears) - adapters + first
-    again = flops_per_token(
+    assert full - adapted == head + 2 * sum(linear.weights for linear in linears) - adapters + first
+    recomputed = flops_per_token(
         dataclasses.replace(QLORA, lora=None, quantization=None, policies=("block",) * 32)
     )
-    assert 1.2 < again / whole < 1.3
+    assert 1.2 < recomputed / full < 1.3
 
 
 def plan(*overrides: str, device: DeviceFacts = GPU) -> Any:
@@ -189,14 +189,14 @@ def plan(*overrides: str, device: DeviceFacts = GPU) -> Any:
         ("recompute={block: 3, pointwise: 2}", ("block",) * 3 + ("pointwise",) * 2 + ("none",) * 23),
     ],
 )
-def test_policies_by_hand(override: str, policies: tuple[str, ...]) -> None:
-    made = plan(override, "mlp_tiles=2")
-    assert made.job.layers == policies
-    assert made.job.mlp_tiles == 2
-    assert made.resolved.memory_plan.reason == "named in the recipe"
+def test_explicit_policies(override: str, policies: tuple[str, ...]) -> None:
+    result = plan(override, "mlp_tiles=2")
+    assert result.job.layers == policies
+    assert result.job.mlp_tiles == 2
+    assert result.resolved.memory_plan.reason == "named in the recipe"
 
 
-def test_a_list_by_hand_has_one_for_each_layer() -> None:
+def test_an_explicit_list_has_one_policy_per_layer() -> None:
     names = ", ".join(["block"] * 27 + ["none"])
     assert plan(f"recompute=[{names}]").job.layers[-2:] == ("block", "none")
     with pytest.raises(RecipeError, match=r"recompute names 2 policies and the model has 28 layers"):
@@ -205,15 +205,15 @@ def test_a_list_by_hand_has_one_for_each_layer() -> None:
         plan("recompute={block: 40}")
 
 
-def test_the_limit_is_kept_and_the_choice_explained() -> None:
-    made = plan("memory_limit=6GB", "gradient_accumulation_steps=1")
-    assert made.memory.needed <= 6 * 10**9
-    assert made.limit == 6 * 10**9
-    chosen = made.resolved.memory_plan
-    assert "the fastest that fits memory_limit: 6GB; keeping everything would take" in chosen.reason
+def test_the_limit_is_respected_and_the_choice_explained() -> None:
+    result = plan("memory_limit=6GB", "gradient_accumulation_steps=1")
+    assert result.memory.needed <= 6 * 10**9
+    assert result.limit == 6 * 10**9
+    chosen = result.resolved.memory_plan
+    assert "the fastest that fits memory_limit: 6GB; saving all activations would take" in chosen.reason
     assert chosen.allocator_bytes == 6 * 10**9 - CONTEXT["cuda"]
-    assert made.to_dict()["choices"]["memory"]["sentence"] == chosen.description
-    check_fits(made)
+    assert result.to_dict()["choices"]["memory"]["sentence"] == chosen.description
+    check_fits(result)
     assert plan().resolved.memory_plan.reason.startswith("everything fits the")
     assert plan().resolved.memory_plan.allocator_bytes is None
 
@@ -229,16 +229,16 @@ def test_a_limit_that_cannot_be_met() -> None:
         check_fits(plan("memory_limit=6GB", "recompute=none", "mlp_tiles=1", "gradient_accumulation_steps=1"))
 
 
-def test_the_least_that_is_named_is_enough() -> None:
+def test_the_reported_minimum_suffices() -> None:
     for limit in ("2GB", "2500MB", "3GB"):
         with pytest.raises(ResourceError) as caught:
             check_fits(plan(f"memory_limit={limit}", "gradient_accumulation_steps=1"))
-        least = re.search(r"at least ([\d.]+) (\w+)", caught.value.cause)
-        assert least is not None
-        check_fits(plan(f"memory_limit={least[1]}{least[2]}", "gradient_accumulation_steps=1"))
+        reported = re.search(r"at least ([\d.]+) (\w+)", caught.value.cause)
+        assert reported is not None
+        check_fits(plan(f"memory_limit={reported[1]}{reported[2]}", "gradient_accumulation_steps=1"))
 
 
-def test_a_resumed_run_is_told_only_what_it_may_change() -> None:
+def test_a_resumed_run_gets_only_allowed_remedies() -> None:
     resumed = "gradient_accumulation_steps=1", "recompute=none", "mlp_tiles=1"
     with pytest.raises(ResourceError) as caught:
         check_fits(plan("memory_limit=6GB", *resumed), resumed=True)
@@ -253,38 +253,38 @@ def test_a_resumed_run_is_told_only_what_it_may_change() -> None:
         check_fits(plan(*resumed), small, resumed=True)
 
 
-def test_beside_policies_by_hand_loss_and_tiles_still_make_the_run_fit() -> None:
+def test_explicit_policies_leave_loss_and_tiles_to_the_search() -> None:
     job, policies = dataclasses.replace(JOB, tokens=8192), ("block",) * JOB.shape.num_layers
-    roomy, fits = with_policies(job, GPU, 10**12, policies)
+    roomy, fits = find_setting_with_policies(job, GPU, 10**12, policies)
     assert fits
     assert (roomy.loss_memory, roomy.mlp_tiles, roomy.policies) == (job.loss_memory, 1, policies)
-    smallest, fits = with_policies(job, GPU, 0, policies)
+    smallest, fits = find_setting_with_policies(job, GPU, 0, policies)
     assert not fits
     assert smallest.needed < roomy.needed
-    tight, fits = with_policies(job, GPU, smallest.needed, policies)
+    tight, fits = find_setting_with_policies(job, GPU, smallest.needed, policies)
     assert fits
     assert tight.needed == smallest.needed
     assert tight.seconds >= roomy.seconds
     assert tight.loss_memory != job.loss_memory
-    kept, fits = with_policies(job, GPU, smallest.needed, policies, tiles=1, fixed_loss=True)
+    fixed, fits = find_setting_with_policies(job, GPU, smallest.needed, policies, tiles=1, fixed_loss=True)
     assert not fits
-    assert (kept.loss_memory, kept.mlp_tiles) == (job.loss_memory, 1)
+    assert (fixed.loss_memory, fixed.mlp_tiles) == (job.loss_memory, 1)
 
 
-@pytest.mark.parametrize(("free", "left"), [(20 * 2**30, 4 * 2**30), (800 * 2**30, 16 * 2**30)])
-def test_something_is_left_of_the_hosts_memory(free: int, left: int) -> None:
+@pytest.mark.parametrize(("free", "reserved"), [(20 * 2**30, 4 * 2**30), (800 * 2**30, 16 * 2**30)])
+def test_pinning_leaves_host_memory_free(free: int, reserved: int) -> None:
     host = dataclasses.replace(GPU, host_free_bytes=free)
-    assert host.pinnable_bytes == free - left
+    assert host.pinnable_bytes == free - reserved
     assert dataclasses.replace(GPU, host_free_bytes=None).pinnable_bytes is None
 
 
 def test_offloading_more_than_the_host_has_is_refused() -> None:
     host = dataclasses.replace(GPU, host_free_bytes=10**8)
-    with pytest.raises(ResourceError, match="in the host's memory, of which"):
+    with pytest.raises(ResourceError, match="of pinned host memory; "):
         check_fits(plan("recompute=offload", device=host))
 
 
-def test_limits_in_words_and_numbers() -> None:
+def test_limits_in_shares_and_sizes() -> None:
     half = dataclasses.replace(GPU, free_bytes=50 * 10**9)
     assert limit_of(loads(RECIPE, ["memory_limit=20%"]), half)[0] == 30 * 10**9
     assert limit_of(loads(RECIPE, ["memory_limit=80%"]), half)[0] == 50 * 10**9

@@ -1,4 +1,4 @@
-"""Memory of the phases of a run, whether it fits, and what the error says of the phase that does not."""
+"""Memory of the phases of a run, whether they fit, and the error for a phase that does not."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ PLANNED = [phase for phase in RunPhase if phase not in (RunPhase.DATA, RunPhase.
 
 def test_phases_of_a_run_in_order() -> None:
     phases = plan(QWEN, 'prompts: ["1 + 1 ="]', gpu(80)).phases
-    names = [one.phase for one in phases.phases]
-    assert names == [one for one in PLANNED if one is not RunPhase.MERGE]
-    assert [one.phase for one in phases.during_run] == names[:-1]
+    names = [phase.phase for phase in phases.phases]
+    assert names == [phase for phase in PLANNED if phase is not RunPhase.MERGE]
+    assert [phase.phase for phase in phases.during_run] == names[:-1]
     adapted = plan(LLAMA, QLORA, gpu(80)).phases
-    assert {one.phase for one in adapted.phases} == {*PLANNED} - {RunPhase.EXPORT, RunPhase.GENERATION}
+    assert {phase.phase for phase in adapted.phases} == {*PLANNED} - {RunPhase.EXPORT, RunPhase.GENERATION}
     assert adapted.of(RunPhase.GENERATION) is None
 
 
-def test_steps_hold_what_is_predicted() -> None:
-    made = plan(QWEN, "max_seq_length: 1024", gpu(80))
-    step = [one for one in made.phases.phases if one.phase in OWN_STEP]
-    assert max(one.needed for one in step) == made.memory.needed
-    for one in step:
-        assert one.buckets.total + OUTSIDE["cuda"] == one.needed
-        if one.phase is not RunPhase.OPTIMIZER_STEP:
-            assert sum((one.parts or {}).values()) == one.buckets.activations
+def test_step_phases_match_the_predicted_peak() -> None:
+    result = plan(QWEN, "max_seq_length: 1024", gpu(80))
+    step = [phase for phase in result.phases.phases if phase.phase in OWN_STEP]
+    assert max(phase.needed for phase in step) == result.memory.needed
+    for phase in step:
+        assert phase.buckets.total + OUTSIDE["cuda"] == phase.needed
+        if phase.phase is not RunPhase.OPTIMIZER_STEP:
+            assert sum((phase.parts or {}).values()) == phase.buckets.activations
 
 
 def test_no_gradients_and_little_memory_in_evaluation() -> None:
@@ -70,18 +70,18 @@ def test_no_gradients_and_little_memory_in_evaluation() -> None:
     assert evaluation.buckets.activations < backward.buckets.activations / 2
 
 
-def test_generation_may_exceed_training_and_is_named() -> None:
-    """64 answers at once of an 8B model: 2 GiB of keys and values."""
-    made = plan(LLAMA, f"{QLORA}\nanswers: 100\nmemory_limit: 9GiB", gpu(80))
-    generation = made.phases.of(RunPhase.GENERATION)
+def test_generation_may_exceed_training() -> None:
+    """64 answers of an 8B model in one batch: 2 GiB of keys and values."""
+    result = plan(LLAMA, f"{QLORA}\nanswers: 100\nmemory_limit: 9GiB", gpu(80))
+    generation = result.phases.of(RunPhase.GENERATION)
     assert generation is not None
     cache = 2 * 64 * cache_tokens(64, 128, 192) * 8 * 128 * 2 * 32
     assert cache == 2 * GIB
     assert generation.buckets.activations > cache
-    assert made.phases.peak is generation
-    assert made.memory.needed <= 9 * GIB < generation.needed
+    assert result.phases.peak is generation
+    assert result.memory.needed <= 9 * GIB < generation.needed
     with pytest.raises(ResourceError) as refused:
-        check_fits(made)
+        check_fits(result)
     assert "generation of samples needs" in refused.value.cause
     assert "answers" in refused.value.remedy
     check_fits(plan(LLAMA, f"{QLORA}\nmemory_limit: 9GiB", gpu(80)))
@@ -93,48 +93,48 @@ def test_every_phase_that_can_be_refused_has_a_remedy() -> None:
 
 
 def test_host_memory_of_checkpoints_and_offloading() -> None:
-    made = plan(LLAMA, QLORA, gpu(80))
-    checkpoint, forward = made.phases.of(RunPhase.CHECKPOINT), made.phases.of(RunPhase.FORWARD)
+    result = plan(LLAMA, QLORA, gpu(80))
+    checkpoint, forward = result.phases.of(RunPhase.CHECKPOINT), result.phases.of(RunPhase.FORWARD)
     assert checkpoint is not None
     assert forward is not None
-    largest = max(parameter.count for parameter in made.job.trained.parameters) * 4
-    copy = checkpoint_spec.host_bytes(made.disk.checkpoint_bytes, largest)
+    largest = max(parameter.count for parameter in result.job.trained.parameters) * 4
+    copy = checkpoint_spec.host_bytes(result.disk.checkpoint_bytes, largest)
     assert checkpoint.host - forward.host == copy
-    assert forward.host > made.memory.host == 32 * 8192 * 4096 * 2
-    assert made.phases.host == checkpoint.host
+    assert forward.host > result.memory.host == 32 * 8192 * 4096 * 2
+    assert result.phases.host == checkpoint.host
 
 
 def test_on_a_cpu_host_and_device_are_the_same_memory() -> None:
     laptop = DeviceFacts("a laptop", "cpu", 64 * GIB)
-    made = plan(QWEN, "max_seq_length: 256\nsave_steps: null", laptop)
-    step = made.phases.of(RunPhase.BACKWARD)
-    checkpoint = made.phases.of(RunPhase.CHECKPOINT)
+    result = plan(QWEN, "max_seq_length: 256\nsave_steps: null", laptop)
+    step = result.phases.of(RunPhase.BACKWARD)
+    checkpoint = result.phases.of(RunPhase.CHECKPOINT)
     assert step is not None
     assert checkpoint is not None
     assert step.needed == step.host >= step.buckets.total + OUTSIDE["cpu"]
-    assert checkpoint.buckets == made.memory.before, "it is saved when the last step is done"
-    often = plan(QWEN, "max_seq_length: 256\nsave_steps: 10", laptop).phases.of(RunPhase.CHECKPOINT)
-    assert often is not None
-    assert often.buckets == made.memory.peak, "a thread writes while training goes on"
+    assert checkpoint.buckets == result.memory.before, "it is saved after the last step"
+    frequent = plan(QWEN, "max_seq_length: 256\nsave_steps: 10", laptop).phases.of(RunPhase.CHECKPOINT)
+    assert frequent is not None
+    assert frequent.buckets == result.memory.peak, "a thread writes while training continues"
 
 
 def test_plain_data() -> None:
-    made = plan(LLAMA, QLORA, gpu(80)).phases.to_dict()
-    assert json.loads(json.dumps(made)) == made
-    places = [point["at"] for point in made["timeline"]]
+    written = plan(LLAMA, QLORA, gpu(80)).phases.to_dict()
+    assert json.loads(json.dumps(written)) == written
+    places = [point["at"] for point in written["timeline"]]
     assert places == sorted(places)
-    assert len(places) < 20, "the points of equal layers lie on a line"
+    assert len(places) < 20, "the points of equal layers are on a line"
     assert places[-1] == 2 * 32 + 3 + 2 - 1
 
 
-def test_models_that_can_only_be_planned_have_phases_too() -> None:
+def test_models_without_training_support_have_phases_too() -> None:
     latent = LatentAttentionShape(4, kv_rank=32, rope_head_dim=8, nope_head_dim=16, value_head_dim=16)
     experts = ExpertsShape(4, 2, 16)
     block = dataclasses.replace(QWEN.blocks[0], mixer=latent, feed_forward=experts)
     shape = dataclasses.replace(QWEN, blocks=(block,) * 2, hidden_size=64)
-    made = plan(shape, "answers: 3\nmax_seq_length: 128", gpu(80))
-    generation = made.phases.of(RunPhase.GENERATION)
+    result = plan(shape, "answers: 3\nmax_seq_length: 128", gpu(80))
+    generation = result.phases.of(RunPhase.GENERATION)
     assert generation is not None
     assert (generation.parts or {})[Part.CACHE] >= 3 * 256 * 2 * (32 + 8) * 2
-    assert made.reserved is not None
-    assert made.reserved.allocated <= made.reserved.reserved
+    assert result.reserved is not None
+    assert result.reserved.allocated <= result.reserved.reserved

@@ -53,7 +53,7 @@ EARLY: dict[str, Any] = {
     "model_commit": None,
     "recipe": {"optim": "adamw_torch_fused"},
 }
-"""choices.json of the first runs."""
+"""choices.json in its first version."""
 
 words = st.sampled_from(["", "fp32", "bf16", "varlen", "triton", "named in the recipe"])
 sizes = st.integers(0, 2**45)
@@ -67,7 +67,7 @@ configurations = st.builds(
     precision=st.builds(PrecisionConfig, words, words, words, words),
     attention=st.builds(
         AttentionConfig,
-        layers | backends.map(lambda one: (one,) * 3),
+        layers | backends.map(lambda backend: (backend,) * 3),
         words,
         st.lists(st.tuples(words, words)).map(tuple),
     ),
@@ -100,18 +100,18 @@ configurations = st.builds(
 
 
 @given(configurations)
-def test_json_gives_the_same_configuration(resolved: Resolved) -> None:
-    kept = json.loads(json.dumps(resolved_to_dict(resolved)))
-    assert resolved_from_dict(kept, 3) == resolved
-    assert set(REQUIRED) <= set(kept)
+def test_json_round_trip(resolved: Resolved) -> None:
+    written = json.loads(json.dumps(resolved_to_dict(resolved)))
+    assert resolved_from_dict(written, 3) == resolved
+    assert set(REQUIRED) <= set(written)
 
 
 @pytest.mark.parametrize("device", [CPU, H200], ids=lambda device: device.kind)
 @pytest.mark.parametrize("more", ["", "lora: {r: 8}\nload_in_4bit: true", "packing: false\nz_loss: 1e-4"])
-def test_what_a_recipe_resolves_to_survives_its_file(device: DeviceFacts, more: str) -> None:
+def test_json_round_trip_of_resolved_recipes(device: DeviceFacts, more: str) -> None:
     resolved = resolve_recipe(loads(f"{RECIPE}{more}"), QWEN, device, threads=3)
-    kept = json.loads(json.dumps(resolved_to_dict(resolved)))
-    assert resolved_from_dict(kept, QWEN.num_layers) == resolved
+    written = json.loads(json.dumps(resolved_to_dict(resolved)))
+    assert resolved_from_dict(written, QWEN.num_layers) == resolved
     assert resolved.memory is not None
     assert len(resolved.attention.layers) == len(resolved.memory.recompute) == QWEN.num_layers
 
@@ -121,9 +121,9 @@ def test_layers_with_different_backends() -> None:
     resolved = dataclasses.replace(
         resolved_from_dict(EARLY, 2), attention=AttentionConfig(mixed, "two kinds", (("flex", "slower"),))
     )
-    kept = json.loads(json.dumps(resolved_to_dict(resolved)))
-    assert [layer["packed"] for layer in kept["attention"]["layers"]] == ["varlen", "triton"]
-    assert resolved_from_dict(kept, 2).attention == resolved.attention
+    written = json.loads(json.dumps(resolved_to_dict(resolved)))
+    assert [layer["packed"] for layer in written["attention"]["layers"]] == ["varlen", "triton"]
+    assert resolved_from_dict(written, 2).attention == resolved.attention
     assert resolved.attention.packed_backends == "varlen, triton"
 
 
@@ -148,7 +148,7 @@ def test_an_early_file_has_the_defaults_of_its_time() -> None:
     assert (eight.name, eight.impl) == ("adamw_8bit", "reference")
 
 
-def test_the_first_memory_plans_leave_the_loss_what_was_chosen_for_it() -> None:
+def test_the_first_memory_plans_use_the_loss_sections_memory() -> None:
     memory = {"recompute": ["block"] * 4, "mlp_tiles": 2, "allocator_bytes": None, "sentence": "block"}
     loss = {"impl": "triton", "memory_bytes": 12345, "reason": "the fastest"}
     resolved = resolved_from_dict({**EARLY, "memory": memory, "loss": loss}, 4)
@@ -158,14 +158,14 @@ def test_the_first_memory_plans_leave_the_loss_what_was_chosen_for_it() -> None:
 
 
 def test_other_keys_are_ignored_and_empty_sections_are_defaults() -> None:
-    plain = resolved_from_dict(EARLY, 4)
+    expected = resolved_from_dict(EARLY, 4)
     empty = {"optimizer": {}, "compile": {}, "loss": {}, "pointwise": {}, "graphs": {}, "memory": {}}
-    assert resolved_from_dict({**EARLY, **empty, "lora": None, "quantization": None}, 4) == plain
+    assert resolved_from_dict({**EARLY, **empty, "lora": None, "quantization": None}, 4) == expected
     unknown = {"loss": {"colour": "red"}, "compile": {"on": False, "mode": "max"}, "lengths": []}
-    assert resolved_from_dict({**EARLY, **unknown}, 4) == plain
+    assert resolved_from_dict({**EARLY, **unknown}, 4) == expected
 
 
-def test_adapters_are_read_from_a_file_that_lacks_the_rest() -> None:
+def test_adapters_are_read_from_a_file_without_other_keys() -> None:
     assert adapters_from_dict({}) == (None, None)
     packed = {"kind": "nf4", "block": 64, "double": True, "dtype": "fp32", "impl": "triton", "reason": ""}
     assert adapters_from_dict({"lora": LoraSettings(r=4).to_dict(), "quantization": packed}) == (
@@ -175,7 +175,7 @@ def test_adapters_are_read_from_a_file_that_lacks_the_rest() -> None:
 
 
 def leaves(hint: Any) -> Iterator[Any]:
-    """Every type that a type hint is made of, fields of dataclasses included."""
+    """Every type in a type hint, including fields of dataclasses."""
     if get_origin(hint) in (Union, types.UnionType, tuple):
         for part in get_args(hint):
             yield from leaves(part)
@@ -186,14 +186,14 @@ def leaves(hint: Any) -> Iterator[Any]:
             yield from leaves(part)
 
 
-def test_every_field_has_a_type_of_its_own() -> None:
-    found = set(leaves(Resolved))
-    classes = {kind for kind in found if dataclasses.is_dataclass(kind)}
+def test_every_field_has_a_concrete_type() -> None:
+    types_used = set(leaves(Resolved))
+    classes = {kind for kind in types_used if dataclasses.is_dataclass(kind)}
     assert {LayerAttention, MemoryPlan, Quantization, LoraSettings, ParallelConfig} <= classes
-    assert found - classes == {str, int, float, bool, type(None), Ellipsis}
+    assert types_used - classes == {str, int, float, bool, type(None), Ellipsis}
 
 
-def test_nothing_can_be_changed() -> None:
+def test_configurations_are_immutable() -> None:
     classes = [kind for kind in set(leaves(Resolved)) if dataclasses.is_dataclass(kind)]
     assert all(kind.__dataclass_params__.frozen for kind in classes)  # type: ignore[attr-defined]
     resolved = resolve_recipe(loads(RECIPE), QWEN, H200, threads=3)

@@ -1,4 +1,4 @@
-"""Searches: what they answer fits, and a little more does not."""
+"""Searches: their answers fit, and slightly more does not."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def planner(recipe: Recipe, device: DeviceFacts) -> Plan:
     return make_plan(recipe, SHAPE, resolve_recipe(recipe, SHAPE, device, 4), device=device)
 
 
-def plan(more: str = "", device: DeviceFacts = GPU) -> Plan:
-    return planner(loads(RECIPE + more), device)
+def plan(keys: str = "", device: DeviceFacts = GPU) -> Plan:
+    return planner(loads(RECIPE + keys), device)
 
 
 @given(st.integers(1, 10**7), st.integers(0, 10**4), st.integers(0, 10**9), st.integers(1, 10**6))
-def test_the_largest_count_within_a_limit(base: int, slope: int, within: int, most: int) -> None:
+def test_the_largest_count_within_a_budget(base: int, slope: int, budget: int, maximum: int) -> None:
     def bytes_of(count: int) -> int:
-        return base + slope * count + (slope * count * count) // 1000  # bends, as with tiles
+        return base + slope * count + (slope * count * count) // 1000  # not linear, as with tiles
 
-    found = largest_within(bytes_of, within, most)
-    assert 0 <= found <= most
-    assert found == 0 or bytes_of(found) <= within
-    assert found == most or bytes_of(found + 1) > within
+    count = largest_within(bytes_of, budget, maximum)
+    assert 0 <= count <= maximum
+    assert count == 0 or bytes_of(count) <= budget
+    assert count == maximum or bytes_of(count + 1) > budget
 
 
 def test_the_longest_sequence_fits_and_a_longer_one_does_not() -> None:
@@ -75,40 +75,38 @@ def test_a_model_with_few_positions_bounds_the_length() -> None:
 
 
 def test_the_largest_batch_keeps_the_global_batch() -> None:
-    made = plan("per_device_train_batch_size: 4\ngradient_accumulation_steps: 6\n")
-    answer = solve_batch_size(made, planner)
+    original = plan("per_device_train_batch_size: 4\ngradient_accumulation_steps: 6\n")
+    answer = solve_batch_size(original, planner)
     assert answer.plan is not None
     batch, accumulation = (
         answer.keys[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
     assert batch * accumulation == 24
     assert all(fits(option.plan) for option in answer.options)
-    most = max(option.plan.job.batch for option in answer.options)
-    more = changed_recipe(made.recipe, {"per_device_train_batch_size": int(1.1 * most) + 1})
-    assert not fits(planner(more, GPU))
+    largest = max(option.plan.job.batch for option in answer.options)
+    larger = changed_recipe(original.recipe, {"per_device_train_batch_size": int(1.1 * largest) + 1})
+    assert not fits(planner(larger, GPU))
 
 
 def test_the_fastest_is_the_fastest_of_those_that_fit() -> None:
-    made = plan()
+    original = plan()
     seen: list[str] = []
-    answer = solve_fastest(made, planner, lambda what, done, total: seen.append(f"{done} of {total}"))
+    answer = solve_fastest(original, planner, lambda what, done, total: seen.append(f"{done} of {total}"))
     rates = [option.tokens_per_second for option in answer.options]
     assert None not in rates
     assert rates == sorted(rates, key=lambda rate: -(rate or 0.0))
     assert answer.plan is answer.options[0].plan
-    assert made.time.tokens_per_second is not None
-    assert (rates[0] or 0.0) >= made.time.tokens_per_second
-    assert len(seen) == 5, "1, 2, 4, 8 and 16 at once"
+    assert original.time.tokens_per_second is not None
+    assert (rates[0] or 0.0) >= original.time.tokens_per_second
+    assert len(seen) == 5, "microbatches of 1, 2, 4, 8 and 16"
     for option in answer.options:
         job = option.plan.job
         assert (job.batch * job.accumulation, fits(option.plan)) == (16, True)
 
 
 def test_without_rates_there_is_no_fastest() -> None:
-    unknown = dataclasses.replace(GPU, name="a GPU nobody measured", sheet=None)
-    with pytest.raises(
-        ResourceError, match="the speed of a GPU nobody measured is not known; measure it with"
-    ):
+    unknown = dataclasses.replace(GPU, name="an unmeasured GPU", sheet=None)
+    with pytest.raises(ResourceError, match="the speed of an unmeasured GPU is not known; measure it with"):
         solve_fastest(plan(device=unknown), planner)
 
 
@@ -131,12 +129,12 @@ def test_the_cheapest_by_price_and_speed() -> None:
     best = answer.options[0]
     assert best.tokens_per_second is not None
     assert best.dollars_per_million_tokens == pytest.approx(1e6 / best.tokens_per_second / 3600)
-    free = solve_cheapest(plan(), planner, [(slow, 0.0, "mine"), (fast, 1.0, "mine")])
-    assert free.options[0].name == "t4"
-    assert free.to_dict()["options"][0]["dollars_per_million_tokens"] == 0.0
+    free_gpu = solve_cheapest(plan(), planner, [(slow, 0.0, "mine"), (fast, 1.0, "mine")])
+    assert free_gpu.options[0].name == "t4"
+    assert free_gpu.to_dict()["options"][0]["dollars_per_million_tokens"] == 0.0
 
 
-def test_where_nothing_fits_the_answer_says_so() -> None:
+def test_answers_if_nothing_fits() -> None:
     tiny = dataclasses.replace(GPU, memory_bytes=10**9)
     for solve in (solve_max_seq_length, solve_batch_size, solve_fastest):
         answer = solve(plan(device=tiny), planner)

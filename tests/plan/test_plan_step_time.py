@@ -1,4 +1,4 @@
-"""The time model: lines and interpolation, what a step is made of, and the steps that were recorded on the H200."""
+"""The time model: fitted lines, interpolation, operations of a step, and steps recorded on the H200."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ QWEN = job_of("qwen3-0.6b", "full", 4, 1024, False, "none in all 28 layers")
 
 
 def timed(job, *, graphs: bool = True) -> StepTime:  # type: ignore[no-untyped-def]
-    found = step_time(job, H200, graphs=graphs)
-    assert found is not None
-    return found
+    time = step_time(job, H200, graphs=graphs)
+    assert time is not None
+    return time
 
 
 @given(st.floats(1e-6, 1e-4), st.floats(0.2, 1.0))
-def test_a_line_is_found_again(overhead: float, efficiency: float) -> None:
+def test_a_line_is_recovered(overhead: float, efficiency: float) -> None:
     points = [(x, overhead + x / efficiency) for x in (1e-5, 1e-4, 1e-3)]
     line = fit_line(points)
     assert line.overhead == pytest.approx(overhead, rel=1e-3)
@@ -42,15 +42,15 @@ def test_a_line_has_no_negative_overhead() -> None:
     assert fit_line([(1e-5, 2e-5)]).efficiency == pytest.approx(0.5)
 
 
-def test_efficiencies_stay_within_those_of_the_samples() -> None:
-    near = (((512, 128), 0.3), ((4096, 128), 0.6), ((4096, 64), 0.5))
-    assert interpolate(near, (64, 128)) == 0.3
-    assert interpolate(near, (10**6, 128)) == 0.6
-    assert 0.3 < interpolate(near, (1024, 128)) < 0.6
-    assert interpolate(near, (4096, 80)) == 0.5
+def test_interpolated_efficiencies_are_within_the_samples() -> None:
+    samples = (((512, 128), 0.3), ((4096, 128), 0.6), ((4096, 64), 0.5))
+    assert interpolate(samples, (64, 128)) == 0.3
+    assert interpolate(samples, (10**6, 128)) == 0.6
+    assert 0.3 < interpolate(samples, (1024, 128)) < 0.6
+    assert interpolate(samples, (4096, 80)) == 0.5
 
 
-def test_the_nearest_kind_of_sample_is_taken() -> None:
+def test_the_most_similar_samples_are_used() -> None:
     samples = (
         KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6, impl="triton"),
         KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 4e-6, impl="triton", backward=True),
@@ -76,17 +76,17 @@ def test_kernels_add_up_to_their_pass(job) -> None:  # type: ignore[no-untyped-d
                     assert work.launches >= len(work.kernels)
 
 
-def test_recorded_steps_come_out() -> None:
+def test_recorded_steps_are_predicted() -> None:
     rows = list(recorded_steps())
     assert len(rows) > 30
     errors = {f"{row.name} {row.commit}": row.error for row in rows}
     wrong = {name: f"{error:+.1%}" for name, error in errors.items() if abs(error) > 0.12}
     assert not wrong
     assert statistics.median(abs(error) for error in errors.values()) < 0.05
-    # Eager, packed and offloaded steps each, not only those that the efficiencies were taken from.
+    # Eager, packed and offloaded steps separately, not only those from which the efficiencies were measured.
     for word in ("eager", "packed", "tight"):
-        own = [abs(error) for name, error in errors.items() if word in name]
-        assert statistics.median(own) < 0.06, word
+        group_errors = [abs(error) for name, error in errors.items() if word in name]
+        assert statistics.median(group_errors) < 0.06, word
 
 
 POINTWISE = {"input_layernorm", "post_attention_layernorm", "norm", "mlp.activation"}
@@ -103,15 +103,17 @@ MEASURED = {  # ms of a profile (results/step-profiles-h200.txt), by the operati
 
 
 @pytest.mark.parametrize("group", MEASURED)
-def test_operations_come_out_one_by_one(group: str) -> None:
-    """A total must not be right by cancellation."""
+def test_each_group_of_operations_is_predicted(group: str) -> None:
+    """A correct total must not result from cancelling errors."""
     measured, names, phase = MEASURED[group]
-    found = sum(
-        one.total for one in timed(LLAMA).operations if one.name in names and phase in (None, one.phase)
+    seconds = sum(
+        operation.total
+        for operation in timed(LLAMA).operations
+        if operation.name in names and phase in (None, operation.phase)
     )
     # The profile's large products do not hold the adapters' small ones, about a tenth; RoPE is half a per cent of all.
-    most = 1.15 if group.startswith(("attention", "norms")) else 1.22
-    assert 0.85 < found * 1e3 / measured < most
+    upper = 1.15 if group.startswith(("attention", "norms")) else 1.22
+    assert 0.85 < seconds * 1e3 / measured < upper
 
 
 def test_more_work_takes_longer() -> None:
@@ -131,7 +133,7 @@ def test_more_work_takes_longer() -> None:
     )
 
 
-def test_a_slow_link_is_not_hidden() -> None:
+def test_copies_over_a_slow_link_are_exposed() -> None:
     job = QWEN.changed(policies=("offload_half",) * 28)
     fast = timed(job)
     slow = dataclasses.replace(shipped_calibration(), to_host=2e9, from_host=2e9)
@@ -146,7 +148,7 @@ def test_the_host_bounds_eager_steps() -> None:
     assert eager.seconds == eager.host_seconds > timed(QWEN).seconds
 
 
-def test_the_shipped_measurements_are_those_of_the_records() -> None:
+def test_the_shipped_calibration_matches_the_records() -> None:
     from benchmarks import shipped_calibration as maker
 
     assert maker.measured() == shipped_calibration()

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 import itertools
 
 from tests.plan.declared import full_training
-from tests.plan.test_plan_saved import FAMILIES, METHODS
+from tests.plan.test_plan_saved_activations import FAMILIES, METHODS
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.operations import Part
 from trimtab.plan.job import Job
@@ -28,7 +28,9 @@ def check(job: Job) -> None:
     memory, points = predict(job), step_timeline(job)
     totals = {point.moment: point.buckets.total - memory.before.total for point in points}
     assert {moment: totals[moment] for moment in memory.moments} == memory.moments
-    assert max(totals.values()) == max(memory.moments.values()), "the peak is not at a run's end"
+    assert max(totals.values()) == max(memory.moments.values()), (
+        "the peak is not at the end of a run of layers"
+    )
     for point in points:
         assert sum(point.parts.values()) == point.buckets.activations
         assert min(point.parts.values()) >= 0
@@ -37,12 +39,12 @@ def check(job: Job) -> None:
     assert sum(parts.values()) == memory.peak.activations
     rest = {part: size for part, size in parts.items() if part is not Part.PARAMETER_GRADIENTS}
     assert min(rest.values()) >= 0
-    # The gradients that exist at the peak: what the bucket holds, and what is said to be missing or temporary.
-    alive = memory.peak.gradients + parts[Part.PARAMETER_GRADIENTS]
-    step = [one for one in points if one.moment.phase is not Phase.OPTIMIZER_STEP]
+    # Gradients allocated at the peak: the bucket's, and the missing (negative) or temporary ones.
+    allocated = memory.peak.gradients + parts[Part.PARAMETER_GRADIENTS]
+    step = [point for point in points if point.moment.phase is not Phase.OPTIMIZER_STEP]
     top = max(step, key=lambda point: point.buckets.total)
     if memory.peak.activations > 0:
-        assert alive == top.buckets.gradients + top.parts[Part.PARAMETER_GRADIENTS]
+        assert allocated == top.buckets.gradients + top.parts[Part.PARAMETER_GRADIENTS]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -64,17 +66,19 @@ def test_order_and_number_of_points() -> None:
     assert backward == forward[::-1]
 
 
-def test_activations_pile_up_and_gradients_follow() -> None:
+def test_activations_grow_in_forward_and_gradients_in_backward() -> None:
     points = {point.moment: point.buckets for point in step_timeline(FULL)}
-    forward = [one.activations for moment, one in points.items() if moment.phase is Phase.LAYERS_FORWARD]
+    forward = [
+        buckets.activations for moment, buckets in points.items() if moment.phase is Phase.LAYERS_FORWARD
+    ]
     assert len({after - before for before, after in itertools.pairwise(forward)}) == 1
-    backward = [one for moment, one in points.items() if moment.phase is Phase.LAYERS_BACKWARD]
+    backward = [buckets for moment, buckets in points.items() if moment.phase is Phase.LAYERS_BACKWARD]
     assert all(a.gradients < b.gradients for a, b in itertools.pairwise(backward))
 
 
-def test_qlora_on_the_host_is_mostly_feed_forward_at_its_peak() -> None:
+def test_offloaded_qlora_is_mostly_feed_forward_at_its_peak() -> None:
     job = dataclasses.replace(QLORA, tokens=8192, policies=("offload",) * 32)
     parts = activation_parts(job, predict(job))
     assert parts[Part.WORKSPACE] >= 14_336 * 4096 * 2  # the dequantized weight
-    # gate, up and gated, and what the adapters' first factors give
+    # gate, up and gated activations, and the outputs of lora_A
     assert parts[Part.FEED_FORWARD] == 8192 * 2 * (3 * 14_336 + 3 * 16)

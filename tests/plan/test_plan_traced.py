@@ -1,4 +1,4 @@
-"""The predicted peak against what a real step allocates, storage by storage; on a GPU, its allocator's."""
+"""The predicted peak against the storages of a real step; on a GPU, against its allocator's peak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.adapt.spec_quantized import Quantization  # noqa: E402
 from trimtab.facts.dtypes import nbytes  # noqa: E402
 from trimtab.facts.shapes import uniform_shape  # noqa: E402
 from trimtab.plan.job import Job  # noqa: E402
-from trimtab.plan.layers import unpacking_bytes, workspace_bytes  # noqa: E402
+from trimtab.plan.layers import dequantize_scratch_bytes, workspace_bytes  # noqa: E402
 from trimtab.plan.memory import Moment, Phase, predict  # noqa: E402
 from trimtab.trainer.memory import LiveBytes, storage_bytes  # noqa: E402
 
@@ -72,15 +72,15 @@ CASES = {
     "selective": vary(FEW, policies=("selective",) * 4),
     "selective, no accumulation": vary(FEW, policies=("selective",) * 4, accumulation=1),
     "a mix": vary(FEW, policies=("offload", "block", "selective", "none")),
-    "a mix, the dear first": vary(FEW, policies=("none", "pointwise", "block", "selective")),
+    "a mix, highest memory first": vary(FEW, policies=("none", "pointwise", "block", "selective")),
     "recomputed, in tiles": vary(FEW, policies=("block",) * 4, mlp_tiles=4, tokens=512),
     "recomputed, in tiles, few tokens": vary(FEW, policies=("block",) * 4, mlp_tiles=4),
     "selective, in tiles": vary(FEW, policies=("selective",) * 4, mlp_tiles=3),
-    "kept, in tiles": vary(FEW, mlp_tiles=8, tokens=512),
+    "saved, in tiles": vary(FEW, mlp_tiles=8, tokens=512),
     "in tiles, bf16": vary(FEW, mlp_tiles=4, tokens=512, policies=("block",) * 4, **BF16),
     "narrow, in tiles, bf16": vary(NARROW, **TILES, policies=("block",) * 4, **BF16),
     "narrow, selective, in tiles, bf16": vary(NARROW, **TILES, policies=("selective",) * 4, **BF16),
-    "narrow, kept, in tiles, bf16": vary(NARROW, **TILES, **BF16),
+    "narrow, saved, in tiles, bf16": vary(NARROW, **TILES, **BF16),
     "narrow, in tiles, autocast": vary(NARROW, **TILES, policies=("block",) * 4, dtype="bf16"),
     "narrow, selective, in tiles, autocast": vary(NARROW, **TILES, policies=("selective",) * 4, dtype="bf16"),
     "bf16": vary(**BF16),
@@ -150,16 +150,16 @@ CASES |= {
     "narrow, selective, in tiles, bf16, no accumulation": vary(
         NARROW, **TILES, policies=("selective",) * 4, accumulation=1, **BF16
     ),
-    "narrow, kept, in tiles, bf16, no accumulation": vary(NARROW, **TILES, accumulation=1, **BF16),
+    "narrow, saved, in tiles, bf16, no accumulation": vary(NARROW, **TILES, accumulation=1, **BF16),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
+def test_predicted_peak_matches_a_real_step(name: str) -> None:
     job, memory = CASES[name], predict(CASES[name])
     step = Step(job)
     assert step.weights() == memory.before.weights
-    workspace.release()  # what an earlier case left there would not be seen to come
+    workspace.release()  # a workspace left by an earlier case would not be measured
     assert storage_bytes(step.optimizer.tensors().values()) == memory.before.optimizer
     with LiveBytes() as live:
         step.forward_backward()
@@ -172,8 +172,8 @@ def test_predicted_peak_is_what_a_step_allocates(name: str) -> None:
         if job.gradient_dtype != job.weights_dtype:
             copy -= nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
         moments[Moment(Phase.EMBEDDING_BACKWARD)] += copy
-    # What an operator holds inside itself is not seen by a dispatch mode.
-    predicted = max(moments.values()) - workspace_bytes(job) - unpacking_bytes(job)
+    # A dispatch mode does not see allocations inside an operator.
+    predicted = max(moments.values()) - workspace_bytes(job) - dequantize_scratch_bytes(job)
     assert live.peak == pytest.approx(predicted, rel=0.005)
 
 
@@ -199,23 +199,23 @@ def test_predicted_peak_on_a_gpu(policy: str, gradients: str, loss: str) -> None
     job = Job(shape, batch=4, tokens=1024, accumulation=2, optimizer="adamw_8bit", device="cuda",
               policies=(policy,) * 28, loss_memory=1300 * 2**20 if loss == "triton, fast" else None,
               **formats, **kernels)  # fmt: skip
-    gc.collect()  # what earlier tests hold in cycles would count as standing
+    gc.collect()  # tensors of earlier tests in reference cycles would count as persistent
     step, memory = Step(job), predict(job)
     step.forward_backward()
     step.optimizer.step(lr=1e-4)
     for p in step.decoder.parameters():
         p.grad = None
     torch.cuda.synchronize()
-    standing = torch.cuda.memory_allocated()
+    persistent = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     step.forward_backward()
-    measured = torch.cuda.max_memory_allocated() - standing
+    measured = torch.cuda.max_memory_allocated() - persistent
     step.optimizer.step(lr=1e-4)
-    update = torch.cuda.max_memory_allocated() - standing
+    update = torch.cuda.max_memory_allocated() - persistent
     predicted = memory.forward_backward
     print(
-        f"\n{policy}, {gradients}, {loss}: standing {standing:,}, step {measured:,}, update {update:,}; "
+        f"\n{policy}, {gradients}, {loss}: persistent {persistent:,}, step {measured:,}, update {update:,}; "
         f"predicted {predicted:,} {memory.moments}"
     )
-    assert standing == pytest.approx(memory.before.total, rel=0.05)
+    assert persistent == pytest.approx(memory.before.total, rel=0.05)
     assert measured == pytest.approx(predicted, rel=0.05)

@@ -1,4 +1,4 @@
-"""Unified memory: nothing is offloaded where the host's memory is the device's own."""
+"""Unified memory: nothing is offloaded if host and device share memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def planned(device: DeviceFacts, gigabytes: float, *overrides: str) -> Plan:
 
 
 def tight(device: DeviceFacts) -> float:
-    """A size at which the card offloads."""
+    """A memory size in GB at which the card offloads."""
     for gigabytes in (16, 14, 12, 10, 8, 7, 6, 5):
         if set(planned(device, gigabytes).job.layers) & set(OFFLOADING):
             return gigabytes
@@ -68,7 +68,7 @@ def test_offloading_is_not_advised_with_unified_memory() -> None:
     assert "recompute: offload" not in advice(UNIFIED)
 
 
-def test_the_plan_says_what_is_assumed_and_who_shares_the_device() -> None:
+def test_notes_list_assumptions_and_other_processes_on_the_device() -> None:
     notes = planned(find_gpu("gb10"), 100).notes
     assert any("share one memory" in note for note in notes)
     assert any("less 4 GiB for the operating system" in note for note in notes)

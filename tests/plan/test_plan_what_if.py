@@ -1,4 +1,4 @@
-"""What each technique saves and costs: the same as planning the changed recipe."""
+"""Savings and costs of each technique against planning the changed recipe."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from trimtab.run.resolve import resolve_recipe
 SHAPE = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                       tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
 GPU = find_gpu("h200")
-UNKNOWN = DeviceFacts("a GPU nobody measured", "cuda", 80 * 10**9, capability=(8, 0), bf16=True)
+UNKNOWN = DeviceFacts("an unmeasured GPU", "cuda", 80 * 10**9, capability=(8, 0), bf16=True)
 BASE = "model: q\ndata: {train: x}\nmax_seq_length: 2048\nrecompute: none\nmlp_tiles: 1\ncuda_graphs: false\n"
 
 
-def plan(more: str = "", device: DeviceFacts = GPU) -> Plan:
-    recipe = loads(BASE + more)
+def plan(keys: str = "", device: DeviceFacts = GPU) -> Plan:
+    recipe = loads(BASE + keys)
     return make_plan(recipe, SHAPE, resolve_recipe(recipe, SHAPE, device, 4), device=device)
 
 
-def replanned(made: Plan, keys: dict[str, Any]) -> Plan:
-    recipe = changed_recipe(made.recipe, keys)
-    return make_plan(recipe, SHAPE, resolve_recipe(recipe, SHAPE, made.device, 4), device=made.device)
+def replanned(original: Plan, keys: dict[str, Any]) -> Plan:
+    recipe = changed_recipe(original.recipe, keys)
+    return make_plan(recipe, SHAPE, resolve_recipe(recipe, SHAPE, original.device, 4), device=original.device)
 
 
 def by_name(effects: list[Effect]) -> dict[str, Effect]:
@@ -38,25 +38,25 @@ def by_name(effects: list[Effect]) -> dict[str, Effect]:
 
 
 @pytest.mark.parametrize("more", ["", "lora: {r: 16}\ndequantized_layers: 0\n"])
-def test_bytes_and_seconds_are_those_of_the_changed_recipe(more: str) -> None:
-    made = plan(more)
-    tokens = made.job.batch * made.job.tokens * made.job.accumulation
+def test_bytes_and_seconds_match_the_changed_recipe(more: str) -> None:
+    original = plan(more)
+    tokens = original.job.batch * original.job.tokens * original.job.accumulation
     checked = 0
-    for effect in list_effects(made):
+    for effect in list_effects(original):
         if not effect.change.keys or effect.change.in_use or effect.change.name in ("LoRA", "QLoRA"):
             continue
-        other = replanned(made, effect.change.keys)
-        assert effect.needed == other.memory.needed, effect.change.text
-        assert effect.saved == made.memory.needed - other.memory.needed
-        assert other.time.tokens_per_second is not None
-        assert made.time.step_seconds is not None
-        seconds = tokens / other.time.tokens_per_second - made.time.step_seconds
+        changed = replanned(original, effect.change.keys)
+        assert effect.needed == changed.memory.needed, effect.change.text
+        assert effect.saved == original.memory.needed - changed.memory.needed
+        assert changed.time.tokens_per_second is not None
+        assert original.time.step_seconds is not None
+        seconds = tokens / changed.time.tokens_per_second - original.time.step_seconds
         assert effect.seconds == pytest.approx(seconds, abs=1e-9), effect.change.text
         checked += 1
     assert checked >= 7
 
 
-def test_techniques_that_the_documentation_names_are_listed() -> None:
+def test_documented_techniques_are_listed() -> None:
     full, lora = by_name(list_effects(plan())), by_name(list_effects(plan("lora: {r: 16}\n")))
     assert {
         "8-bit optimizer states", "activation checkpointing", "activation offloading", "bf16 gradients",
@@ -69,23 +69,23 @@ def test_techniques_that_the_documentation_names_are_listed() -> None:
 
 def test_the_cheapest_comes_first_and_techniques_in_use_last() -> None:
     effects = list_effects(plan("optim: adamw_8bit\nlora: {r: 16}\n"))
-    useful = [one for one in effects if not one.change.in_use]
+    useful = [effect for effect in effects if not effect.change.in_use]
     assert effects[: len(useful)] == useful
-    assert [one.price for one in useful] == sorted(one.price for one in useful)
-    used = by_name([one for one in effects if one.change.in_use])
+    assert [effect.price for effect in useful] == sorted(effect.price for effect in useful)
+    used = by_name([effect for effect in effects if effect.change.in_use])
     assert {"8-bit optimizer states", "LoRA", "gradient accumulation"} <= used.keys()
     assert used["LoRA"].saved < 0, "turning it off takes more memory"
     assert used["LoRA"].change.keys == {"lora": None}
 
 
 def test_recomputing_costs_time_and_a_policy_in_use_can_be_turned_off() -> None:
-    block = next(one for one in list_effects(plan()) if one.change.keys == {"recompute": "block"})
+    block = next(effect for effect in list_effects(plan()) if effect.change.keys == {"recompute": "block"})
     assert block.saved > 2**30
     assert block.seconds is not None
     assert block.seconds > 0
     recomputed = plan().recipe.model_copy(update={"recompute": "block"})
-    made = make_plan(recomputed, SHAPE, resolve_recipe(recomputed, SHAPE, GPU, 4), device=GPU)
-    off = by_name(list_effects(made))["activation checkpointing"]
+    with_block = make_plan(recomputed, SHAPE, resolve_recipe(recomputed, SHAPE, GPU, 4), device=GPU)
+    off = by_name(list_effects(with_block))["activation checkpointing"]
     assert off.change.in_use
     assert off.saved == -block.saved
     assert off.seconds == pytest.approx(-block.seconds)
@@ -95,22 +95,22 @@ def test_without_known_rates_there_are_no_times() -> None:
     effects = list_effects(plan(device=UNKNOWN))
     assert effects
     assert all(effect.seconds is None for effect in effects)
-    plain = effects[0].to_dict()
-    assert (plain["seconds"], plain["in_use"]) == (None, False)
+    written = effects[0].to_dict()
+    assert (written["seconds"], written["in_use"]) == (None, False)
 
 
 def test_no_change_contradicts_the_recipe() -> None:
-    """Every change builds a valid recipe, whatever the recipe is."""
+    """Every change produces a valid recipe, for any recipe."""
     variants = (
         "", "lora: {}\nload_in_4bit: true\n", "lora: {}\nload_in_8bit: true\n", "packing: false\n",
         "packing: false\ngroup_by_length: true\n", "optim: adamw_8bit\ngradient_dtype: bf16\n",
         "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1\n",
         "dtype: fp32\n", "dtype: fp16\n", "per_device_train_batch_size: 3\n",
     )  # fmt: skip
-    for more in variants:
-        made = plan(more)
-        for change in (*savings(made, made.job), *reversals(made)):
-            changed_recipe(made.recipe, change.keys)
+    for keys in variants:
+        original = plan(keys)
+        for change in (*savings(original, original.job), *reversals(original)):
+            changed_recipe(original.recipe, change.keys)
 
 
 def test_recipe_lines() -> None:

@@ -1,4 +1,4 @@
-"""Memory: what a run that does not fit is advised, on devices of many sizes; recompute and unpacked layers by hand."""
+"""Memory remedies of runs that do not fit, on devices of many sizes; explicit recompute and dequantized_layers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def too_large(w: World, recipe: str, device: DeviceFacts, *overrides: str, resum
 def follow(w: World, remedy: str) -> None:
     """Everything that is named as enough is; what is named together is enough together."""
     recipe, device, given = w.kept["recipe"], w.kept["device"], w.kept["overrides"]
-    if remedy.startswith("take a smaller model or a larger device"):
+    if remedy.startswith("use a smaller model or a larger device"):
         return fit(recipe, given, sized(device, 200))
     more: list[str] = []
     at = re.search(r"(raise memory_limit to|continue on a device with) ([\d.]+ \w+)", remedy)
@@ -137,7 +137,8 @@ def recompute(w: World, value: Any) -> object:
 
 
 case(
-    "plan/limits.py:by_hand: give one for each layer, one word for all, or how many layers have which",
+    "plan/limits.py:requested_policies: give one policy per layer, one policy for all layers, or the number of "
+    "layers per policy",
     lambda w: recompute(w, ["block"]),
     lambda w, remedy: (
         recompute(w, ["block", "none"]),
@@ -146,7 +147,7 @@ case(
     ),
 )
 case(
-    "plan/limits.py:by_hand: let the numbers add up to {} at most",
+    "plan/limits.py:requested_policies: make the counts add up to at most {}",
     lambda w: recompute(w, {"block": 9}),
     lambda w, remedy: recompute(w, {"block": int(re.findall(r"\d+", remedy)[0])}),
 )
@@ -159,7 +160,7 @@ def unpacked(w: World, layers: int) -> object:
 
 
 case(
-    "plan/unpacked.py:by_hand: set dequantized_layers to at most {}",
+    "plan/dequantized_copies.py:requested_copies: set dequantized_layers to at most {}",
     lambda w: unpacked(w, 9),
     lambda w, remedy: unpacked(w, int(remedy.split()[-1])),
 )

@@ -45,7 +45,8 @@ case(
     lambda w, remedy: in_turn(lambda word: plan(w, MODEL, *GPU, "--solve", word), choices(remedy)[:3]),
 )
 case(
-    "plan/solve.py:_need_time: measure it with `trimtab plan --calibrate`, or name a GPU of the data sheets with --gpu",
+    "plan/solve.py:_require_rates: measure it with `trimtab plan --calibrate`, or select a GPU with a data sheet with "
+    "--gpu",
     lambda w: plan(w, MODEL, "--gpu", "24GB", "--solve", "fastest"),
     lambda w, remedy: plan(w, MODEL, *GPU, "--solve", "fastest"),
 )

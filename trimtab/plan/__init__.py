@@ -1,4 +1,4 @@
-"""What a run will take, before it happens: memory, time, disk, and whether it fits. Imports no torch."""
+"""Predicts the memory, time and disk space of a run, and whether it fits. Imports no torch."""
 
 from __future__ import annotations
 

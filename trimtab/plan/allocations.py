@@ -1,7 +1,7 @@
-"""The allocations of a training step in order, from the walks that predict its peak. Imports no torch.
+"""The sequence of allocations and frees of a training step, from the walks that predict its peak. Imports no torch.
 
 Three approximations: the temporary buffers of an operation are one block, a quantized weight is one block, and
-what an operation frees is freed before the next one allocates.
+an operation's tensors are freed before the next operation allocates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Activation
 from trimtab.model.spec_block import BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 from trimtab.optim import spec as optim_spec
-from trimtab.plan.around import tensors_around
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (
     Layers,
@@ -29,24 +28,26 @@ from trimtab.plan.layers import (
     workspace_bytes,
 )
 from trimtab.plan.memory import gradient_bytes
+from trimtab.plan.outside_blocks import tensors_outside_blocks
 
 
 class Event(NamedTuple):
-    """An allocation of so many bytes, or a free where `size` is None."""
+    """An allocation of `size` bytes, or a free if `size` is None."""
 
-    number: int
-    """Of the tensor."""
+    tensor_id: int
+    """The tensor's id."""
     size: int | None
 
 
 Sizes = dict[str, int]
 INPUTS = ("batch", "positions and masks")
-STANDING = ("dequantized weight", "gradients.parameter_gradients", *INPUTS)
+ALLOCATED_SEPARATELY = ("dequantized weight", "gradients.parameter_gradients", *INPUTS)
+"""Tensors that live longer than a phase: allocated once, not by each phase that lists them."""
 
 
-def standing_sizes(job: Job) -> Iterator[int]:
-    """Bytes of each weight and optimizer state, and of the workspace kept from the first matmul on."""
-    trained = {one.name for one in job.trained.parameters}
+def persistent_sizes(job: Job) -> Iterator[int]:
+    """Yields the bytes of each weight, each optimizer state, and the workspace allocated at the first matmul."""
+    trained = {parameter.name for parameter in job.trained.parameters}
     packed = spec_quantized.linear_shapes(job.shape) if job.quantization is not None else {}
     for name, dims in job.shape.parameters():
         if name in packed and job.quantization is not None:
@@ -54,181 +55,198 @@ def standing_sizes(job: Job) -> Iterator[int]:
             yield spec_quantized.packed_bytes(packed[name], kind, block=block, double=double)
         elif name not in trained:
             yield nbytes(job.weights_dtype, math.prod(dims))
-    for one in job.trained.parameters:
-        moments = optim_spec.state_bytes(job.optimizer, one.dims, one.dtype)
-        yield from (nbytes(one.dtype, one.count), moments // 2, moments - moments // 2)
+    for parameter in job.trained.parameters:
+        moments = optim_spec.state_bytes(job.optimizer, parameter.dims, parameter.dtype)
+        yield from (nbytes(parameter.dtype, parameter.count), moments // 2, moments - moments // 2)
     for layer in range(job.unpacked_layers):
-        upto = [spec_quantized.dequantized_bytes(job.shape, count, job.dtype) for count in (layer, layer + 1)]
-        yield upto[1] - upto[0]
+        copies = [
+            spec_quantized.dequantized_bytes(job.shape, count, job.dtype) for count in (layer, layer + 1)
+        ]
+        yield copies[1] - copies[0]
     if workspace_bytes(job):
         yield workspace_bytes(job)
 
 
 def step_allocations(job: Job) -> Iterator[Event]:
-    """The allocations and frees of one training step; everything it allocates is freed by its end."""
+    """Yields the allocations and frees of one training step; each allocation is freed before the step ends."""
     return _Step(job).events()
 
 
-class _Alive:
-    """The live tensors, by name; turns "these are live now" into allocations and frees."""
+class _LiveTensors:
+    """The live tensors by name; turns sets of live tensors into allocations and frees."""
 
     def __init__(self) -> None:
-        self.all: dict[str, tuple[int, int]] = {}
-        """(number, bytes)."""
-        self.own: dict[str, tuple[int, int]] = {}
-        """Of the layer or phase at work: replaced from instant to instant."""
-        self._numbers = itertools.count()
+        self.shared: dict[str, tuple[int, int]] = {}
+        """(id, bytes) of tensors that outlive the current layer or phase."""
+        self.current: dict[str, tuple[int, int]] = {}
+        """(id, bytes) of the current layer's or phase's tensors; replaced at each instant."""
+        self._ids = itertools.count()
 
-    def become(self, wanted: Sizes) -> Iterator[Event]:
-        """Replaces the own tensors."""
-        for name in [name for name, (_, size) in self.own.items() if wanted.get(name) != size]:
-            yield Event(self.own.pop(name)[0], None)
+    def replace_current(self, wanted: Sizes) -> Iterator[Event]:
+        """Replaces the current tensors by `wanted`."""
+        for name in [name for name, (_, size) in self.current.items() if wanted.get(name) != size]:
+            yield Event(self.current.pop(name)[0], None)
         for name, size in wanted.items():
-            if name not in self.own and name not in self.all:
-                self.own[name] = (next(self._numbers), size)
-                yield Event(*self.own[name])
+            if name not in self.current and name not in self.shared:
+                self.current[name] = (next(self._ids), size)
+                yield Event(*self.current[name])
 
-    def take(self, names: Iterable[str]) -> None:
-        """Tensors that are there become own ones."""
-        self.own |= {name: self.all.pop(name) for name in names if name in self.all}
+    def move_to_current(self, names: Iterable[str]) -> None:
+        """Moves shared tensors with these names to the current ones."""
+        self.current |= {name: self.shared.pop(name) for name in names if name in self.shared}
 
-    def leave(self, names: Collection[str]) -> Iterator[Event]:
-        """Own tensors with these names stay; the others are freed."""
-        for name in list(self.own):
-            tensor = self.own.pop(name)
+    def finish_current(self, names: Collection[str]) -> Iterator[Event]:
+        """Moves current tensors with these names to the shared ones and frees the others."""
+        for name in list(self.current):
+            tensor = self.current.pop(name)
             if name in names:
-                self.all[name] = tensor
+                self.shared[name] = tensor
             else:
                 yield Event(tensor[0], None)
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Own tensors get other names."""
-        self.own = {names.get(name, name): tensor for name, tensor in self.own.items()}
+    def rename_current(self, names: Mapping[str, str]) -> None:
+        """Renames current tensors."""
+        self.current = {names.get(name, name): tensor for name, tensor in self.current.items()}
 
-    def add(self, sizes: Sizes) -> Iterator[Event]:
-        """More tensors that stay."""
+    def allocate(self, sizes: Sizes) -> Iterator[Event]:
+        """Allocates shared tensors."""
         for name, size in sizes.items():
-            if size and name not in self.all:
-                self.all[name] = (next(self._numbers), size)
-                yield Event(*self.all[name])
+            if size and name not in self.shared:
+                self.shared[name] = (next(self._ids), size)
+                yield Event(*self.shared[name])
 
-    def drop(self, names: Iterable[str]) -> Iterator[Event]:
-        """Frees tensors that stayed."""
+    def free(self, names: Iterable[str]) -> Iterator[Event]:
+        """Frees shared tensors."""
         for name in names:
-            yield Event(self.all.pop(name)[0], None)
+            yield Event(self.shared.pop(name)[0], None)
 
 
 class _Step:
-    """One step of a job."""
+    """One training step of a job."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.layers, self.alive = job, Layers(job), _Alive()
-        self.pile_up = job.accumulation == 1 and not job.in_backward
-        pieces = self.layers.pieces(segments_of(job.layers))
-        self.numbered = [
+        self.job, self.layers, self.live = job, Layers(job), _LiveTensors()
+        self.retain_gradients = job.accumulation == 1 and not job.in_backward
+        spans = self.layers.spans(segments_of(job.layers))
+        self.ordered_layers = [
             _Layer(layer, self.layers.blocks[run][0], policy)
-            for policy, run, numbers in pieces
+            for policy, run, numbers in spans
             for layer in numbers
         ]
         self._forward: dict[tuple[int, str], list[list[Activation]]] = {}
         self._backward: dict[tuple[int, str], list[list[Activation]]] = {}
 
     def events(self) -> Iterator[Event]:
-        job, alive = self.job, self.alive
-        around = tensors_around(job, gradient_bytes(job), self.layers)
+        job, live = self.job, self.live
+        outside = tensors_outside_blocks(job, gradient_bytes(job), self.layers)
         if job.accumulation > 1:
-            yield from alive.add(
-                {f"{one.name}.grad": nbytes(one.gradient_dtype, one.count) for one in job.trained.parameters}
+            yield from live.allocate(
+                {
+                    f"{entry.name}.grad": nbytes(entry.gradient_dtype, entry.count)
+                    for entry in job.trained.parameters
+                }
             )
-        yield from alive.add({one.name: one.nbytes for one in around.layers_forward if one.name in INPUTS})
-        yield from alive.add({"stream 0": self.layers.stream})
-        for layer in self.numbered:
+        yield from live.allocate(
+            {entry.name: entry.nbytes for entry in outside.layers_forward if entry.name in INPUTS}
+        )
+        yield from live.allocate({"stream 0": self.layers.stream})
+        for layer in self.ordered_layers:
             yield from self.forward(layer)
-        top = len(self.numbered)
-        names = {"x": f"stream {top}", "x.grad": f"gradient {top}", HEAD: HEAD}
-        alive.take([f"stream {top}"])
-        for phase in (around.loss_forward, around.loss_backward, around.final_norm_backward):
-            yield from alive.become(_sizes(phase, "loss", names))
-        yield from alive.leave((HEAD, f"gradient {top}"))
-        for place in reversed(range(top)):
-            offloading = (one for one in reversed(self.numbered[:place]) if is_offloaded(job, one.policy))
-            yield from self.backward(self.numbered[place], next(offloading, None))
-        alive.take(["gradient 0"])
+        num_layers = len(self.ordered_layers)
+        names = {"x": f"stream {num_layers}", "x.grad": f"gradient {num_layers}", HEAD: HEAD}
+        live.move_to_current([f"stream {num_layers}"])
+        for phase in (outside.loss_forward, outside.loss_backward, outside.final_norm_backward):
+            yield from live.replace_current(_sizes(phase, "loss", names))
+        yield from live.finish_current((HEAD, f"gradient {num_layers}"))
+        for index in reversed(range(num_layers)):
+            offloading = (
+                entry for entry in reversed(self.ordered_layers[:index]) if is_offloaded(job, entry.policy)
+            )
+            yield from self.backward(self.ordered_layers[index], next(offloading, None))
+        live.move_to_current(["gradient 0"])
         names = {"x.grad": "gradient 0", HEAD: HEAD, "layers.parameter_gradients": ""}
-        yield from alive.become(_sizes(around.embedding_backward, "embedding", names))
-        yield from alive.leave(("embedding embedding.parameter_gradients",) if self.pile_up else ())
-        yield from alive.drop([name for name in alive.all if "grad" not in name])
+        yield from live.replace_current(_sizes(outside.embedding_backward, "embedding", names))
+        yield from live.finish_current(
+            ("embedding embedding.parameter_gradients",) if self.retain_gradients else ()
+        )
+        yield from live.free([name for name in live.shared if "grad" not in name])
         if not job.in_backward:
-            yield from alive.add({"optimizer": update_scratch(job)})
-        yield from alive.drop(list(alive.all))
+            yield from live.allocate({"optimizer": update_scratch(job)})
+        yield from live.free(list(live.shared))
 
     def forward(self, layer: _Layer) -> Iterator[Event]:
-        alive, names = self.alive, layer.names
-        before = [name for name in alive.all if name.startswith(PASSING)]
-        alive.take([names[BLOCK_INPUT]])
+        live, names = self.live, layer.names
+        before = [name for name in live.shared if name.startswith(IN_FLIGHT)]
+        live.move_to_current([names[BLOCK_INPUT]])
         for tensors in self.instants(self._forward, layer):
-            yield from alive.become(_sizes(tensors, layer.prefix, names))
+            yield from live.replace_current(_sizes(tensors, layer.prefix, names))
         output = names[FEED_FORWARD_RESIDUAL]
-        kept = layer.kept()
-        yield from alive.become({**kept, output: self.layers.stream})
+        saved = layer.saved()
+        yield from live.replace_current({**saved, output: self.layers.stream})
         if not is_offloaded(self.job, layer.policy):
-            yield from alive.leave({*kept, output})
+            yield from live.finish_current({*saved, output})
             return
-        # Until the next layer that offloads has begun.
-        alive.rename({name: PASSING + name for name in kept})
-        yield from alive.leave({*(PASSING + name for name in kept), output})
-        yield from alive.drop(before)
+        # Stays on the device until the next offloading layer begins.
+        live.rename_current({name: IN_FLIGHT + name for name in saved})
+        yield from live.finish_current({*(IN_FLIGHT + name for name in saved), output})
+        yield from live.free(before)
 
     def backward(self, layer: _Layer, below: _Layer | None) -> Iterator[Event]:
-        alive, names = self.alive, layer.names
+        live, names = self.live, layer.names
         if not layer.block.differentiates:
             return
-        kept = layer.kept()
+        saved = layer.saved()
         if is_offloaded(self.job, layer.policy):
-            alive.take([PASSING + name for name in kept])
-            alive.rename({PASSING + name: name for name in kept})
-            if below is not None:  # what the next one offloaded comes back meanwhile
-                yield from alive.add({PASSING + name: size for name, size in below.kept().items()})
-        alive.take([*kept, names[f"{FEED_FORWARD_RESIDUAL}.grad"]])
+            live.move_to_current([IN_FLIGHT + name for name in saved])
+            live.rename_current({IN_FLIGHT + name: name for name in saved})
+            if below is not None:  # its offloaded activations are prefetched during this backward pass
+                yield from live.allocate({IN_FLIGHT + name: size for name, size in below.saved().items()})
+        live.move_to_current([*saved, names[f"{FEED_FORWARD_RESIDUAL}.grad"]])
         before: Collection[str] = ()
         for tensors in self.instants(self._backward, layer):
-            before = set(alive.own)
-            yield from alive.become(_sizes(tensors, layer.prefix, names))
-        # The gradient of the input is in one of those that were there before the last operation.
+            before = set(live.current)
+            yield from live.replace_current(_sizes(tensors, layer.prefix, names))
+        # The gradient of the layer's input is a tensor that existed before the last operation.
         stream = [
-            name for name, (_, size) in alive.own.items() if size == self.layers.stream and "grad" in name
+            name for name, (_, size) in live.current.items() if size == self.layers.stream and "grad" in name
         ]
-        mine = next((name for name in stream if name in before), next(iter(stream), ""))
-        alive.rename({mine: f"gradient {layer.number}"})
-        left = {f"gradient {layer.number}"}
-        if self.pile_up:
-            own = [one for operation in layer.block.operations for one in operation.gradients]
-            sizes = {f"{layer.prefix} {one.name}.grad": one.kept for one in own}
-            # Where it is kept in the dtype in which it is made, it is the same tensor.
-            made = {f"{layer.prefix} {one.name}.grad_made" for one in own if one.made == one.kept}
-            alive.rename({name: name.removesuffix("_made") for name in made if name in alive.own})
-            left |= sizes.keys()
-            there = {name: size for name, (_, size) in alive.own.items() if name in left}
-            yield from alive.become({**there, **sizes})
-        yield from alive.leave(left)
+        input_gradient = next((name for name in stream if name in before), next(iter(stream), ""))
+        live.rename_current({input_gradient: f"gradient {layer.number}"})
+        remaining = {f"gradient {layer.number}"}
+        if self.retain_gradients:
+            gradients = [gradient for operation in layer.block.operations for gradient in operation.gradients]
+            sizes = {f"{layer.prefix} {gradient.name}.grad": gradient.kept for gradient in gradients}
+            # Without a cast to another dtype, the accumulated gradient is the computed tensor itself.
+            temporary = {
+                f"{layer.prefix} {gradient.name}.grad_made"
+                for gradient in gradients
+                if gradient.made == gradient.kept
+            }
+            live.rename_current(
+                {name: name.removesuffix("_made") for name in temporary if name in live.current}
+            )
+            remaining |= sizes.keys()
+            current = {name: size for name, (_, size) in live.current.items() if name in remaining}
+            yield from live.replace_current({**current, **sizes})
+        yield from live.finish_current(remaining)
 
     def instants(
-        self, known: dict[tuple[int, str], list[list[Activation]]], layer: _Layer
+        self, cache: dict[tuple[int, str], list[list[Activation]]], layer: _Layer
     ) -> list[list[Activation]]:
-        """Of layers that are alike, once."""
+        """Live tensors at each instant of a layer, computed once for equal layers."""
         key = (id(layer.block), layer.policy)
-        if key not in known:
+        if key not in cache:
             walk = (
                 forward_instants(layer.block, layer.policy)
-                if known is self._forward
+                if cache is self._forward
                 else backward_instants(self.job, layer.block, layer.policy)
             )
-            known[key] = [one.tensors() for one in walk]
-        return known[key]
+            cache[key] = [instant.tensors() for instant in walk]
+        return cache[key]
 
 
 HEAD = "head.parameter_gradients"
-PASSING = "passing "
+IN_FLIGHT = "in flight "
 
 
 class _Layer(NamedTuple):
@@ -242,23 +260,23 @@ class _Layer(NamedTuple):
 
     @property
     def names(self) -> dict[str, str]:
-        """Tensors that a layer shares with its neighbours."""
+        """Names of the tensors that a layer shares with its neighbours."""
         return {
             BLOCK_INPUT: f"stream {self.number}",
             FEED_FORWARD_RESIDUAL: f"stream {self.number + 1}",
             f"{FEED_FORWARD_RESIDUAL}.grad": f"gradient {self.number + 1}",
         }
 
-    def kept(self) -> Sizes:
-        """What it saves, by the names of the whole step."""
+    def saved(self) -> Sizes:
+        """Sizes of its saved activations, by their names in the step."""
         return _sizes(saved_under(self.block, self.policy), self.prefix, self.names)
 
 
 def _sizes(tensors: Iterable[Activation], prefix: str, names: Mapping[str, str]) -> Sizes:
-    """Tensors by their names in the whole step; an empty name leaves one out."""
-    found: Sizes = {}
-    for one in tensors:
-        name = names.get(one.name, f"{prefix} {one.name}")
-        if one.name not in STANDING and one.nbytes and name:
-            found[name] = one.nbytes
-    return found
+    """Sizes of tensors by their names in the step; tensors with an empty name are left out."""
+    sizes: Sizes = {}
+    for tensor in tensors:
+        name = names.get(tensor.name, f"{prefix} {tensor.name}")
+        if tensor.name not in ALLOCATED_SEPARATELY and tensor.nbytes and name:
+            sizes[name] = tensor.nbytes
+    return sizes

@@ -1,9 +1,9 @@
-"""All assignments of recompute policies to layers, and the fastest one within a memory limit. No torch.
+"""All assignments of recompute policies to layers, and the fastest assignment within a memory limit. No torch.
 
 Layers with the lowest-memory policies come first (`trimtab.adapt.spec_recompute.canonical`), so that an
 assignment is a few boundaries: layers before the first boundary have the first policy, and so on. Memory and
-time of a segment are prefix sums over its layers, computed once. All boundaries on a grid are then compared at
-once, and the best ones are refined.
+time of a segment come from prefix sums over the layers, computed once. All boundaries on a grid are then compared in
+one vectorized pass, and the best are refined.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from trimtab.adapt.spec_recompute import OFFLOADING
 from trimtab.plan.layers import Layers, Segments
 
 GRID = 32
-"""Boundaries are first looked for on at most so many places."""
+"""The largest number of boundary positions of the coarse grid."""
 REFINED = 3
-"""Assignments of the grid around which single layers are tried."""
+"""Number of grid assignments whose boundaries are refined layer by layer."""
 ON_DEVICE = ("block", "selective", "pointwise", "none")
 """The policies whose saved activations stay on the device, the lowest-memory ones first."""
 
 
 @dataclass(frozen=True)
-class Around:
-    """Bytes besides the blocks', in the phases of a step; weights and optimizer states are in each."""
+class BytesOutsideBlocks:
+    """Bytes outside the blocks in the phases of a step, each with weights and optimizer states."""
 
     forward: int
     loss: int
@@ -39,7 +39,7 @@ class Around:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Policies of all layers, with what they need and cost."""
+    """Policies of all layers, with their memory in bytes and time in seconds."""
 
     segments: Segments
     needed: int
@@ -47,33 +47,33 @@ class Assignment:
 
 
 class _Policy:
-    """Sums over the first layers, and the most over ranges of layers, if all have one policy."""
+    """Prefix sums over layers, and maxima over ranges of layers, if all layers have this policy."""
 
-    # L layers; arrays of L + 1 hold sums over the layers before
+    # L layers; arrays of length L + 1 are sums over the preceding layers
 
     def __init__(self, layers: Layers, policy: str, seconds: Sequence[float]) -> None:
         self.name = policy
-        found = [
+        layer_memories = [
             (layers.of(run, policy), layer) for run, (_, span) in enumerate(layers.blocks) for layer in span
         ]
         per_layer = {
-            name: np.array([getattr(one, name) for one, _ in found], dtype=np.int64)
-            for name in ("kept", "peak", "forward", "gradients", "host")
+            name: np.array([getattr(memory, name) for memory, _ in layer_memories], dtype=np.int64)
+            for name in ("on_device", "peak", "forward", "gradients", "host")
         }
         offloaded = np.flatnonzero(per_layer["host"])
-        if len(offloaded):  # below the first layer that offloads, nothing is on its way to the host or back
+        if len(offloaded):  # below the first offloading layer, no copy to or from the host is in flight
             first = offloaded[0]
             per_layer["forward"][first] -= per_layer["host"][first]
             per_layer["peak"][first] -= per_layer["host"][first]
-        self.kept = _sums(per_layer["kept"])
-        self.host = _sums(per_layer["host"])
-        self.seconds = _sums(np.array([seconds[i] for i in self._runs(layers)], dtype=np.float64))
-        gradients = _sums(per_layer["gradients"])
+        self.on_device = _prefix_sums(per_layer["on_device"])
+        self.host = _prefix_sums(per_layer["host"])
+        self.seconds = _prefix_sums(np.array([seconds[i] for i in self._runs(layers)], dtype=np.float64))
+        gradients = _prefix_sums(per_layer["gradients"])
         above = gradients[-1] - gradients[1:]
         self.host_layer = int(per_layer["host"].max(initial=0))
-        self.most_forward = _range_maxima(self.kept[:-1] + per_layer["forward"])
-        self.most_backward = _range_maxima(self.kept[:-1] + per_layer["peak"] + above)
-        self.last_host = per_layer["host"]
+        self.peak_forward = _range_maxima(self.on_device[:-1] + per_layer["forward"])
+        self.peak_backward = _range_maxima(self.on_device[:-1] + per_layer["peak"] + above)
+        self.host_per_layer = per_layer["host"]
 
     @staticmethod
     def _runs(layers: Layers) -> Iterator[int]:
@@ -81,12 +81,12 @@ class _Policy:
             yield from (run for _ in span)
 
 
-def _sums(values: np.ndarray) -> np.ndarray:
+def _prefix_sums(values: np.ndarray) -> np.ndarray:
     return np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
 
 
 def _range_maxima(values: np.ndarray) -> np.ndarray:
-    """[first, end) → the largest of values[first:end]; a very small number where the range is empty."""
+    """Returns a table [first, end] of the maximum of values[first:end]; a very small number for an empty range."""
     L = len(values)
     table = np.full((L + 1, L + 1), np.iinfo(np.int64).min // 4, dtype=np.int64)
     for first in range(L):
@@ -104,8 +104,8 @@ class Assignments:
         >>> job = Job(shape, batch=4, tokens=2048, accumulation=1, dtype="bf16", weights_dtype="bf16",
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="varlen", device="cuda")
         >>> costs = {"none": 0.0, "pointwise": 1.0, "selective": 4.0, "block": 5.0, "offload": 6.0}
-        >>> found = Assignments(Layers(job), [costs], ("offload",), None)
-        >>> found.fastest(Around(0, 0, 0, 0), 2**60).segments
+        >>> assignments = Assignments(Layers(job), [costs], ("offload",), None)
+        >>> assignments.fastest(BytesOutsideBlocks(0, 0, 0, 0), 2**60).segments
         (('none', 8),)
     """
 
@@ -113,94 +113,97 @@ class Assignments:
         self,
         layers: Layers,
         seconds: Sequence[dict[str, float]],
-        ways: Sequence[str],
+        offload_policies: Sequence[str],
         host: int | None,
     ) -> None:
         """Args:
         layers: memory of each layer under each policy.
-        seconds: of each policy, for each run of equal layers.
-        ways: policies that offload to the host, of which an assignment has one at most.
-        host: bytes that may be pinned; None if unknown.
+        seconds: time of each policy, for each run of equal layers.
+        offload_policies: offloading policies; an assignment uses at most one of them.
+        host: host bytes that may be pinned; None if unknown.
         """
         self.num_layers = layers.job.shape.num_layers
         self.host = host
-        self.ways = [
-            way for way in ways if any(layers.of(run, way).host for run in range(len(layers.blocks)))
+        self.offload_policies = [
+            policy
+            for policy in offload_policies
+            if any(layers.of(run, policy).host for run in range(len(layers.blocks)))
         ]
         self.policies = {
-            name: _Policy(layers, name, [cost[name] for cost in seconds]) for name in (*self.ways, *ON_DEVICE)
+            name: _Policy(layers, name, [cost[name] for cost in seconds])
+            for name in (*self.offload_policies, *ON_DEVICE)
         }
 
-    def fastest(self, around: Around, limit: int) -> Assignment | None:
-        """The cheapest assignment within a limit, or None if none is."""
+    def fastest(self, outside: BytesOutsideBlocks, limit: int) -> Assignment | None:
+        """Returns the fastest assignment within a limit, or None if there is none."""
         best: Assignment | None = None
-        for names in self._orders():
-            found = self._fastest_of(names, around, limit)
-            if found is not None and (best is None or found.seconds < best.seconds):
-                best = found
+        for names in self._policy_orders():
+            assignment = self._fastest_of(names, outside, limit)
+            if assignment is not None and (best is None or assignment.seconds < best.seconds):
+                best = assignment
         return best
 
-    def smallest(self, around: Around) -> Assignment:
-        """The assignment that needs least; of those the cheapest.
+    def smallest(self, outside: BytesOutsideBlocks) -> Assignment:
+        """Returns the assignment with the lowest memory, the fastest of equals.
 
         As many layers as fit in host memory are offloaded; the others save only their input. The last layer is
         recomputed while the saved activations of all others are live: it may need less memory if it saves more.
         """
         options = []
-        for names in self._orders():
-            bounds = self._extremes(names)
-            needed, seconds = self._measure(names, bounds, around)
+        for names in self._policy_orders():
+            bounds = self._lowest_memory_bounds(names)
+            needed, seconds = self._measure(names, bounds, outside)
             best = np.lexsort((seconds, needed))[0]
             options.append(self._assignment(names, bounds[best], int(needed[best]), float(seconds[best])))
-        return min(options, key=lambda one: (one.needed, one.seconds))
+        return min(options, key=lambda assignment: (assignment.needed, assignment.seconds))
 
-    def _extremes(self, names: Sequence[str]) -> np.ndarray:
-        """Boundaries of the assignments that may need least."""
-        L, others = self.num_layers, len(ON_DEVICE)
-        most = 0
+    def _lowest_memory_bounds(self, names: Sequence[str]) -> np.ndarray:
+        """Boundaries of the candidates for the lowest memory."""
+        L, num_policies = self.num_layers, len(ON_DEVICE)
+        most_offloaded = 0
         if names[0] in OFFLOADING:
-            room = np.iinfo(np.int64).max if self.host is None else self.host
-            most = int(np.searchsorted(self.policies[names[0]].host, room, side="right")) - 1
+            host_bytes = np.iinfo(np.int64).max if self.host is None else self.host
+            most_offloaded = int(np.searchsorted(self.policies[names[0]].host, host_bytes, side="right")) - 1
         rows = []
-        for offloaded in {0, max(most - 1, 0), most}:
-            for last in range(others):  # the policy of the last layer
+        for offloaded in {0, max(most_offloaded - 1, 0), most_offloaded}:
+            for last in range(num_policies):  # the policy of the last layer
                 for rest in (L, max(L - 1, offloaded)):
-                    inner = [rest] * last + [L] * (others - 1 - last)
+                    inner = [rest] * last + [L] * (num_policies - 1 - last)
                     rows.append([0, *([offloaded] if names[0] in OFFLOADING else []), *inner, L])
         return np.array(rows, np.int64)
 
-    def _orders(self) -> list[tuple[str, ...]]:
-        """The policies that one assignment may have, in their order."""
-        return [(way, *ON_DEVICE) for way in self.ways] or [ON_DEVICE]
+    def _policy_orders(self) -> list[tuple[str, ...]]:
+        """Tuples of policies that one assignment may combine, in layer order."""
+        return [(policy, *ON_DEVICE) for policy in self.offload_policies] or [ON_DEVICE]
 
-    def _fastest_of(self, names: Sequence[str], around: Around, limit: int) -> Assignment | None:
+    def _fastest_of(self, names: Sequence[str], outside: BytesOutsideBlocks, limit: int) -> Assignment | None:
         bounds = self._grid(len(names))
-        chosen, needed, seconds = self._within(names, bounds, around, limit)
-        if not len(chosen):
+        candidates, needed, seconds = self._within_limit(names, bounds, outside, limit)
+        if not len(candidates):
             return None
         if self._step > 1:
             first = np.argsort(seconds, kind="stable")[:REFINED]
-            around_best = np.concatenate([self._neighbours(chosen[i]) for i in first])
-            finer = self._within(names, np.unique(around_best, axis=0), around, limit)
+            nearby = np.concatenate([self._neighbours(candidates[i]) for i in first])
+            finer = self._within_limit(names, np.unique(nearby, axis=0), outside, limit)
             if len(finer[0]) and finer[2].min() < seconds.min():
-                chosen, needed, seconds = finer
-        # Of equally fast ones the one that needs least.
+                candidates, needed, seconds = finer
+        # The lowest memory of equally fast assignments.
         best = np.lexsort((needed, seconds))[0]
-        return self._assignment(names, chosen[best], int(needed[best]), float(seconds[best]))
+        return self._assignment(names, candidates[best], int(needed[best]), float(seconds[best]))
 
-    def _within(
-        self, names: Sequence[str], bounds: np.ndarray, around: Around, limit: int
+    def _within_limit(
+        self, names: Sequence[str], bounds: np.ndarray, outside: BytesOutsideBlocks, limit: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        needed, seconds = self._measure(names, bounds, around)
+        needed, seconds = self._measure(names, bounds, outside)
         fits = needed <= limit
         return bounds[fits], needed[fits], seconds[fits]
 
     def _measure(
-        self, names: Sequence[str], bounds: np.ndarray, around: Around
+        self, names: Sequence[str], bounds: np.ndarray, outside: BytesOutsideBlocks
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes needed, seconds) of each row of boundaries; impossible ones need more than any limit."""
+        """(bytes needed, seconds) of each row of boundaries; impossible rows need more than any limit."""
         count = len(bounds)
-        kept = np.zeros(count, np.int64)
+        saved = np.zeros(count, np.int64)
         forward = np.full(count, np.iinfo(np.int64).min // 4)
         backward = forward.copy()
         host = np.zeros(count, np.int64)
@@ -208,19 +211,19 @@ class Assignments:
         resident = self._resident(names, bounds)
         for column, name in enumerate(names):
             policy, start, stop = self.policies[name], bounds[:, column], bounds[:, column + 1]
-            offset = kept - policy.kept[start]
-            forward = np.maximum(forward, policy.most_forward[start, stop] + offset)
-            own = 0 if name in OFFLOADING else resident
-            backward = np.maximum(backward, policy.most_backward[start, stop] + offset + own)
-            kept = kept + policy.kept[stop] - policy.kept[start]
+            offset = saved - policy.on_device[start]
+            forward = np.maximum(forward, policy.peak_forward[start, stop] + offset)
+            reloaded = 0 if name in OFFLOADING else resident
+            backward = np.maximum(backward, policy.peak_backward[start, stop] + offset + reloaded)
+            saved = saved + policy.on_device[stop] - policy.on_device[start]
             host = host + policy.host[stop] - policy.host[start]
             seconds = seconds + policy.seconds[stop] - policy.seconds[start]
         needed = np.maximum.reduce(
             [
-                around.forward + forward,
-                around.loss + kept + resident,
-                around.backward + backward,
-                np.full(count, around.after),
+                outside.forward + forward,
+                outside.loss + saved + resident,
+                outside.backward + backward,
+                np.full(count, outside.after),
             ]
         )
         if self.host is not None:
@@ -228,11 +231,11 @@ class Assignments:
         return needed, seconds
 
     def _resident(self, names: Sequence[str], bounds: np.ndarray) -> np.ndarray:
-        """Bytes of the activations offloaded last: they are still on the device, and backward reads them there."""
+        """Bytes of the last offloaded activations: still on the device when backward reads them."""
         if names[0] not in OFFLOADING:
             return np.zeros(len(bounds), np.int64)
         policy, end = self.policies[names[0]], bounds[:, 1]
-        last = np.concatenate([np.zeros(1, np.int64), policy.last_host])
+        last = np.concatenate([np.zeros(1, np.int64), policy.host_per_layer])
         resident: np.ndarray = last[end]
         return resident
 
@@ -243,8 +246,8 @@ class Assignments:
     def _grid(self, count: int) -> np.ndarray:
         """Rows of boundaries 0 ≤ b₁ ≤ … ≤ L of `count` policies, on every `_step`-th layer."""
         if count not in self._grids:
-            places = np.unique([*range(0, self.num_layers, self._step), self.num_layers])
-            self._grids[count] = _boundaries(places, count)
+            positions = np.unique([*range(0, self.num_layers, self._step), self.num_layers])
+            self._grids[count] = _boundaries(positions, count)
         return self._grids[count]
 
     @cached_property
@@ -252,10 +255,10 @@ class Assignments:
         return {}
 
     def _neighbours(self, bounds: np.ndarray) -> np.ndarray:
-        """Boundaries that differ by less than a step of the grid."""
+        """Boundaries that differ by less than one grid step."""
         inner = bounds[1:-1]
-        near = np.arange(1 - self._step, self._step)
-        shifts = np.stack(np.meshgrid(*[near] * len(inner), indexing="ij"), -1).reshape(-1, len(inner))
+        offsets = np.arange(1 - self._step, self._step)
+        shifts = np.stack(np.meshgrid(*[offsets] * len(inner), indexing="ij"), -1).reshape(-1, len(inner))
         moved = np.sort(np.clip(inner + shifts, 0, self.num_layers), axis=1)
         ends = np.zeros((len(moved), 1), moved.dtype)
         rows: np.ndarray = np.concatenate([ends, moved, ends + self.num_layers], axis=1)
@@ -269,15 +272,15 @@ class Assignments:
         return Assignment(segments, needed, seconds)
 
 
-def _boundaries(places: np.ndarray, count: int) -> np.ndarray:
-    """Rows of count + 1 boundaries: 0, then places that never fall, then the last one."""
+def _boundaries(positions: np.ndarray, count: int) -> np.ndarray:
+    """Rows of count + 1 boundaries: 0, then nondecreasing positions, then the last position."""
     rows = np.zeros((1, 1), np.int64)
     for _ in range(count - 1):
         last = rows[:, -1]
         rows = np.concatenate(
             [
-                np.column_stack([rows[last <= place], np.full((last <= place).sum(), place)])
-                for place in places
+                np.column_stack([rows[last <= position], np.full((last <= position).sum(), position)])
+                for position in positions
             ]
         )
-    return np.column_stack([rows, np.full(len(rows), places[-1])])
+    return np.column_stack([rows, np.full(len(rows), positions[-1])])

@@ -1,7 +1,7 @@
-"""What attention saves for backward, by sequence length: full matrices or a tiled kernel's O and L.
+"""Saved activations of attention by sequence length: full matrices, or a tiled kernel's O and L.
 
 Such figures are often quoted for a single head. A model saves them for every head of every layer, so both are
-given, with labels; the planner only uses the ones of the whole model.
+listed, with labels; the planner uses only those of the whole model.
 """
 
 # B batch, T tokens, H query heads, D head size
@@ -27,7 +27,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Bytes over all layers and sequences at one length; `LABELS` says what each figure counts."""
+    """Bytes over all layers and sequences at one length; `LABELS` describes each figure."""
 
     tokens: int
     plain: int
@@ -43,7 +43,7 @@ class AttentionRow:
 def attention_table(
     shape: ModelShape, batch: int, lengths: Sequence[int] = LENGTHS, dtype: str = "bf16"
 ) -> list[AttentionRow]:
-    """One row per length. Queries, keys and values are saved in both cases and left out.
+    """Returns one row per length. Queries, keys and values are saved in both cases and left out.
 
     Attention without tiling saves scores and weights, two [T, T] matrices per head. A tiled kernel saves its
     output O, [T, D] per head, and one fp32 log-sum-exp L per query and head.

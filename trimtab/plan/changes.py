@@ -1,7 +1,7 @@
-"""Changes of a recipe that save memory or give it back: one list for errors, what-if tables and searches.
+"""Recipe changes that save memory or undo such savings: one list for errors, what-if tables and searches.
 
-Each change is the recipe's own keys together with the job that they lead to; everything else stays as it is, the
-memory plan included. Imports no torch.
+Each change is a set of recipe keys and the resulting job; everything else is unchanged, the memory plan included.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from trimtab.plan.memory_search import tile_counts
 from trimtab.recipe.keys import Recipe
 
 SHORTEST = 256
-"""Shorter sequences are not suggested."""
+"""The shortest suggested sequence length."""
 POLICIES = {
     "cuda": ("pointwise", "selective", "block", "offload"),
     "cpu": ("pointwise", "selective", "block"),
 }
-"""Recompute policies that are suggested for all layers, from the one that saves least."""
+"""Recompute policies suggested for all layers, in ascending order of savings."""
 QUANTIZED = {"nf4": "load_in_4bit", "int8": "load_in_8bit"}
-"""The recipe's keys for kinds of quantized weights."""
+"""Recipe keys by kind of quantized weights."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A technique, the recipe keys that turn it on (or off, where it is `in_use`), and the job that follows.
+    """A technique, the recipe keys that turn it on (or off, if it is `in_use`), and the resulting job.
 
     Example:
         >>> Change("LoRA", {"lora": {"r": 16}}, job=None, same_training=False).text
@@ -45,16 +45,16 @@ class Change:
 
     name: str
     keys: dict[str, Any]
-    """Recipe keys to set; empty where the planner decides it by itself under `memory_limit`."""
+    """Recipe keys to set; empty if the planner decides by itself under `memory_limit`."""
     job: Job
     same_training: bool = True
-    """Whether the same updates are computed, up to rounding."""
+    """Whether the optimizer updates are the same, up to rounding."""
     suggested: bool = True
-    """Whether an error about memory names it."""
+    """Whether out-of-memory errors suggest it."""
     technique: bool = True
-    """Whether a what-if table lists it; false for what only trains on less."""
+    """Whether a what-if table lists it; False if it only trains on less data."""
     in_use: bool = False
-    """Whether the job uses the technique now, so that the keys turn it off."""
+    """Whether the job already uses the technique, so that the keys turn it off."""
 
     @property
     def lines(self) -> tuple[str, ...]:
@@ -63,12 +63,12 @@ class Change:
 
     @property
     def text(self) -> str:
-        """The recipe's words for it, for a sentence."""
+        """The recipe lines as part of a sentence."""
         return " with ".join(self.lines)
 
 
 def recipe_line(key: str, value: Any) -> str:
-    """A key and its value as a recipe has them, on one line.
+    """Formats a key and its value as one line of a recipe.
 
     Example:
         >>> recipe_line("load_in_4bit", True), recipe_line("recompute", {"block": 3}), recipe_line("lora", None)
@@ -88,17 +88,17 @@ def _yaml(value: Any) -> str:
 
 
 def savings(plan: Plan, job: Job) -> Iterator[Change]:
-    """Changes that may save memory, as far as the recipe's other keys let it be changed.
+    """Yields the changes that may save memory and that the recipe's other keys allow.
 
     Args:
         plan: recipe, device and resolved configuration.
-        job: the plan's, or one that was changed already.
+        job: the plan's job, or a changed copy of it.
     """
     device, recipe = plan.device, plan.recipe
     yield from _smaller_microbatch(job)
     yield from _activations(job, device)
     yield from _optimizer(job, device, recipe)
-    yield from _number_formats(job, device)
+    yield from _dtypes(job, device)
     yield from _quantized(job, device)
     if job.tokens >= 2 * SHORTEST:
         half = job.tokens // 2
@@ -111,7 +111,7 @@ def savings(plan: Plan, job: Job) -> Iterator[Change]:
 
 
 def reversals(plan: Plan) -> Iterator[Change]:
-    """What the plan's job does to save memory now, each turned off."""
+    """Yields changes that turn off each memory-saving technique of the plan's job."""
     job = plan.job
     yield from _reversed_activations(job)
     yield from _reversed_states(job)
@@ -124,8 +124,8 @@ def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
 
 
 def _packed(plan: Plan, job: Job, on: bool) -> Job:
-    """The job with packed or unpacked sequences, and the attention that was resolved for these."""
-    attention = tuple(one.packed if on else one.unpacked for one in plan.resolved.attention.layers)
+    """The job with or without packing, and the attention backends resolved for it."""
+    attention = tuple(layer.packed if on else layer.unpacked for layer in plan.resolved.attention.layers)
     return job.changed(
         packed=on, attention=attention[0], layer_attention=attention if len(set(attention)) > 1 else ()
     )
@@ -145,29 +145,33 @@ def _reversed_activations(job: Job) -> Iterator[Change]:
 
 
 def _reversed_states(job: Job) -> Iterator[Change]:
-    """Optimizer states, gradients and weights."""
+    """Changes that turn off savings in optimizer states, gradients and weights."""
     if job.optimizer in ("adamw_8bit", "adamw_bf16"):
-        wide = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
+        changed = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
         name = {"adamw_8bit": "8-bit optimizer states", "adamw_bf16": "bf16 optimizer states"}[job.optimizer]
-        yield Change(name, {"optim": "adamw_torch"}, wide, same_training=False, in_use=True)
+        yield Change(name, {"optim": "adamw_torch"}, changed, same_training=False, in_use=True)
     if job.in_backward:
         later = job.changed(in_backward=False)
         yield Change("optimizer in backward", {"optim_in_backward": False}, later, in_use=True)
     if job.gradient_dtype == "bf16":
-        wide = dataclasses.replace(job, gradient_dtype="fp32")
-        yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, wide, same_training=False, in_use=True)
+        changed = dataclasses.replace(job, gradient_dtype="fp32")
+        yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, changed, same_training=False, in_use=True)
     if job.quantization is not None:
         key = QUANTIZED[job.quantization.kind]
-        wide = dataclasses.replace(job, quantization=None, unpacked_layers=0)
+        changed = dataclasses.replace(job, quantization=None, unpacked_layers=0)
         yield Change(
-            f"{job.quantization.kind.upper()} weights", {key: False}, wide, same_training=False, in_use=True
+            f"{job.quantization.kind.upper()} weights",
+            {key: False},
+            changed,
+            same_training=False,
+            in_use=True,
         )
     if job.lora is not None:
         keys: dict[str, Any] = {"lora": None}
         if job.quantization is not None:
             keys[QUANTIZED[job.quantization.kind]] = False
-        whole = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
-        yield Change("LoRA", keys, whole, same_training=False, in_use=True)
+        full = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
+        yield Change("LoRA", keys, full, same_training=False, in_use=True)
 
 
 def _recompute_name(policies: set[str]) -> str:
@@ -188,7 +192,7 @@ def _smaller_microbatch(job: Job) -> Iterator[Change]:
 
 
 def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
-    """What layers keep of their activations, tiles of the feed-forward, chunks of the loss."""
+    """Changes of dequantized copies, recompute policies, feed-forward tiles and loss chunks."""
     layers = len(job.layers)
     if job.unpacked_layers:
         yield Change(
@@ -206,10 +210,10 @@ def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
         counts = {"block": layers // 2, "none": layers - layers // 2}
         changed = job.changed(policies=canonical(counts))
         yield Change("checkpointing half the layers", {"recompute": counts}, changed, suggested=False)
-    more = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
-    if more is not None:
-        changed = job.changed(mlp_tiles=more)
-        yield Change("feed-forward in tiles", {"mlp_tiles": more}, changed, suggested=False)
+    next_count = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
+    if next_count is not None:
+        changed = job.changed(mlp_tiles=next_count)
+        yield Change("feed-forward in tiles", {"mlp_tiles": next_count}, changed, suggested=False)
     if job.loss_impl == "triton" and job.loss_memory is not None:
         yield Change("loss in smaller chunks", {}, job.changed(loss_memory=None), suggested=False)
 
@@ -234,7 +238,7 @@ def _optimizer(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change
         yield Change("optimizer in backward", keys, changed, same_training=False, suggested=False)
 
 
-def _number_formats(job: Job, device: DeviceFacts) -> Iterator[Change]:
+def _dtypes(job: Job, device: DeviceFacts) -> Iterator[Change]:
     if job.weights_dtype == "fp32" and job.bf16:
         keys = {"dtype": "bf16", "weights_dtype": "bf16"}
         changed = dataclasses.replace(job, dtype="bf16", weights_dtype="bf16")
@@ -247,21 +251,21 @@ def _number_formats(job: Job, device: DeviceFacts) -> Iterator[Change]:
 def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
     if job.lora is None or not _can_be_quantized(job):
         return
-    now = job.quantization.kind if job.quantization is not None else None
-    if now is None:
+    current = job.quantization.kind if job.quantization is not None else None
+    if current is None:
         changed = dataclasses.replace(job, quantization=_quantization("int8", device))
         yield Change("INT8 weights", {"load_in_8bit": True}, changed, same_training=False, suggested=False)
-    if now != "nf4":
-        keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if now else {})
+    if current != "nf4":
+        keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if current else {})
         changed = dataclasses.replace(job, quantization=_quantization("nf4", device), unpacked_layers=0)
         yield Change("NF4 weights", keys, changed, same_training=False)
 
 
 def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
-    """Last, since they train something else."""
+    """LoRA and QLoRA, listed last because they train other parameters."""
     narrow = min(min(linear.out_features, linear.in_features) for _, linear in job.shape.linears())
-    free = not job.in_backward and recipe.embedding_learning_rate is None
-    if job.lora is None and free and narrow >= LoraSettings().r:
+    allowed = not job.in_backward and recipe.embedding_learning_rate is None
+    if job.lora is None and allowed and narrow >= LoraSettings().r:
         changed = dataclasses.replace(job, lora=LoraSettings())
         yield Change("LoRA", {"lora": {"r": 16}}, changed, same_training=False)
         quantized = dataclasses.replace(changed, quantization=_quantization("nf4", device))
@@ -270,7 +274,7 @@ def _adapters(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]
 
 
 def _can_be_quantized(job: Job) -> bool:
-    """Whether no linear layer of the blocks is trained whole."""
+    """Whether no linear layer of the blocks is fully trained."""
     try:
         spec_quantized.check_not_quantized(
             job.shape, (parameter.name for parameter in job.trained.parameters)

@@ -1,4 +1,4 @@
-"""From sequences to steps: how long a run is."""
+"""Counts of sequences, tokens, optimizer steps and evaluations of a run."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from trimtab.recipe.rules import has_domain_set
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the packed training data of one epoch."""
+    """Known facts about the packed training data of one epoch."""
 
     sequences: int | None
-    """Sequences of an epoch, over all devices; None while streaming."""
+    """Sequences per epoch, over all devices; None for streamed data."""
     tokens: int | None
-    """Tokens in them, padding not counted."""
+    """Tokens per epoch without padding."""
     fill: float | None
-    """Share of the sequences' places that tokens fill."""
+    """Share of the sequences' positions that are not padding."""
     attended_share: float | None = None
-    """Of the query–key pairs of causal sequences those that lie within one document; None if unknown."""
+    """Share of the query–key pairs of causal sequences that are within one document; None if unknown."""
 
 
 def steps_per_epoch(sequences: int, recipe: Recipe, num_devices: int = 1) -> int:
-    """Updates of the weights in an epoch; the last may hold fewer sequences.
+    """Returns the optimizer steps per epoch; the last step may have fewer sequences.
 
     Example:
         >>> from trimtab.recipe import loads
-        >>> steps_per_epoch(100, loads("model: a\\ndata: {train: x}"))  # 4 × 4 sequences a step
+        >>> steps_per_epoch(100, loads("model: a\\ndata: {train: x}"))  # 4 × 4 sequences in each step
         7
     """
     return math.ceil(sequences / sequences_per_step(recipe, num_devices))
 
 
 def sequences_per_step(recipe: Recipe, num_devices: int = 1) -> int:
-    """The global batch."""
+    """Returns the global batch size."""
     return recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * num_devices
 
 
 def total_steps(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> int | None:
-    """Updates of the whole run; None while the data is unknown and the recipe counts in epochs.
+    """Returns the optimizer steps of the run; None if the recipe counts epochs and the data is unknown.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -54,29 +54,29 @@ def total_steps(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) ->
     if data is None or data.sequences is None:
         return None
     assert recipe.num_train_epochs is not None
-    # 2 × 7 steps are 14 also where 2.0 × 7 comes out a hair above in floating point.
+    # The tolerance keeps 2 × 7 steps at 14 even if the floating-point product is slightly above.
     steps = recipe.num_train_epochs * steps_per_epoch(data.sequences, recipe, num_devices)
     return max(math.ceil(steps - 1e-9), 1)
 
 
 def describe(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> dict[str, Any]:
-    """The plan's `data`: sequences, tokens and fill of an epoch, steps and tokens of the run."""
+    """Returns the plan's `data`: sequences, tokens and fill of an epoch, steps and tokens of the run."""
     steps = total_steps(recipe, data, num_devices)
-    known = data or DataFacts(None, None, None)
+    facts = data or DataFacts(None, None, None)
     trained = None
-    if steps is not None and known.sequences and known.tokens is not None:
-        trained = round(processed_sequences(recipe, data, num_devices) / known.sequences * known.tokens)
+    if steps is not None and facts.sequences and facts.tokens is not None:
+        trained = round(processed_sequences(recipe, data, num_devices) / facts.sequences * facts.tokens)
     return {
-        "windows": known.sequences,
-        "tokens": known.tokens,
-        "fill": known.fill,
+        "windows": facts.sequences,
+        "tokens": facts.tokens,
+        "fill": facts.fill,
         "steps": steps,
         "trained_tokens": trained,
     }
 
 
 def evaluations(recipe: Recipe, steps: int | None) -> int:
-    """How often a run evaluates: before the first step, every `eval_steps`, and after the last.
+    """Returns the number of evaluations: before the first step, every `eval_steps`, and after the last step.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -90,7 +90,7 @@ def evaluations(recipe: Recipe, steps: int | None) -> int:
 
 
 def evaluation_tokens(recipe: Recipe) -> int:
-    """Tokens of one evaluation at most: `data.eval_sequences` sequences of each set."""
+    """Returns the maximum tokens of one evaluation: `data.eval_sequences` sequences of each set."""
     return _num_sets(recipe) * recipe.data.eval_sequences * recipe.max_seq_length
 
 
@@ -99,7 +99,7 @@ def _num_sets(recipe: Recipe) -> int:
 
 
 def mean_length(recipe: Recipe, data: DataFacts | None) -> float:
-    """Tokens of a sequence that pass through the model, padding included.
+    """Returns the mean tokens per sequence in the forward pass, padding included.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -113,10 +113,10 @@ def mean_length(recipe: Recipe, data: DataFacts | None) -> float:
 
 
 def processed_sequences(recipe: Recipe, data: DataFacts | None, num_devices: int = 1) -> float:
-    """Sequences that pass through the model in the whole run; needs a known number of steps."""
+    """Returns the sequences processed in the run; requires a known number of steps."""
     steps = total_steps(recipe, data, num_devices)
     assert steps is not None
     if data is None or data.sequences is None:
         return float(steps * sequences_per_step(recipe, num_devices))
-    # The short last step of each epoch makes fewer sequences than steps × batch.
+    # The last step of each epoch may be smaller, so there are fewer sequences than steps × batch.
     return steps / steps_per_epoch(data.sequences, recipe, num_devices) * data.sequences

@@ -1,5 +1,5 @@
-"""A plan as plain data with everything that reports show: whether it fits, activations by part, the memory of a step
-over time, and its time by operation. Imports no torch."""
+"""A plan as plain data with everything that reports show: whether it fits, activations by part, the memory timeline
+of a step, and its time by operation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trimtab.plan.step_time import OperationTime
 
 
 def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
-    """What `Plan.to_dict` says, and `fits`, `device`, `job`, `operations` and the model's active parameters besides.
+    """Returns `Plan.to_dict` with `fits`, `device`, `job`, `operations` and the model's active parameters added.
 
     Args:
-        plan: of any device.
-        timeline: also every moment of a step, for a picture; `phases` has those between which memory bends.
+        plan: the plan, for any device.
+        timeline: whether to add every moment of a step, for a chart; `phases` has only the corner points.
 
     Example:
         >>> detailed(make_plan(recipe, shape, resolved, device=gpu))["fits"]  # doctest: +SKIP
@@ -41,7 +41,7 @@ def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
 
 
 def method_of(plan: Plan) -> str:
-    """How the model is trained, in the words of `--method`."""
+    """Returns the training method as a value of `--method`."""
     if plan.job.lora is None:
         return "full"
     if plan.job.quantization is None:
@@ -50,17 +50,17 @@ def method_of(plan: Plan) -> str:
 
 
 def _operations(plan: Plan) -> list[dict[str, Any]]:
-    """Seconds of an optimizer step by operation, the longest first; empty where no rates are known."""
+    """Seconds of an optimizer step by operation, the longest first; empty if the device's rates are unknown."""
     time = plan.time.step
     if time is None:
         return []
     totals: dict[tuple[str, str], list[OperationTime]] = {}
-    for one in time.operations:
-        totals.setdefault((one.name, one.kind.value), []).append(one)
+    for operation in time.operations:
+        totals.setdefault((operation.name, operation.kind.value), []).append(operation)
     rows = []
-    for (name, kind), found in totals.items():
+    for (name, kind), entries in totals.items():
         by_phase: dict[str, float] = {}
-        for one in found:
-            by_phase[one.phase] = by_phase.get(one.phase, 0.0) + one.total
+        for operation in entries:
+            by_phase[operation.phase] = by_phase.get(operation.phase, 0.0) + operation.total
         rows.append({"name": name, "kind": kind, "seconds": sum(by_phase.values()), "phases": by_phase})
     return sorted(rows, key=lambda row: -float(str(row["seconds"])))

@@ -1,4 +1,4 @@
-"""The rates of a device: calibrated on this machine, measured on such a device, or by its data sheet. No torch."""
+"""The rates of a device: calibrated on this machine, measured on the same model, or from its data sheet. No torch."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.plan.rates import Rates
 
 SHIPPED = "nvidia-h200"
-"""The device whose measurements ship with the package; others borrow its efficiencies."""
+"""The device whose measurements ship with the package; its efficiencies are used for unmeasured devices."""
 GAP = 7.6e-7
 """Device seconds between two kernels of a CUDA graph: 35.8 − 34.7 ms over 1472 kernels and 237.8 − 234.3 ms over 4569
 (benchmarks/results/step-profiles-h200.txt)."""
 TINY = 2.6e-6
-"""Device seconds of a kernel that casts, scales or adds up a small tensor: 1.42 ms over 448, 1.14 ms over 512."""
+"""Device seconds of a kernel that casts, scales or adds a small tensor: 1.42 ms over 448, 1.14 ms over 512."""
 BORROWED_RANGE = (0.8, 1.6)
-"""The range around an estimate for a device that was never measured, as factors: its kernels may reach a larger or a
-smaller share of its ceilings than the measured device's do."""
+"""The range around an estimate for an unmeasured device, as factors: its kernels may reach a larger or smaller
+share of its peak rates than those of the measured device."""
 MEASURED_RANGE = (0.9, 1.15)
-"""The range around an estimate from measured kernels, calibrated here or shipped."""
+"""The range around an estimate from measured kernels, calibrated on this machine or shipped, as factors."""
 
 
 def rates_of(device: DeviceFacts, dtype: str) -> Rates | None:
-    """What is known of a device's speed; None where that is nothing.
+    """Returns a device's rates, or None if they are unknown.
 
     Example:
         >>> h200 = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
@@ -36,16 +36,16 @@ def rates_of(device: DeviceFacts, dtype: str) -> Rates | None:
         True
     """
     if device.calibration is not None:
-        return _calibrated(device, device.calibration, dtype)
+        return _rates_from_calibration(device, device.calibration, dtype)
     if device.kind != "cuda":
         return None
     measured = shipped_calibration()
     if device.name == measured.device:
         return dataclasses.replace(
-            _calibrated(device, measured, dtype), basis=f"measured on an {measured.device}"
+            _rates_from_calibration(device, measured, dtype), basis=f"measured on an {measured.device}"
         )
-    known = _ceilings(device, dtype)
-    return None if known is None else _borrowed(device, measured, dtype, *known)
+    ceilings = _ceilings(device, dtype)
+    return None if ceilings is None else _rates_from_data_sheet(device, measured, dtype, *ceilings)
 
 
 def _ceilings(device: DeviceFacts, dtype: str) -> tuple[float, float] | None:
@@ -53,7 +53,7 @@ def _ceilings(device: DeviceFacts, dtype: str) -> tuple[float, float] | None:
     return None if ceiling is None or bandwidth is None else (ceiling[0], bandwidth)
 
 
-def _calibrated(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates:
+def _rates_from_calibration(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates:
     when = measured.measured_at.partition("T")[0]
     return Rates(
         flops=measured.flops,
@@ -71,17 +71,17 @@ def _calibrated(device: DeviceFacts, measured: Calibration, dtype: str) -> Rates
     )
 
 
-def _borrowed(
+def _rates_from_data_sheet(
     device: DeviceFacts, measured: Calibration, dtype: str, flops: float, bandwidth: float
 ) -> Rates:
-    """A data sheet's rates, of which products and copies reach the share that they reach on the measured device."""
+    """Rates from a data sheet, scaled by the efficiencies of matmuls and copies on the measured device."""
     sheet = DeviceFacts(measured.device, "cuda", 1)
-    known = _ceilings(sheet, "bf16")
-    assert known is not None, "the measured device has a data sheet"
-    products, copies = measured.flops["bf16"] / known[0], measured.copy / known[1]
+    ceilings = _ceilings(sheet, "bf16")
+    assert ceilings is not None, "the measured device has a data sheet"
+    flops_efficiency, copy_efficiency = measured.flops["bf16"] / ceilings[0], measured.copy / ceilings[1]
     return Rates(
-        flops={dtype: flops * products},
-        copy=bandwidth * copies,
+        flops={dtype: flops * flops_efficiency},
+        copy=bandwidth * copy_efficiency,
         measured=measured,
         ceilings=(flops, bandwidth),
         launch=measured.launch_seconds,
@@ -97,6 +97,6 @@ def _borrowed(
 
 @cache
 def shipped_calibration() -> Calibration:
-    """The measurements that ship with the package."""
+    """Returns the measurements that ship with the package."""
     text = files("trimtab.facts").joinpath("catalogue", "calibrations", f"{SHIPPED}.json").read_text("utf-8")
     return Calibration.from_dict(json.loads(text))

@@ -1,4 +1,4 @@
-"""Whether a run fits the device, and which changes of the recipe would make it fit."""
+"""Whether a run fits its device, and which recipe changes would make it fit."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change of the recipe, what the run then needs, and what that saves, in bytes."""
+    """A recipe change, the memory that the run then needs, and the memory saved, in bytes."""
 
     change: str
     needed: int
     saving: int
     seconds: float | None = None
-    """What an optimizer step of as many tokens takes longer; None where the device's rates are not known."""
+    """Extra seconds of an optimizer step with the same number of tokens; None if the device's rates are unknown."""
 
 
 def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool = False) -> None:
-    """Raise a ResourceError if the plan needs more memory than there is, or than it is allowed; return if it fits.
+    """Raise a ResourceError if the plan needs more memory than is available or allowed.
 
-    The error names what is needed and what is there, and the changes of the recipe, each with its computed
-    saving, that are enough; where no single one is, those that are together. For a run that is `resumed`, only
-    changes that it may see.
+    The error names the needed and the available memory and the recipe changes that suffice, each with its computed
+    saving; if no single change suffices, a combination that does. For a `resumed` run, only changes that are allowed
+    on resume.
     """
     device = device or plan.device
-    there = min(device.available_bytes, plan.limit)
+    available = min(device.available_bytes, plan.limit)
     _check_host(plan, device)
-    if _needed(plan) <= there:
-        _check_phases(plan, device, there)
+    if _needed(plan) <= available:
+        _check_phases(plan, device, available)
         return
-    remedy = _for_a_resumed_run(plan, device, there) if resumed else _for_a_new_run(plan, there)
-    weights, has = plan.memory.before.weights, _has(plan, device, there)
-    if weights > there:
+    remedy = _resumed_run_remedy(plan, device, available) if resumed else _new_run_remedy(plan, available)
+    weights, has = plan.memory.before.weights, _describe_available(plan, device, available)
+    if weights > available:
         raise ResourceError(f"the weights alone take {format_bytes(weights)} and {has}", remedy)
-    raise ResourceError(f"training needs {_needs(plan)} and {has}", remedy)
+    raise ResourceError(f"training needs {_describe_need(plan)} and {has}", remedy)
 
 
 def fits(plan: Plan) -> bool:
-    """Whether the device has the memory that every phase of the run needs, and the host that for offloading.
+    """Returns whether the device has enough memory for every phase of the run, and the host for offloading.
 
     Example:
         >>> fits(make_plan(recipe, shape, resolved, device=gpu))  # doctest: +SKIP
@@ -60,50 +60,51 @@ def fits(plan: Plan) -> bool:
     return on_host and needed <= min(plan.device.available_bytes, plan.limit)
 
 
-def _for_a_new_run(plan: Plan, there: int) -> str:
-    enough = _one_per_key([remedy for remedy in remedies(plan) if remedy.needed <= there])
-    if enough:
-        return "set " + ", or ".join(_sentence(one) for one in enough[:3])
-    together, enough_together = _together(plan, there)
-    listed = ", and ".join(_sentence(one) for one in together)
-    if enough_together:
-        return f"set {listed}: together {format_bytes(together[-1].needed)}"
-    if together:
+def _new_run_remedy(plan: Plan, available: int) -> str:
+    sufficient = _first_per_key([remedy for remedy in remedies(plan) if remedy.needed <= available])
+    if sufficient:
+        return "set " + ", or ".join(_describe(remedy) for remedy in sufficient[:3])
+    combined, combined_fits = _combine_changes(plan, available)
+    listed = ", and ".join(_describe(remedy) for remedy in combined)
+    if combined_fits:
+        return f"set {listed}: together {format_bytes(combined[-1].needed)}"
+    if combined:
         return (
-            f"take a smaller model or a larger device: even {listed} leave "
-            f"{format_bytes(together[-1].needed)}"
+            f"use a smaller model or a larger device: even with {listed}, the run needs "
+            f"{format_bytes(combined[-1].needed)}"
         )
-    return "take a smaller model or a larger device"
+    return "use a smaller model or a larger device"
 
 
-def _for_a_resumed_run(plan: Plan, device: DeviceFacts, there: int) -> str:
-    """A resumed run keeps its batch, dtypes and optimizer: only activation checkpointing can change."""
-    may = [remedy for remedy in remedies(plan) if remedy.change.split(":")[0] in CHANGEABLE_ON_RESUME]
-    enough = [remedy for remedy in may if remedy.needed <= there]
-    if enough:
-        return "set " + ", or ".join(_sentence(one) for one in enough)
-    smallest = min(may, key=lambda remedy: remedy.needed, default=None)
-    least, first = _needed(plan), ""
+def _resumed_run_remedy(plan: Plan, device: DeviceFacts, available: int) -> str:
+    """A resumed run keeps its batch, dtypes and optimizer; only activation checkpointing can change."""
+    allowed = [remedy for remedy in remedies(plan) if remedy.change.split(":")[0] in CHANGEABLE_ON_RESUME]
+    sufficient = [remedy for remedy in allowed if remedy.needed <= available]
+    if sufficient:
+        return "set " + ", or ".join(_describe(remedy) for remedy in sufficient)
+    smallest = min(allowed, key=lambda remedy: remedy.needed, default=None)
+    needed, first = _needed(plan), ""
     if smallest is not None:
-        least, first = smallest.needed, f"set {smallest.change} and "
-    how = "raise memory_limit to" if least <= device.available_bytes else "continue on a device with"
-    return f"{first}{how} {format_bytes(least, up=True)}: a run that has begun cannot do with less"
+        needed, first = smallest.needed, f"set {smallest.change} and "
+    how = "raise memory_limit to" if needed <= device.available_bytes else "continue on a device with"
+    return f"{first}{how} {format_bytes(needed, up=True)}: the resumed run cannot use less"
 
 
-def _needs(plan: Plan) -> str:
-    """What the run needs, and, where nothing was named, that no other setting needs less."""
+def _describe_need(plan: Plan) -> str:
+    """Describes the needed memory, and if `recompute` is automatic, that no other setting needs less."""
     moment = plan.memory.moment.describe()
     if copy := _checkpoint_copy(plan):
-        moment += f"; {format_bytes(copy)} of it for writing checkpoints meanwhile"
+        moment += f"; {format_bytes(copy)} of it for writing checkpoints in the background"
     peak = f"{format_bytes(_needed(plan), up=True)} at its peak ({moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
-    if not auto or plan.memory.needed <= plan.limit:  # a search that finds nothing answers with the least
+    if not auto or plan.memory.needed <= plan.limit:
         return peak
+    # The search found no fitting setting and returned the lowest-memory one.
     return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
 
 
 def _needed(plan: Plan) -> int:
-    """What training needs of its device; on a CPU checkpoints are written from a copy in the same memory."""
+    """Device memory for training; on a CPU checkpoints are written from a copy in the same memory."""
     return plan.memory.needed + _checkpoint_copy(plan)
 
 
@@ -114,10 +115,10 @@ def _checkpoint_copy(plan: Plan) -> int:
     return checkpoint.needed - plan.memory.needed
 
 
-def _has(plan: Plan, device: DeviceFacts, there: int) -> str:
-    if there < device.available_bytes:
-        return f"memory_limit: {plan.recipe.memory_limit} allows {format_bytes(there)}"
-    return f"{device.name} has {format_bytes(there)} free"
+def _describe_available(plan: Plan, device: DeviceFacts, available: int) -> str:
+    if available < device.available_bytes:
+        return f"memory_limit: {plan.recipe.memory_limit} allows {format_bytes(available)}"
+    return f"{device.name} has {format_bytes(available)} free"
 
 
 def _check_host(plan: Plan, device: DeviceFacts) -> None:
@@ -126,41 +127,43 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
             f"recompute: offload gains nothing on {device.name}, whose GPU and CPU share one memory",
             "set recompute: auto",
         )
-    free, pinnable = device.host_free_bytes, device.pinnable_bytes
-    if free is None or pinnable is None or plan.memory.host <= pinnable:
+    host_free, pinnable = device.host_free_bytes, device.pinnable_bytes
+    if host_free is None or pinnable is None or plan.memory.host <= pinnable:
         return
     raise ResourceError(
-        f"recompute: offload keeps {format_bytes(plan.memory.host)} in the host's memory, of which "
-        f"{format_bytes(free)} are free and {format_bytes(pinnable)} may be pinned",
+        f"recompute: offload needs {format_bytes(plan.memory.host)} of pinned host memory; "
+        f"{format_bytes(host_free)} are free, of which {format_bytes(pinnable)} may be pinned",
         "set recompute: auto, or fewer layers to offload, or a shorter max_seq_length",
     )
 
 
-def _check_phases(plan: Plan, device: DeviceFacts, there: int) -> None:
-    """Raise a ResourceError for a phase besides the training step that needs more than there is."""
+def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
+    """Raise a ResourceError for a phase other than the training step that needs more than is available."""
     phase = plan.phases.peak
-    if phase.phase in OWN_STEP or phase.needed <= there:
+    if phase.phase in OWN_STEP or phase.needed <= available:
         return
     needs = f"{phase.phase.value} needs {format_bytes(phase.needed, up=True)} ({phase.note})"
-    raise ResourceError(f"{needs} and {_has(plan, device, there)}", PHASE_REMEDIES[phase.phase])
+    raise ResourceError(
+        f"{needs} and {_describe_available(plan, device, available)}", PHASE_REMEDIES[phase.phase]
+    )
 
 
 def remedies(plan: Plan) -> list[Remedy]:
-    """Every single change that saves memory: first those that leave the training as it is, the fastest first."""
-    found = [(change, remedy) for change, remedy in _options(plan, plan.job) if remedy.saving > 0]
-    found.sort(key=lambda one: (not one[0].same_training, one[1].seconds or 0.0))
-    return [remedy for _, remedy in found]
+    """Returns every single change that saves memory: first those with the same updates, the fastest first."""
+    pairs = [(change, remedy) for change, remedy in _options(plan, plan.job) if remedy.saving > 0]
+    pairs.sort(key=lambda pair: (not pair[0].same_training, pair[1].seconds or 0.0))
+    return [remedy for _, remedy in pairs]
 
 
-def _one_per_key(found: list[Remedy]) -> list[Remedy]:
+def _first_per_key(candidates: list[Remedy]) -> list[Remedy]:
     """The first remedy of each recipe key."""
     by_key: dict[str, Remedy] = {}
-    for remedy in found:
+    for remedy in candidates:
         by_key.setdefault(remedy.change.split(":")[0], remedy)
     return list(by_key.values())
 
 
-def _sentence(remedy: Remedy) -> str:
+def _describe(remedy: Remedy) -> str:
     cost = ""
     if remedy.seconds is not None and remedy.seconds > 0.0005:
         cost = f", costs {format_seconds(remedy.seconds)} per step"
@@ -169,19 +172,24 @@ def _sentence(remedy: Remedy) -> str:
 
 def _options(plan: Plan, job: Job) -> list[tuple[Change, Remedy]]:
     suggested = [change for change in savings(plan, job) if change.suggested]
-    copy = _checkpoint_copy(plan)  # that of a changed run is no larger
+    checkpoint_copy = _checkpoint_copy(plan)  # upper bound: the copy of a changed run is no larger
     return [
-        (one.change, Remedy(_words(one.change), one.needed + copy, one.saved, one.seconds))
-        for one in effects(plan, suggested, job)
+        (
+            effect.change,
+            Remedy(
+                _change_text(effect.change), effect.needed + checkpoint_copy, effect.saved, effect.seconds
+            ),
+        )
+        for effect in effects(plan, suggested, job)
     ]
 
 
-def _words(change: Change) -> str:
+def _change_text(change: Change) -> str:
     return f"{change.text}, which trains adapters only" if change.name == "LoRA" else change.text
 
 
-def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
-    """Changes piled up in their order until the run fits, and whether it does."""
+def _combine_changes(plan: Plan, available: int) -> tuple[list[Remedy], bool]:
+    """Combines changes in their order until the run fits; returns them and whether it fits."""
     job = plan.job
     steps: list[Remedy] = []
     while True:
@@ -191,16 +199,19 @@ def _together(plan: Plan, there: int) -> tuple[list[Remedy], bool]:
         job, step = options[0]
         key = step.change.split(":")[0]
         if steps and steps[-1].change.split(":")[0] == key:
-            # The same key once more: only where it ends is worth saying, and what it saved in all.
+            # The same key again: report only its last value and the total saving.
             before = steps.pop()
             step = Remedy(
-                step.change, step.needed, step.saving + before.saving, _sum(before.seconds, step.seconds)
+                step.change,
+                step.needed,
+                step.saving + before.saving,
+                _sum_seconds(before.seconds, step.seconds),
             )
         steps.append(step)
-        if step.needed <= there:
+        if step.needed <= available:
             return steps, True
 
 
-def _sum(*seconds: float | None) -> float | None:
-    known = [one for one in seconds if one is not None]
+def _sum_seconds(*seconds: float | None) -> float | None:
+    known = [value for value in seconds if value is not None]
     return sum(known) if len(known) == len(seconds) else None

@@ -1,7 +1,7 @@
 """Memory of passes without gradients: the loss on evaluation text, the probe, generation. Imports no torch.
 
-The blocks' operations are those that training declares. Nothing is saved for backward, so each layer only
-allocates its own temporary tensors. Legend: B rows, T tokens of a pass, S tokens in the cache, N = B · T, V vocabulary.
+The blocks have the operations declared for training. Nothing is saved for backward, so each layer allocates only its
+temporary tensors. Legend: B rows, T tokens of a pass, S tokens in the cache, N = B · T, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,95 +19,100 @@ from trimtab.model import spec as model_spec
 from trimtab.model.spec_block import BLOCK_INPUT, DeclaredBlock
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
-from trimtab.plan.layers import declared_blocks, stream_dtype, unpacking_bytes, workspace_bytes
+from trimtab.plan.layers import declared_blocks, dequantize_scratch_bytes, stream_dtype, workspace_bytes
 from trimtab.plan.liveness import walk_forward
 
 Tensors = list[Activation]
 
 CACHE_BLOCK = 256
-"""Tokens by which the key/value cache grows (`trimtab.generate.cache`)."""
+"""Tokens per allocation step of the KV cache (`trimtab.generate.cache`)."""
 PREFILL_TOKENS = 8192
-"""Tokens of several prompts that are read in one pass (`trimtab.generate.loop`)."""
+"""Tokens per prefill pass over several prompts (`trimtab.generate.loop`)."""
 
 
 def total(tensors: Tensors) -> int:
-    """Bytes of all of them."""
-    return sum(one.nbytes for one in tensors)
+    """Returns the bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def loss_tensors(job: Job) -> Tensors:
-    """Peak bytes of a per-token loss over one batch of the job, without weights and optimizer states."""
+    """Returns the tensors live at the peak of a per-token loss over one batch, without weights and optimizer states."""
     forward = [*_inputs(job), *_shared(job), *_layer(job)]
-    # The angles of RoPE are freed with the forward pass; the layout of the documents is the caller's.
+    # RoPE's cos and sin are freed after the forward pass; the document layout belongs to the caller.
     masks = _shared(job)[0].nbytes - _shared(job.changed(**_UNMASKED))[0].nbytes
     loss = [*_inputs(job), Activation("masks", masks, Part.INPUTS), *_loss(job)]
     return max(forward, loss, key=total) + _dequantized(job)
 
 
 _UNMASKED = {"attention": "triton", "layer_attention": (), "packed": False}
-"""Attention that reads no mask."""
+"""A change to an attention backend without a mask."""
 
 
 def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Tensors:
-    """Peak bytes of generation from prompts, without weights and optimizer states.
+    """Returns the tensors live at the peak of generation, without weights and optimizer states.
 
     Args:
-        job: the model and how it runs; its batch and tokens are not used.
-        rows: prompts of a batch.
-        prompt: tokens of the longest one.
-        new_tokens: the most tokens that are generated.
+        job: the model and how it runs; its batch and tokens are ignored.
+        rows: prompts per batch.
+        prompt: tokens of the longest prompt.
+        new_tokens: the maximum number of generated tokens.
     """
     chunk = prompt if rows == 1 else min(prompt, max(PREFILL_TOKENS // rows, 1))
-    held = cache_tokens(rows, prompt, prompt)
-    reading = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
-    cache = _cache(job, rows, held)
+    cached = cache_tokens(rows, prompt, prompt)
+    prefill_job = job.changed(batch=rows, tokens=chunk, packed=False, mlp_tiles=1, policies=())
+    cache = _cache(job, rows, cached)
     last = []
-    if chunk == prompt:  # a layer's part of the cache is made when it has its keys and values
-        size = rows * held * cached_width(job.shape.blocks[-1]) * BYTES[job.dtype]
+    if chunk == prompt:  # a layer's part of the cache is allocated after its keys and values
+        size = rows * cached * cache_width(job.shape.blocks[-1]) * BYTES[job.dtype]
         last = [Activation("cache.last", size, Part.CACHE)]
         cache = [Activation("cache", total(cache) - size, Part.CACHE)]
-    mask = _mask(reading, min(prompt, held), padded=rows > 1)
-    prefill = [*cache, *_inputs(reading), *_shared(reading), *mask, *_layer(reading, last)]
-    writing = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
-    grown = cache_tokens(rows, prompt, prompt + new_tokens)
-    longer = _cache(job, rows, grown)
-    if grown > held:  # one layer's keys, or values, are copied to where there is more room
-        widest = max(cached_width(block) for block in job.shape.blocks)
-        size = rows * held * widest * BYTES[job.dtype] // 2
-        longer = [*longer, Activation("cache.copied", size, Part.CACHE)]
-    step = [*longer, *_inputs(writing), *_mask(writing, grown, padded=rows > 1), *_layer(writing)]
-    logits = [*longer, *_inputs(writing), *_logits(writing)]
+    mask = _mask(prefill_job, min(prompt, cached), padded=rows > 1)
+    prefill = [*cache, *_inputs(prefill_job), *_shared(prefill_job), *mask, *_layer(prefill_job, last)]
+    decode_job = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
+    final_cached = cache_tokens(rows, prompt, prompt + new_tokens)
+    grown_cache = _cache(job, rows, final_cached)
+    if final_cached > cached:  # one layer's keys or values are copied to a larger buffer
+        widest = max(cache_width(block) for block in job.shape.blocks)
+        size = rows * cached * widest * BYTES[job.dtype] // 2
+        grown_cache = [*grown_cache, Activation("cache.copied", size, Part.CACHE)]
+    step = [
+        *grown_cache,
+        *_inputs(decode_job),
+        *_mask(decode_job, final_cached, padded=rows > 1),
+        *_layer(decode_job),
+    ]
+    logits = [*grown_cache, *_inputs(decode_job), *_logits(decode_job)]
     return max(prefill, step, logits, key=total) + _dequantized(job)
 
 
 def cache_tokens(rows: int, prompt: int, tokens: int) -> int:
-    """Tokens that a key/value cache has room for when a prompt was read and text written up to `tokens` in all.
+    """Returns the capacity in tokens of a KV cache after a prompt and generation up to `tokens` in total.
 
-    It grows to what is needed or by half, rounded up to blocks.
+    It grows to the needed size or by half, whichever is larger, rounded up to blocks.
 
     Example:
         >>> cache_tokens(64, 100, 164), cache_tokens(1, 300, 428), cache_tokens(1, 300, 600)
         (256, 512, 768)
     """
     chunk = prompt if rows == 1 else max(PREFILL_TOKENS // rows, 1)
-    room = length = 0
+    capacity = length = 0
     while length < tokens:
-        needed = min(length + chunk, prompt) if length < prompt else room + 1
+        needed = min(length + chunk, prompt) if length < prompt else capacity + 1
         if needed > tokens:
             break
-        if needed > room:
-            before = length if length < prompt else room
-            room = -(-max(needed, before + before // 2) // CACHE_BLOCK) * CACHE_BLOCK
-        length = needed if length < prompt else room
-    return room
+        if needed > capacity:
+            before = length if length < prompt else capacity
+            capacity = -(-max(needed, before + before // 2) // CACHE_BLOCK) * CACHE_BLOCK
+        length = needed if length < prompt else capacity
+    return capacity
 
 
-def cached_width(block: BlockShape) -> int:
-    """Elements that a layer caches per token: keys and values, or the latent of both (MLA).
+def cache_width(block: BlockShape) -> int:
+    """Returns the elements that a layer caches per token: keys and values, or their latent (MLA).
 
     Example:
         >>> from trimtab.facts.blocks import FeedForwardShape
-        >>> cached_width(BlockShape(AttentionShape(32, 8, 128), FeedForwardShape(14336)))
+        >>> cache_width(BlockShape(AttentionShape(32, 8, 128), FeedForwardShape(14336)))
         2048
     """
     mixer = block.mixer
@@ -128,55 +133,57 @@ def _shared(job: Job) -> Tensors:
 
 
 def _dequantized(job: Job) -> Tensors:
-    size = workspace_bytes(job) + unpacking_bytes(job)
+    size = workspace_bytes(job) + dequantize_scratch_bytes(job)
     return [Activation("dequantized weight", size, Part.WORKSPACE)] if size else []
 
 
 def _layer(job: Job, from_attention: Sequence[Activation] = ()) -> Tensors:
     """The live tensors at the layer and operation with the highest memory."""
     blocks = declared_blocks(job)
-    return max((found for block, _ in blocks for found in _instants(block, from_attention)), key=total)
+    return max((tensors for block, _ in blocks for tensors in _instants(block, from_attention)), key=total)
 
 
 def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Iterator[Tensors]:
     """Live tensors of a block during each operation; the caller keeps its input alive until the block ends.
 
     Args:
-        block: its operations.
-        from_attention: other tensors that are there from attention on.
+        block: the block's operations.
+        from_attention: other tensors, live from attention on.
     """
-    begun = False
+    reached_attention = False
     operations = block.attention if block.tile else block.operations
     x = operations[0].inputs[0]
-    for one in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
-        assert one.operation is not None
-        begun |= one.operation.kind is Kind.ATTENTION
-        own = one.tensors() + _made_inside(one.operation, one.tensors())
-        yield [*own, *from_attention] if begun else own
+    for instant in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
+        assert instant.operation is not None
+        reached_attention |= instant.operation.kind is Kind.ATTENTION
+        tensors = instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
+        yield [*tensors, *from_attention] if reached_attention else tensors
     if not block.tile:
         return
-    between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-    whole = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
-    for one in walk_forward(block.tile, frozenset(), [], set()):
-        assert one.operation is not None
+    residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+    live = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
+    for instant in walk_forward(block.tile, frozenset(), [], set()):
+        assert instant.operation is not None
         tile = [
             Activation(f"tile.{tensor.name}", tensor.nbytes, tensor.part)
-            for tensor in one.tensors() + _made_inside(one.operation, one.tensors())
-            if tensor.name != between.name  # a slice of the whole
+            for tensor in instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
+            if tensor.name != residual.name  # a view of the full tensor
         ]
-        yield whole + tile
+        yield live + tile
 
 
-def _made_inside(one: Operation, alive: Tensors) -> Tensors:
-    """What training would save of an operation beyond its inputs and outputs: here it is freed with the operation."""
-    if one.kind is Kind.ATTENTION and not one.results:
-        # Not tiled: the matrices are its scratch; keys and values are repeated for all query heads.
-        return [Activation("repeated keys and values", 2 * one.outputs[0].nbytes, Part.ATTENTION)]
-    names = {tensor.name for tensor in alive} | {tensor.name for tensor in one.inputs}
-    own = {
-        saved.activation.name: saved.activation for saved in one.saved if saved.activation.name not in names
+def _internal_tensors(operation: Operation, live: Tensors) -> Tensors:
+    """Tensors that training would save beyond an operation's inputs and outputs; here freed with the operation."""
+    if operation.kind is Kind.ATTENTION and not operation.results:
+        # Without tiling: the matrices are its scratch; keys and values are repeated for all query heads.
+        return [Activation("repeated keys and values", 2 * operation.outputs[0].nbytes, Part.ATTENTION)]
+    names = {tensor.name for tensor in live} | {tensor.name for tensor in operation.inputs}
+    internal = {
+        saved.activation.name: saved.activation
+        for saved in operation.saved
+        if saved.activation.name not in names
     }
-    return list(own.values())
+    return list(internal.values())
 
 
 def _loss(job: Job) -> Tensors:
@@ -189,12 +196,12 @@ def _loss(job: Job) -> Tensors:
     elif job.loss_impl == "triton":
         plan = loss_schedule.schedule(
             N, C, V, width, BYTES[job.gradient_dtype],
-            memory_bytes=job.loss_memory, weight_grad=job.trained.head > 0 or job.trained.adapts_head,
+            memory_bytes=job.loss_memory, weight_grad=job.trained.head_gradient_bytes > 0 or job.trained.adapts_head,
         )  # fmt: skip
         size = plan.rows * loss_schedule.row_stride(V) * width + 12 * N
     else:
-        # Logits and log-probabilities of a chunk, and five numbers for each of its tokens; labels, which of them count,
-        # losses, log-probabilities and log-sum-exps of all tokens.
+        # Logits and log-probabilities of a chunk, and five values per token of it; labels, their mask, losses,
+        # log-probabilities and log-sum-exps of all tokens.
         size = loss_spec.chunk_tokens(N, V) * (V * (width + 4) + 20) + N * (8 + 1 + 12)
     if stream_dtype(job) != job.dtype:  # autocast copies hidden states and head
         size += (N + V) * C * width
@@ -209,13 +216,13 @@ def _adapted_head(job: Job) -> Tensors:
 
 
 def _cache(job: Job, rows: int, tokens: int) -> Tensors:
-    """Keys and values of all layers; layers with sliding-window attention need no more than this."""
-    width = sum(cached_width(block) for block in job.shape.blocks)
+    """Keys and values of all layers; an upper bound for layers with sliding-window attention."""
+    width = sum(cache_width(block) for block in job.shape.blocks)
     return [Activation("cache", rows * tokens * width * BYTES[job.dtype], Part.CACHE)]
 
 
 def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
-    """Of backends that read one, where prompts are padded; made for each layer."""
+    """The attention mask, for backends that read one and padded prompts; built for each layer."""
     if job.attention not in attention_spec.MASKED or not padded:
         return []
     size = job.batch * job.tokens * (-(-keys // 8) * 8) * BYTES[job.dtype]
@@ -223,7 +230,7 @@ def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
 
 
 def _logits(job: Job) -> Tensors:
-    """Of the last token of each row: as the product gives them, in fp32, and those of the token before."""
+    """Logits of the last token of each row: the matmul's output, its fp32 copy, and the previous token's."""
     V, width = job.shape.vocab_size, BYTES[job.dtype]
     size = job.batch * V * (4 + width + (4 if width < 4 else 0))
     if stream_dtype(job) != job.dtype:  # autocast copies the head

@@ -1,4 +1,4 @@
-"""What decides the memory and the time of a step, in one place. Imports no torch."""
+"""`Job`: the settings that determine the memory and time of a training step. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.shapes import ModelShape
-from trimtab.plan.trained import Trained, trained
+from trimtab.plan.trainable import TrainableParameters, trainable_parameters
 
 
 @dataclass(frozen=True)
 class Job:
-    """What decides the memory of a step: the recipe's keys after every `auto` has been resolved."""
+    """The settings that determine the memory and time of a step: recipe keys with every `auto` resolved."""
 
     shape: ModelShape
     batch: int
@@ -28,47 +28,49 @@ class Job:
     gradient_dtype: str
     optimizer: str
     attention: str
-    """The attention backend of all layers, or of the first where `layer_attention` names each one's."""
+    """The attention backend of all layers, or of the first layer if `layer_attention` is set."""
     device: str
     bf16: bool = False
-    """Whether the device computes bf16 in hardware."""
+    """Whether the device supports bf16 in hardware."""
     packed: bool = True
     policies: tuple[str, ...] = ()
-    """The recompute policy of each layer (`trimtab.adapt.recompute`); empty if all save everything."""
+    """The recompute policy of each layer (`trimtab.adapt.recompute`); empty if all layers save everything."""
     mlp_tiles: int = 1
-    """Parts of the tokens that feed-forward halves are computed in."""
+    """Number of token chunks (tiles) in which the feed-forward is computed."""
     pointwise: str = "reference"
     optimizer_impl: str = "reference"
     loss_impl: str = "chunked"
     loss_memory: int | None = None
-    """Bytes that the loss "triton" may allocate beyond inputs and gradients."""
+    """Bytes that the loss `triton` may allocate beyond inputs and gradients."""
     in_backward: bool = False
-    """Whether backward itself updates each weight and frees its gradient."""
+    """Whether the optimizer step is fused into backward, which frees each gradient after its update."""
     compiled: bool = False
-    """Whether whole layers are compiled, so that nothing inside one can be offloaded to host memory."""
+    """Whether whole layers are compiled, so that only layer inputs can be offloaded to host memory."""
     lora: LoraSettings | None = None
-    """The adapters' settings, where adapters are trained and all else is frozen."""
+    """Settings of the adapters if only adapters are trained; None for full training."""
     quantization: Quantization | None = None
-    """How frozen weights are quantized."""
+    """How frozen weights are quantized; None if they are not."""
     layer_attention: tuple[str, ...] = ()
-    """Of each layer, where they differ."""
+    """The attention backend of each layer, if they differ."""
     attended_share: float = 1.0
-    """Of the query–key pairs of a causal sequence those that lie within one document: less than 1 where sequences are
-    packed with several."""
+    """Share of the query–key pairs of a causal sequence that are within one document: less than 1 for sequences packed
+    with several documents."""
     unpacked_layers: int = 0
     """Layers whose quantized weights also have dequantized copies (`trimtab.adapt.dequantized`)."""
 
     @cached_property
-    def trained(self) -> Trained:
-        """Which weights are trained, and the bytes that follow from it."""
-        return trained(self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization)
+    def trained(self) -> TrainableParameters:
+        """The trainable parameters, and the bytes of weights, gradients and optimizer states."""
+        return trainable_parameters(
+            self.shape, self.weights_dtype, self.gradient_dtype, self.lora, self.quantization
+        )
 
     def changed(self, **changes: Any) -> Job:
-        """A copy with other batch, tokens, policies or the like; what is trained stays, and is not worked out again."""
+        """Returns a copy with another batch, tokens, policies or the like; reuses the cached trainable parameters."""
         assert changes.keys().isdisjoint(("shape", "weights_dtype", "gradient_dtype", "lora", "quantization"))
-        other = dataclasses.replace(self, **changes)
-        other.__dict__["trained"] = self.trained
-        return other
+        copy = dataclasses.replace(self, **changes)
+        copy.__dict__["trained"] = self.trained
+        return copy
 
     @property
     def attention_backends(self) -> tuple[str, ...]:
@@ -78,6 +80,6 @@ class Job:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The policy of each layer."""
+        """The recompute policy of each layer."""
         assert not self.policies or len(self.policies) == self.shape.num_layers
         return self.policies or ("none",) * self.shape.num_layers

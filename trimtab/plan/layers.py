@@ -1,6 +1,6 @@
-"""Memory of a job's blocks between forward and backward, and in the backward of each. Imports no torch.
+"""Memory of a job's blocks: saved activations, and the peak of each forward and backward pass. Imports no torch.
 
-Everything is summed over the operations that the blocks declare (`trimtab.model.spec_block`).
+All figures are sums over the operations that the blocks declare (`trimtab.model.spec_block`).
 `trimtab.adapt.spec_recompute` defines which activations a recompute policy saves.
 """
 
@@ -39,38 +39,37 @@ from trimtab.plan.liveness import (
 )
 
 Segments = Sequence[tuple[str, int]]
-"""(policy, how many layers have it), the first layers first."""
+"""(policy, number of layers), from the first layer to the last."""
 
 
 @dataclass(frozen=True)
 class LayerMemory:
     """Bytes of one layer under a policy."""
 
-    kept: int
-    """On the device, from the forward pass to the layer's backward."""
+    on_device: int
+    """Saved activations on the device, from the forward pass to the layer's backward."""
     peak: int
-    """The most during the layer's backward pass: what was kept, what comes back, and gradients."""
+    """Peak of the layer's backward pass: saved, recomputed and reloaded activations, and gradients."""
     forward: int
-    """The most during the layer's forward pass, its input included."""
+    """Peak of the layer's forward pass, including its input."""
     gradients: int
-    """Of its trained tensors, where they pile up during backward."""
+    """Gradients of its trainable parameters, if they are retained during backward."""
     host: int = 0
-    """Pinned memory of the host."""
+    """Offloaded activations in pinned host memory."""
 
 
 def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
-    """(operations, the layers that have them) for each run of equal layers; runs of the same kind share theirs."""
+    """Returns (declared block, layers) for each run of equal layers; runs of the same kind share one block."""
     kinds = layer_kinds(job)
-    found: dict[int, DeclaredBlock] = {}
+    blocks: dict[int, DeclaredBlock] = {}
     for layer, kind in enumerate(kinds):
-        if kind not in found:
-            found[kind] = declare_layer(job, layer)
-    return [(found[kinds[run[0]]], run) for run in _runs(kinds)]
+        if kind not in blocks:
+            blocks[kind] = declare_layer(job, layer)
+    return [(blocks[kinds[run[0]]], run) for run in _runs(kinds)]
 
 
 def layer_runs(job: Job) -> Iterator[range]:
-    """Runs of layers that are equal in their blocks and backends, in what is trained and in whether their input has a
-    gradient."""
+    """Yields runs of layers with equal blocks, attention backends, trainable parameters and input gradients."""
     yield from _runs(layer_kinds(job))
 
 
@@ -83,30 +82,30 @@ def _runs(kinds: Sequence[int]) -> Iterator[range]:
 
 
 def layer_kinds(job: Job) -> list[int]:
-    """A number for each layer that is the same for equal ones, wherever they are."""
+    """Returns an id per layer; equal layers have the same id."""
     kinds = zip(
         job.shape.blocks, job.attention_backends, job.trained.layers, inputs_require_grad(job), strict=True
     )
-    numbers: dict[object, int] = {}
-    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+    ids: dict[object, int] = {}
+    return [ids.setdefault(kind, len(ids)) for kind in kinds]
 
 
 def inputs_require_grad(job: Job) -> Iterator[bool]:
-    """Whether each layer's input has a gradient: below it something is trained, or graphs are compiled so."""
+    """Yields whether each layer's input requires grad: parameters below are trained, or layers are compiled."""
     below = job.compiled or job.trained.trains_embedding
-    for trained in job.trained.layers:
+    for parameters in job.trained.layers:
         yield below
-        below = below or bool(trained)
+        below = below or bool(parameters)
 
 
 def num_tiles(job: Job) -> int:
-    """How many tiles the feed-forward halves run in."""
+    """Returns the number of tiles in which the feed-forward runs."""
     tokens = job.batch * job.tokens
     return -(-tokens // tile_rows(tokens, job.mlp_tiles))
 
 
 def declare_layer(job: Job, layer: int) -> DeclaredBlock:
-    """The operations of one layer of a job."""
+    """Returns the declared operations of one layer of a job."""
     adapted = None
     if job.lora is not None or job.quantization is not None:
         adapted = AdaptedProjections(job.lora, job.quantization)
@@ -122,7 +121,7 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
             job.weights_dtype,
             job.device,
             job.pointwise,
-            {one.name: one.gradient for one in job.trained.layers[layer]},
+            {parameter.name: parameter.gradient for parameter in job.trained.layers[layer]},
             job.attended_share,
         ),
         adapted,
@@ -132,86 +131,89 @@ def declare_layer(job: Job, layer: int) -> DeclaredBlock:
 
 
 def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
-    """Bytes of one layer of a job under a policy.
+    """Returns the memory of one layer of a job under a policy.
 
-    On a CPU `offload` keeps the input where it is, as `block` does, and the other two that offload do so as well.
+    On a CPU the offloading policies leave saved activations where they are; `offload` is then the same as `block`.
     """
-    kept = saved_under(block, policy)
-    size = total_bytes(kept)
-    left = gradient_bytes(block.operations) if _parameter_gradients(job).pile_up else 0
-    peak = max((one.total for one in backward_instants(job, block, policy)), default=0)
-    forward = max(one.total for one in forward_instants(block, policy))
+    saved = saved_under(block, policy)
+    size = total_bytes(saved)
+    gradients = gradient_bytes(block.operations) if _parameter_gradients(job).retain else 0
+    peak = max((instant.total for instant in backward_instants(job, block, policy)), default=0)
+    forward = max(instant.total for instant in forward_instants(block, policy))
     if is_offloaded(job, policy):
-        # Meanwhile the offloaded activations of the layer below are being copied to the host, or back.
-        return LayerMemory(0, peak + size, forward + size, left, size)
-    return LayerMemory(size, peak, forward, left)
+        # At the same time the offloaded activations of the layer below are copied to or from the host.
+        return LayerMemory(0, peak + size, forward + size, gradients, size)
+    return LayerMemory(size, peak, forward, gradients)
 
 
 def is_offloaded(job: Job, policy: str) -> bool:
-    """Whether what a layer saves under a policy is in host memory between forward and backward."""
+    """Returns whether a layer's saved activations are in host memory between forward and backward."""
     return policy in OFFLOADING and job.device != "cpu"
 
 
 def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
-    """Live tensors during a layer's forward pass, its input and saved activations included."""
-    kept = saved_under(block, policy)
+    """Yields the live tensors during a layer's forward pass, including its input and saved activations."""
+    saved = saved_under(block, policy)
     operations = block.attention if block.tile else block.operations
-    x, wanted = operations[0].inputs[0], {one.name for one in kept}
-    yield from walk_forward(operations, block.requires_grad, [x], wanted)
+    x, saved_names = operations[0].inputs[0], {activation.name for activation in saved}
+    yield from walk_forward(operations, block.requires_grad, [x], saved_names)
     if block.tile:
-        between, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-        whole = [*kept, output]
-        if BETWEEN not in wanted:
-            whole.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
-        for one in walk_forward(block.tile, frozenset(), [between], set()):
-            yield _beside(one, whole, "tile.")
+        residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
+        live = [*saved, output]
+        if BETWEEN not in saved_names:
+            live.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
+        for instant in walk_forward(block.tile, frozenset(), [residual], set()):
+            yield _with_tensors(instant, live, "tile.")
 
 
 def backward_instants(job: Job, block: DeclaredBlock, policy: str) -> Iterator[Instant]:
-    """Live tensors during a layer's backward pass: saved activations, recomputed or reloaded ones, and gradients
-    from that of its output on."""
+    """Yields the live tensors during a layer's backward pass: saved, recomputed or reloaded activations, and gradients
+    starting with that of its output."""
     if not block.differentiates:
         return
-    kept = saved_under(block, policy)
+    saved = saved_under(block, policy)
     if block.tile:
-        yield from _tiled_instants(job, block, policy, kept)
+        yield from _tiled_backward_instants(job, block, policy, saved)
         return
     operations, requires_grad = block.operations, block.requires_grad
     output = operations[-1].outputs[0]
-    given = _given_gradients(operations[-1])
-    yield _beside(Instant(None, 0, list), [*kept, *given])
-    held: Mapping[str, Activation] = {one.name: one for one in kept}
+    output_gradients = _output_gradients(operations[-1])
+    yield _with_tensors(Instant(None, 0, list), [*saved, *output_gradients])
+    available: Mapping[str, Activation] = {activation.name: activation for activation in saved}
     if policy != "none":
-        again = operations[: last_recomputed(block, policy) + 1]
-        wanted = {BLOCK_INPUT, *(one.name for one in saved_activations(operations, requires_grad))}
-        for one in walk_forward(again, requires_grad, kept, wanted):
-            yield _beside(one, given)
-            held = one.after
+        recomputed = operations[: last_recomputed(block, policy) + 1]
+        needed = {
+            BLOCK_INPUT,
+            *(activation.name for activation in saved_activations(operations, requires_grad)),
+        }
+        for instant in walk_forward(recomputed, requires_grad, saved, needed):
+            yield _with_tensors(instant, output_gradients)
+            available = instant.after
     overwrites = policy != "none" and not job.compiled
     yield from walk_backward(
-        operations, requires_grad, held, output, _parameter_gradients(job), recomputed=overwrites
+        operations, requires_grad, available, output, _parameter_gradients(job), recomputed=overwrites
     )
 
 
-def _beside(instant: Instant, others: Sequence[Activation], prefix: str = "") -> Instant:
-    """The same with other tensors that are alive; the instant's own get a prefix to their names."""
-    total = instant.total + sum(one.nbytes for one in others)
-    return instant._replace(total=total, tensors=partial(_joined, instant, others, prefix))
+def _with_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str = "") -> Instant:
+    """Adds live tensors to an instant; the names of its own tensors get a prefix."""
+    total = instant.total + sum(tensor.nbytes for tensor in tensors)
+    return instant._replace(total=total, tensors=partial(_all_tensors, instant, tensors, prefix))
 
 
-def _joined(instant: Instant, others: Sequence[Activation], prefix: str) -> list[Activation]:
+def _all_tensors(instant: Instant, tensors: Sequence[Activation], prefix: str) -> list[Activation]:
     own = instant.tensors()
     if prefix:
-        own = [dataclasses.replace(one, name=prefix + one.name) for one in own]
-    return [*others, *own]
+        own = [dataclasses.replace(tensor, name=prefix + tensor.name) for tensor in own]
+    return [*tensors, *own]
 
 
-def _given_gradients(addition: Operation) -> list[Activation]:
-    """The gradient of a residual addition's output, and that of what it adds where that has another dtype."""
+def _output_gradients(addition: Operation) -> list[Activation]:
+    """The gradient of a residual addition's output, and of the added branch if that has another dtype."""
     output = addition.outputs[0]
-    found = activation_gradients({output.name: output.nbytes})
+    gradients = activation_gradients({output.name: output.nbytes})
     branch = branch_gradient(addition)
-    return found + (activation_gradients({f"{output.name}.branch": branch}) if branch else [])
+    return gradients + (activation_gradients({f"{output.name}.branch": branch}) if branch else [])
 
 
 def _parameter_gradients(job: Job) -> ParameterGradients:
@@ -220,103 +222,117 @@ def _parameter_gradients(job: Job) -> ParameterGradients:
     )
 
 
-def _tiled_instants(
-    job: Job, block: DeclaredBlock, policy: str, kept: Sequence[Activation]
+def _tiled_backward_instants(
+    job: Job, block: DeclaredBlock, policy: str, saved: Sequence[Activation]
 ) -> Iterator[Instant]:
-    """The same for a layer whose feed-forward runs in tiles: the tiles first, then the attention half."""
+    """The backward pass of a layer with a tiled feed-forward: first the tiles, then the attention half."""
     requires_grad = block.requires_grad
-    saved = {one.name: one for one in saved_activations(block.attention, requires_grad)}
-    between = block.attention[-1].outputs[0]
-    wanted = {BLOCK_INPUT, *saved}
-    held: Mapping[str, Activation] = {one.name: one for one in kept}
+    needed_by_attention = {
+        activation.name: activation for activation in saved_activations(block.attention, requires_grad)
+    }
+    residual = block.attention[-1].outputs[0]
+    needed = {BLOCK_INPUT, *needed_by_attention}
+    available: Mapping[str, Activation] = {activation.name: activation for activation in saved}
     recompute = policy != "none"
-    again = block.attention[: last_recomputed(block, policy) + 1]
-    output_gradient = activation_gradients({f"{BETWEEN}.output": between.nbytes})
-    if recompute and policy not in IN_HALVES:  # all of the first half comes back before the tiles run
-        for one in walk_forward(again, requires_grad, kept, wanted | {BETWEEN}):
-            yield _beside(one, output_gradient)
-            held = one.after
-    # The gradients of output and input of the whole half, and one tile.
-    both = [*output_gradient, *activation_gradients({between.name: between.nbytes})]
-    for one in _tile_instants(block):
-        yield _beside(one, [*held.values(), *both])
-    pile_up = _parameter_gradients(job).pile_up
-    done = [gradient for one in block.feed_forward for gradient in one.gradients] if pile_up else []
-    left = parameter_gradients(done)
+    recomputed = block.attention[: last_recomputed(block, policy) + 1]
+    output_gradient = activation_gradients({f"{BETWEEN}.output": residual.nbytes})
+    if recompute and policy not in IN_HALVES:  # the attention half is recomputed before the tiles run
+        for instant in walk_forward(recomputed, requires_grad, saved, needed | {BETWEEN}):
+            yield _with_tensors(instant, output_gradient)
+            available = instant.after
+    # The gradients of output and input of the feed-forward half, and one tile.
+    residual_gradients = [*output_gradient, *activation_gradients({residual.name: residual.nbytes})]
+    for instant in _tile_instants(block):
+        yield _with_tensors(instant, [*available.values(), *residual_gradients])
+    retain = _parameter_gradients(job).retain
+    computed = (
+        [gradient for operation in block.feed_forward for gradient in operation.gradients] if retain else []
+    )
+    feed_forward_gradients = parameter_gradients(computed)
     if recompute and policy in IN_HALVES:
-        given = [*_given_gradients(block.attention[-1]), *left]
-        for one in walk_forward(again, requires_grad, kept, wanted):
-            yield _beside(one, given)
-            held = one.after
-    held = {name: one for name, one in held.items() if name in saved or name == BLOCK_INPUT}
-    for one in walk_backward(block.attention, requires_grad, held, between, _parameter_gradients(job)):
-        yield _beside(one, left)
+        gradients = [*_output_gradients(block.attention[-1]), *feed_forward_gradients]
+        for instant in walk_forward(recomputed, requires_grad, saved, needed):
+            yield _with_tensors(instant, gradients)
+            available = instant.after
+    available = {
+        name: activation
+        for name, activation in available.items()
+        if name in needed_by_attention or name == BLOCK_INPUT
+    }
+    for instant in walk_backward(
+        block.attention, requires_grad, available, residual, _parameter_gradients(job)
+    ):
+        yield _with_tensors(instant, feed_forward_gradients)
 
 
 def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
-    """Memory of the tiles besides the input's gradient: fp32 sums of weight gradients, and one tile.
+    """Memory of the tiles in addition to the input's gradient: fp32 sums of weight gradients, and one tile.
 
-    A tile reads its part of the stream where it lies, and its weights' gradients stay until all are made.
+    A tile reads a view of the residual stream, and its weight gradients stay allocated until all are computed.
     """
     requires_grad = block.requires_grad
-    saved = {one.name: one for one in saved_activations(block.tile, requires_grad) if one.name != BETWEEN}
+    saved = {
+        activation.name: activation
+        for activation in saved_activations(block.tile, requires_grad)
+        if activation.name != BETWEEN
+    }
     output = block.tile[-1].outputs[0]
     sums = [
         Activation(f"{gradient.name}.sum", 4 * math.prod(gradient.dims), Part.PARAMETER_GRADIENTS)
-        for one in block.tile
-        for gradient in one.gradients
+        for operation in block.tile
+        for gradient in operation.gradients
     ]
-    yield _beside(Instant(None, 0, list), sums)
-    for one in walk_backward(block.tile, requires_grad, saved, output, ParameterGradients()):
-        yield _beside(one, sums, "tile.")
+    yield _with_tensors(Instant(None, 0, list), sums)
+    for instant in walk_backward(block.tile, requires_grad, saved, output, ParameterGradients()):
+        yield _with_tensors(instant, sums, "tile.")
 
 
 @dataclass(frozen=True)
-class Held:
+class AllLayersMemory:
     """Memory of all layers of a job under their policies."""
 
-    kept: int
-    """On the device, from forward to backward."""
+    on_device: int
+    """Saved activations on the device, from forward to backward."""
     host: int
-    """Pinned bytes of the host."""
+    """Offloaded activations in pinned host memory."""
     forward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its forward pass) where the peak may be: at the end of a run of equal layers."""
+    """(layer, bytes live in its forward pass) at possible peaks: the end of each run of equal layers."""
     backward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its backward pass) where the peak may be: at both ends of a run of equal layers."""
+    """(layer, bytes live in its backward pass) at possible peaks: both ends of each run of equal layers."""
 
 
 class Layers:
-    """Memory of a job's blocks under any policies, computed on demand and cached."""
+    """Memory of a job's blocks under any recompute policies, computed on demand and cached."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.blocks = declared_blocks(job)
         """(operations, layers) of each run of equal layers."""
         self.stream = job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)]
-        """The residual stream, and the gradient of it."""
-        self._reading = unpacking_bytes(job)
+        """Bytes of the residual stream, and of its gradient."""
+        self._reading = dequantize_scratch_bytes(job)
         self._found: dict[tuple[int, str], LayerMemory] = {}
-        """By the identity of the operations, which runs of the same kind share, and by policy."""
+        """By id of the declared block, which runs of the same kind share, and policy."""
 
     def of(self, run: int, policy: str) -> LayerMemory:
-        """Bytes of a layer of one run of equal layers under a policy; dequantizing weights included."""
+        """Returns the memory of one layer of a run under a policy, including buffers to dequantize weights."""
         block = self.blocks[run][0]
-        found = self._found.get((id(block), policy))
-        if found is None:
-            found = layer_memory(self.job, block, policy)
-            if found.peak:
-                found = dataclasses.replace(found, peak=found.peak + self._reading)
-            self._found[id(block), policy] = found
-        return found
+        memory = self._found.get((id(block), policy))
+        if memory is None:
+            memory = layer_memory(self.job, block, policy)
+            if memory.peak:
+                memory = dataclasses.replace(memory, peak=memory.peak + self._reading)
+            self._found[id(block), policy] = memory
+        return memory
 
     def gradients(self) -> int:
-        """Bytes that the backward pass of all layers leaves, where gradients pile up."""
-        if not _parameter_gradients(self.job).pile_up:
+        """Returns the bytes of all layers' parameter gradients, if they are retained during backward."""
+        if not _parameter_gradients(self.job).retain:
             return 0
         return sum(gradient_bytes(block.operations) * len(run) for block, run in self.blocks)
 
-    def pieces(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
-        """(policy, index of the run, layers) of neighbours with the same policy, from the first layer to the last."""
+    def spans(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
+        """Yields (policy, index of the run, layers) for neighbouring equal layers with the same policy."""
         start, run = 0, 0
         for policy, count in segments:
             stop = start + count
@@ -327,57 +343,59 @@ class Layers:
                 start = until
                 run += start == end
 
-    def held(self, segments: Segments) -> Held:
-        """Memory of layers with these policies."""
-        pieces = [(self.of(run, policy), layers) for policy, run, layers in self.pieces(segments)]
-        # The activations offloaded last are still on the device, and are used from there.
-        resident = next((one.host for one, _ in reversed(pieces) if one.host), 0)
+    def memory(self, segments: Segments) -> AllLayersMemory:
+        """Returns the memory of all layers with these policies."""
+        spans = [(self.of(run, policy), indices) for policy, run, indices in self.spans(segments)]
+        # The last offloaded activations are still on the device and are used from there.
+        resident = next((layer.host for layer, _ in reversed(spans) if layer.host), 0)
         # Below the first offloaded layer, no copy to or from the host is in flight.
-        first = next((layers[0] for one, layers in pieces if one.host), None)
-        forward, backward, kept = [], [], 0
-        for one, layers in pieces:
-            total = kept + one.kept * (len(layers) - 1) + one.forward
-            forward.append((layers[-1], total - (one.host if layers[-1] == first else 0)))
-            kept += one.kept * len(layers)
-        below, gradients = kept + resident, 0
-        for one, layers in reversed(pieces):
-            # Of inputs from the host, the one in use and the one on its way are counted with what comes back.
-            under = below - (resident if one.host else 0)
-            ends = {0, len(layers) - 1} | ({max(len(layers) - 2, 0)} if layers[0] == first else set())
-            for step in sorted(ends):
-                total = under - one.kept * (step + 1) + one.peak + gradients + one.gradients * step
-                layer = layers[-1 - step]
-                backward.append((layer, total - (one.host if layer == first else 0)))
-            below -= one.kept * len(layers)
-            gradients += one.gradients * len(layers)
-        host = sum(one.host * len(layers) for one, layers in pieces)
-        return Held(kept + resident, host, tuple(forward), tuple(backward))
+        first = next((indices[0] for layer, indices in spans if layer.host), None)
+        forward, backward, on_device = [], [], 0
+        for layer, indices in spans:
+            total = on_device + layer.on_device * (len(indices) - 1) + layer.forward
+            forward.append((indices[-1], total - (layer.host if indices[-1] == first else 0)))
+            on_device += layer.on_device * len(indices)
+        below, gradients = on_device + resident, 0
+        for layer, indices in reversed(spans):
+            # A layer's peak already includes its reloaded activations and those being prefetched.
+            start = below - (resident if layer.host else 0)
+            ends = {0, len(indices) - 1} | ({max(len(indices) - 2, 0)} if indices[0] == first else set())
+            for offset in sorted(ends):
+                total = (
+                    start - layer.on_device * (offset + 1) + layer.peak + gradients + layer.gradients * offset
+                )
+                index = indices[-1 - offset]
+                backward.append((index, total - (layer.host if index == first else 0)))
+            below -= layer.on_device * len(indices)
+            gradients += layer.gradients * len(indices)
+        host = sum(layer.host * len(indices) for layer, indices in spans)
+        return AllLayersMemory(on_device + resident, host, tuple(forward), tuple(backward))
 
 
 def segments_of(policies: Sequence[str]) -> Segments:
-    """Runs of the same policy: ("a", "a", "b") → [("a", 2), ("b", 1)]."""
+    """Returns runs of the same policy: ("a", "a", "b") → [("a", 2), ("b", 1)]."""
     return [(policy, len(list(run))) for policy, run in itertools.groupby(policies)]
 
 
 def stream_dtype(job: Job) -> str:
-    """Dtype of the residual stream: under autocast that of the weights."""
+    """Returns the dtype of the residual stream: under autocast that of the weights."""
     return job.weights_dtype if job.weights_dtype != job.dtype else job.dtype
 
 
-def made_gradient(job: Job, count: int) -> int:
-    """A weight's gradient as backward makes it: in the weight's dtype, then cast if kept in another."""
-    made = nbytes(job.weights_dtype, count)
-    return made if job.weights_dtype == job.gradient_dtype else made + nbytes(job.gradient_dtype, count)
+def dense_gradient_bytes(job: Job, count: int) -> int:
+    """Returns the bytes of a weight's gradient in the weight's dtype, plus its cast to another gradient dtype."""
+    size = nbytes(job.weights_dtype, count)
+    return size if job.weights_dtype == job.gradient_dtype else size + nbytes(job.gradient_dtype, count)
 
 
-def reads_packed_weights(job: Job) -> bool:
-    """Whether a step dequantizes weights: not if all layers keep dequantized copies."""
+def dequantizes_weights(job: Job) -> bool:
+    """Returns whether a step dequantizes weights: not if all layers have dequantized copies."""
     return job.quantization is not None and job.unpacked_layers < job.shape.num_layers
 
 
-def unpacking_bytes(job: Job) -> int:
-    """Temporary bytes of dequantizing weights, besides the workspace."""
-    if job.quantization is None or not reads_packed_weights(job):
+def dequantize_scratch_bytes(job: Job) -> int:
+    """Returns the temporary bytes to dequantize a weight, without the workspace."""
+    if job.quantization is None or not dequantizes_weights(job):
         return 0
     packed = job.quantization
     return spec_quantized.scratch_bytes(
@@ -390,10 +408,10 @@ def unpacking_bytes(job: Job) -> int:
 
 
 def workspace_bytes(job: Job) -> int:
-    """One dequantized weight, from the first matmul on."""
-    return spec_quantized.workspace_bytes(job.shape, job.dtype) if reads_packed_weights(job) else 0
+    """Returns the bytes of the workspace: one dequantized weight, allocated at the first matmul."""
+    return spec_quantized.workspace_bytes(job.shape, job.dtype) if dequantizes_weights(job) else 0
 
 
 def update_scratch(job: Job) -> int:
-    """Most temporary bytes while one parameter is updated."""
+    """Returns the peak temporary bytes of one parameter's optimizer update."""
     return job.trained.update_scratch(job.optimizer, device=job.device, impl=job.optimizer_impl)

@@ -7,7 +7,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
-from trimtab.plan import memory_search, unpacked
+from trimtab.plan import dequantized_copies, memory_search
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, predict
 from trimtab.plan.resolved import MemoryPlan
@@ -15,7 +15,7 @@ from trimtab.recipe.keys import Recipe
 
 
 def limit_of(recipe: Recipe, device: DeviceFacts) -> tuple[int, str]:
-    """(bytes that the run may take, in words where that is from); never more than is free.
+    """Returns (bytes that the run may use, a description of that limit); never more than is free.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -23,72 +23,72 @@ def limit_of(recipe: Recipe, device: DeviceFacts) -> tuple[int, str]:
         >>> limit_of(loads("model: a\\ndata: {train: x}\\nmemory_limit: 24GiB"), gpu)
         (25769803776, 'memory_limit: 24GiB')
         >>> limit_of(loads("model: a\\ndata: {train: x}\\nmemory_limit: 100%"), gpu)[1]
-        'the 36.0 GiB that are free, which is less than memory_limit: 100%'
+        'the 36.0 GiB of free memory, which is less than memory_limit: 100%'
     """
-    free = device.available_bytes
+    available = device.available_bytes
     if recipe.memory_limit is None:
-        return free, f"the {format_bytes(free)} that are free"
+        return available, f"the {format_bytes(available)} of free memory"
     share = parse_share(recipe.memory_limit)
-    asked = parse_bytes(recipe.memory_limit) if share is None else int(share * device.memory_bytes)
-    assert asked is not None, "the recipe's rules let through only sizes and shares"
-    words = f"memory_limit: {recipe.memory_limit}"
+    requested = parse_bytes(recipe.memory_limit) if share is None else int(share * device.memory_bytes)
+    assert requested is not None, "recipe validation accepts only sizes and shares"
+    setting = f"memory_limit: {recipe.memory_limit}"
     return (
-        (asked, words)
-        if asked <= free
-        else (free, f"the {format_bytes(free)} that are free, which is less than {words}")
+        (requested, setting)
+        if requested <= available
+        else (available, f"the {format_bytes(available)} of free memory, which is less than {setting}")
     )
 
 
-def by_hand(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | None:
-    """The policy of each layer as the recipe names them; None where it leaves the choice."""
-    L, wish = shape.num_layers, recipe.recompute
+def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | None:
+    """Returns the policy of each layer if the recipe sets them; None for `auto`."""
+    L, recompute = shape.num_layers, recipe.recompute
     if recipe.gradient_checkpointing is not None:
         return (("block" if recipe.gradient_checkpointing else "none"),) * L
-    if wish == "auto":
+    if recompute == "auto":
         return None
-    if isinstance(wish, str):
-        return (wish,) * L
-    if isinstance(wish, list):
-        if len(wish) != L:
+    if isinstance(recompute, str):
+        return (recompute,) * L
+    if isinstance(recompute, list):
+        if len(recompute) != L:
             raise RecipeError(
-                f"recompute names {len(wish)} policies and the model has {L} layers",
-                "give one for each layer, one word for all, or how many layers have which",
+                f"recompute names {len(recompute)} policies and the model has {L} layers",
+                "give one policy per layer, one policy for all layers, or the number of layers per policy",
             )
-        return tuple(wish)
-    named = sum(wish.values())
+        return tuple(recompute)
+    named = sum(recompute.values())
     if named > L:
         raise RecipeError(
-            f"recompute names {named} layers and the model has {L}", f"let the numbers add up to {L} at most"
+            f"recompute names {named} layers and the model has {L}", f"make the counts add up to at most {L}"
         )
-    counts = {str(policy): count for policy, count in wish.items()}
+    counts = {str(policy): count for policy, count in recompute.items()}
     return canonical({**counts, "none": counts.get("none", 0) + L - named})
 
 
 def resolve_memory_plan(
     recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None, fixed_loss: bool = False
 ) -> MemoryPlan:
-    """Choose what is recomputed, tiled and dequantized, by the recipe's keys and the memory there is.
+    """Choose recompute policies, tiles and dequantized copies from the recipe and the available memory.
 
     Args:
-        recipe: what is asked.
-        job: everything else that decides the memory of a step.
-        device: where it runs.
-        tiles: of the feed-forward, where an earlier start has chosen them: they decide how sums are rounded.
-        fixed_loss: whether the loss holds what the job says, for the same reason.
+        recipe: the recipe with its memory keys.
+        job: all other settings that determine the memory of a step.
+        device: the device of the run.
+        tiles: feed-forward tiles of the first start, when resuming: they determine how sums are rounded.
+        fixed_loss: whether to keep the job's loss memory, for the same reason.
     """
     limit, basis = limit_of(recipe, device)
     if tiles is None and recipe.mlp_tiles != "auto":
         tiles = recipe.mlp_tiles
-    named = by_hand(recipe, job.shape)
-    job = job.changed(unpacked_layers=unpacked.by_hand(recipe, job.shape))
+    named = requested_policies(recipe, job.shape)
+    job = job.changed(unpacked_layers=dequantized_copies.requested_copies(recipe, job.shape))
     if named is None:
         setting, fits = memory_search.find_setting(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
-        setting, fits = memory_search.with_policies(
+        setting, fits = memory_search.find_setting_with_policies(
             job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss
         )
     if fits and recipe.dequantized_layers == "auto":
-        setting = unpacked.unpack(job, setting, limit)
+        setting = dequantized_copies.add_dequantized_copies(job, setting, limit)
     return MemoryPlan(
         recompute=tuple(setting.policies),
         mlp_tiles=setting.mlp_tiles,
@@ -109,18 +109,18 @@ def _reason(
     named: bool,
     fits: bool,
     limit: int,
-    words: str,
+    limit_name: str,
 ) -> str:
     if named:
-        return "named in the recipe" if fits else f"named in the recipe; does not fit {words}"
+        return "named in the recipe" if fits else f"named in the recipe; does not fit {limit_name}"
     if not fits and setting.needed <= limit:
-        return f"the least that there is; it leaves almost nothing of {words}"
+        return f"the lowest-memory setting; it uses almost all of {limit_name}"
     if not fits:
-        return f"the least that there is, and still more than {words}"
-    plain = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
+        return f"the lowest-memory setting, and still more than {limit_name}"
+    save_all = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
     if set(setting.policies) == {"none"}:
-        return f"everything fits {words}"
+        return f"everything fits {limit_name}"
     job = job.changed(mlp_tiles=setting.mlp_tiles)
     seconds = memory_search.recompute_seconds(job, device, setting.policies)
-    spare = "" if seconds is None else f" and spare {format_seconds(seconds)} a microbatch, by arithmetic"
-    return f"the fastest that fits {words}; keeping everything would take {format_bytes(plain)}{spare}"
+    spare = "" if seconds is None else f" and be an estimated {format_seconds(seconds)} per microbatch faster"
+    return f"the fastest that fits {limit_name}; saving all activations would take {format_bytes(save_all)}{spare}"

@@ -1,4 +1,4 @@
-"""Which tensors of a layer are alive in forward and backward: walks over its declared operations. No torch."""
+"""Liveness of a layer's tensors in forward and backward, from walks over its declared operations. No torch."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from trimtab.facts.operations import Activation, Gradient, Kind, Operation, Part
 
 @dataclass(frozen=True)
 class ParameterGradients:
-    """What becomes of the gradients of trained tensors during a backward pass."""
+    """How long parameter gradients live during a backward pass."""
 
-    pile_up: bool = True
-    """Whether they stay: False if they are added to those of an earlier microbatch, or used at once."""
+    retain: bool = True
+    """Whether they stay allocated: False if they are added to accumulated gradients or applied immediately."""
     update: int = 0
-    """Temporary bytes of an optimizer that steps in the backward pass."""
+    """Temporary bytes of an optimizer step within the backward pass."""
 
 
 class Instant(NamedTuple):
-    """What is alive while one operation runs."""
+    """The live tensors while one operation runs."""
 
     operation: Operation | None
     total: int
-    """Bytes."""
+    """Bytes of all live tensors."""
     tensors: Callable[[], list[Activation]]
-    """Each tensor with the part it belongs to; together `total`. To be called before the walk goes on."""
+    """Returns the live tensors, `total` bytes together. Call it before advancing the walk."""
     after: Mapping[str, Activation] = {}
-    """Of a forward walk: what stays alive after the operation, by name."""
+    """In a forward walk: tensors still live after the operation, by name."""
 
 
 class _Gradients:
-    """Gradients of activations that are held; names of one tensor share it."""
+    """Live gradients of activations; activations may share one gradient tensor."""
 
     def __init__(self) -> None:
         self.owner: dict[str, str] = {}
         self.nbytes: dict[str, int] = {}
 
-    def put(self, name: str, size: int) -> None:
-        """A new tensor; it is added in place to one that is there, unless that is another activation's as well."""
+    def add(self, name: str, size: int) -> None:
+        """Adds a gradient tensor; it is added in place to an existing one unless other activations share that one."""
         if name not in self.owner or self._is_shared(name):
             key = name
             while key in self.nbytes:
@@ -49,12 +49,12 @@ class _Gradients:
             self._drop(name)
             self.owner[name] = key
 
-    def share(self, name: str, other: str) -> None:
-        """The gradient of `other` is that of `name` too, or is added to it."""
+    def share(self, name: str, source: str) -> None:
+        """Makes `name` share the gradient of `source`, unless it already has one to add to."""
         if name not in self.owner:
-            self.owner[name] = self.owner[other]
+            self.owner[name] = self.owner[source]
 
-    def take(self, name: str) -> None:
+    def free(self, name: str) -> None:
         """Frees the gradient of an activation."""
         self._drop(name)
 
@@ -71,186 +71,194 @@ class _Gradients:
 
 
 def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
-    """Gradients of activations as tensors of their own, by the activations' names."""
+    """Returns separate gradient tensors, by activation name."""
     return [Activation(f"{name}.grad", size, Part.GRADIENTS) for name, size in sizes.items()]
 
 
 def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) -> list[Activation]:
-    """Gradients of trained tensors as they are kept, or as the backward pass makes them."""
+    """Returns parameter gradients in the dtype in which they are accumulated, or as computed (`made`)."""
     suffix = ".grad_made" if made else ".grad"
     return [
-        Activation(one.name + suffix, one.made if made else one.kept, Part.PARAMETER_GRADIENTS)
-        for one in gradients
+        Activation(gradient.name + suffix, gradient.made if made else gradient.kept, Part.PARAMETER_GRADIENTS)
+        for gradient in gradients
     ]
 
 
 def workspace(name: str, size: int) -> list[Activation]:
-    """Temporary bytes of an operation; nothing where there are none."""
+    """Returns an operation's temporary buffer as a list of tensors; empty for 0 bytes."""
     return [Activation(f"{name}.workspace", size, Part.WORKSPACE)] if size else []
 
 
 def walk_backward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
-    held: Mapping[str, Activation],
+    saved_tensors: Mapping[str, Activation],
     output: Activation,
     parameters: ParameterGradients,
     *,
     recomputed: bool = False,
 ) -> Iterator[Instant]:
-    """What is held while each operation's gradients are computed, from the last operation to the first.
+    """Yields the live tensors while each operation's gradients are computed, from the last operation to the first.
 
     Args:
         operations: in the order of the forward pass.
         requires_grad: activations that have a gradient.
-        held: saved activations that are there when the walk begins, by name.
-        output: the activation whose gradient is given.
-        parameters: what becomes of trained tensors' gradients.
-        recomputed: whether saved activations are the walk's own, so that gradients may be written over them.
+        saved_tensors: saved activations at the start of the walk, by name.
+        output: the activation whose gradient is the input of the walk.
+        parameters: how long parameter gradients live.
+        recomputed: whether saved activations are recomputed copies that gradients may overwrite.
     """
-    active = [one for one in operations if one.differentiates(requires_grad)]
+    active = [operation for operation in operations if operation.differentiates(requires_grad)]
     users: dict[str, int] = {}
-    for one in active:
-        for activation in one.saved_for(requires_grad):
+    for operation in active:
+        for activation in operation.saved_for(requires_grad):
             users[activation.name] = users.get(activation.name, 0) + 1
-    live = dict(held)
-    gradients, piled, pile = _Gradients(), 0, list[Gradient]()
-    gradients.put(output.name, output.nbytes)
-    for one in reversed(active):
-        before, fresh = dict(gradients.nbytes), dict[str, int]()
-        over = one.in_place if recomputed else frozenset()
-        for activation in one.inputs:
+    live = dict(saved_tensors)
+    gradients, retained_bytes, retained = _Gradients(), 0, list[Gradient]()
+    gradients.add(output.name, output.nbytes)
+    for operation in reversed(active):
+        gradients_before, new_gradients = dict(gradients.nbytes), dict[str, int]()
+        overwritten = operation.in_place if recomputed else frozenset()
+        for activation in operation.inputs:
             if activation.name not in requires_grad:
                 continue
-            if one.shared_gradient and activation.nbytes == one.outputs[0].nbytes:
-                gradients.share(activation.name, one.outputs[0].name)
+            if operation.shared_gradient and activation.nbytes == operation.outputs[0].nbytes:
+                gradients.share(activation.name, operation.outputs[0].name)
                 continue
-            if activation.name not in over:
-                fresh[activation.name] = activation.nbytes
-            gradients.put(activation.name, activation.nbytes)
-        made = sum(gradient.made for gradient in one.gradients)
+            if activation.name not in overwritten:
+                new_gradients[activation.name] = activation.nbytes
+            gradients.add(activation.name, activation.nbytes)
+        computed_bytes = sum(gradient.made for gradient in operation.gradients)
         saved = sum(activation.nbytes for activation in live.values())
-        common = saved + sum(before.values()) + sum(fresh.values()) + piled
-        extra = max(made + one.backward.scratch, parameters.update)
-        yield Instant(
-            one, common + extra, partial(_backward_tensors, one, live, before, fresh, pile, parameters.update)
-        )
-        for activation in one.outputs:
-            gradients.take(activation.name)
-        for activation in one.saved_for(requires_grad):
+        common = saved + sum(gradients_before.values()) + sum(new_gradients.values()) + retained_bytes
+        extra = max(computed_bytes + operation.backward.scratch, parameters.update)
+        state = (operation, live, gradients_before, new_gradients, retained, parameters.update)
+        yield Instant(operation, common + extra, partial(_backward_tensors, *state))
+        for activation in operation.outputs:
+            gradients.free(activation.name)
+        for activation in operation.saved_for(requires_grad):
             users[activation.name] -= 1
             if not users[activation.name]:
                 live.pop(activation.name, None)
-        casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
-        if casts:  # when what the operation saved is freed
+        casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
+        if casts:  # after the operation's saved activations are freed
             saved = sum(activation.nbytes for activation in live.values())
-            total = saved + gradients.total() + piled + made + sum(gradient.kept for gradient in casts)
-            yield Instant(one, total, partial(_cast_tensors, one, live, gradients, pile))
-        if parameters.pile_up:
-            pile.extend(one.gradients)
-            piled += sum(gradient.kept for gradient in one.gradients)
+            cast_bytes = sum(gradient.kept for gradient in casts)
+            total = saved + gradients.total() + retained_bytes + computed_bytes + cast_bytes
+            yield Instant(operation, total, partial(_cast_tensors, operation, live, gradients, retained))
+        if parameters.retain:
+            retained.extend(operation.gradients)
+            retained_bytes += sum(gradient.kept for gradient in operation.gradients)
 
 
 def _backward_tensors(
-    one: Operation,
+    operation: Operation,
     live: Mapping[str, Activation],
-    before: Mapping[str, int],
-    fresh: Mapping[str, int],
-    pile: Sequence[Gradient],
+    gradients_before: Mapping[str, int],
+    new_gradients: Mapping[str, int],
+    retained: Sequence[Gradient],
     update: int,
 ) -> list[Activation]:
-    # A gradient that is added to one that is there, is a tensor of its own until then.
-    names = {f"{name}.part" if name in before else name: size for name, size in fresh.items()}
-    found = [*live.values(), *activation_gradients(before), *activation_gradients(names)]
-    found += parameter_gradients(pile)
-    own = parameter_gradients(one.gradients, made=True)
-    if update > sum(gradient.nbytes for gradient in own) + one.backward.scratch:
-        return found + workspace("optimizer", update)
-    return found + own + workspace(one.name, one.backward.scratch)
+    # A gradient is a separate tensor until it is added to an existing gradient.
+    names = {
+        f"{name}.part" if name in gradients_before else name: size for name, size in new_gradients.items()
+    }
+    tensors = [*live.values(), *activation_gradients(gradients_before), *activation_gradients(names)]
+    tensors += parameter_gradients(retained)
+    made = parameter_gradients(operation.gradients, made=True)
+    if update > sum(gradient.nbytes for gradient in made) + operation.backward.scratch:
+        return tensors + workspace("optimizer", update)
+    return tensors + made + workspace(operation.name, operation.backward.scratch)
 
 
 def _cast_tensors(
-    one: Operation, live: Mapping[str, Activation], gradients: _Gradients, pile: Sequence[Gradient]
+    operation: Operation, live: Mapping[str, Activation], gradients: _Gradients, retained: Sequence[Gradient]
 ) -> list[Activation]:
-    casts = [gradient for gradient in one.gradients if gradient.kept != gradient.made]
-    found = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(pile)]
-    return found + parameter_gradients(one.gradients, made=True) + parameter_gradients(casts)
+    casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
+    tensors = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(retained)]
+    return tensors + parameter_gradients(operation.gradients, made=True) + parameter_gradients(casts)
 
 
 def branch_gradient(addition: Operation) -> int:
-    """Bytes of the gradient of what a residual addition adds, where it has another dtype than the stream's."""
+    """Returns the bytes of the gradient of a residual branch, if its dtype differs from the stream's."""
     output = addition.outputs[0]
-    return sum(one.nbytes for one in addition.inputs if one.nbytes != output.nbytes)
+    return sum(activation.nbytes for activation in addition.inputs if activation.nbytes != output.nbytes)
 
 
 def gradient_bytes(operations: Sequence[Operation]) -> int:
-    """Bytes of the trained tensors' gradients that these operations leave."""
-    return sum(gradient.kept for one in operations for gradient in one.gradients)
+    """Returns the bytes of these operations' parameter gradients."""
+    return sum(gradient.kept for operation in operations for gradient in operation.gradients)
 
 
-def _held_until(operations: Sequence[Operation]) -> dict[str, int]:
-    """For each activation the index of the last operation during which it is held.
+def _last_use(operations: Sequence[Operation]) -> dict[str, int]:
+    """Returns for each activation the index of the last operation during which it is live.
 
-    That is the last one that reads it. While a module's forward runs, its arguments and local variables are held too:
-    those of attention and feed-forward until their last product, the result of attention until the block ends.
-    Queries before RoPE, and what a QK-norm returns, are not held longer than they are read.
+    That is its last reader. References from a module's arguments and local variables extend it: tensors of attention
+    and feed-forward live until the module's last matmul, the result of attention until the end of the block. Queries
+    before RoPE and outputs of a QK-norm are freed after their last reader.
     """
-    until: dict[str, int] = {}
-    for index, one in enumerate(operations):
-        for activation in one.inputs:
-            until[activation.name] = index
-        for result in one.results:
-            until.setdefault(result.activation.name, index)
-    additions = [i for i, one in enumerate(operations) if one.kind is Kind.ADD]
-    for index, one in enumerate(operations):
+    last_use: dict[str, int] = {}
+    for index, operation in enumerate(operations):
+        for activation in operation.inputs:
+            last_use[activation.name] = index
+        for result in operation.results:
+            last_use.setdefault(result.activation.name, index)
+    additions = [i for i, operation in enumerate(operations) if operation.kind is Kind.ADD]
+    for index, operation in enumerate(operations):
         end = next((i for i in additions if i > index), len(operations)) - 1
-        rebound = one.kind is Kind.NORM and one.part is Part.ATTENTION
-        for activation in () if rebound or one.kind is Kind.ADD else one.outputs:
-            last = len(operations) - 1 if index == end and index + 1 in additions else end
-            until[activation.name] = max(until.get(activation.name, -1), last)
-    makers = {activation.name: one for one in operations for activation in one.outputs}
-    for index, one in enumerate(operations):
-        if one.kind is Kind.ROPE:
-            queries = one.inputs[0].name
-            until[queries] = index
-            if queries in makers and makers[queries].kind is Kind.NORM:
-                until[makers[queries].inputs[0].name] = index
-    return until
+        reassigned = operation.kind is Kind.NORM and operation.part is Part.ATTENTION
+        for activation in () if reassigned or operation.kind is Kind.ADD else operation.outputs:
+            final_use = len(operations) - 1 if index == end and index + 1 in additions else end
+            last_use[activation.name] = max(last_use.get(activation.name, -1), final_use)
+    producers = {activation.name: operation for operation in operations for activation in operation.outputs}
+    for index, operation in enumerate(operations):
+        if operation.kind is Kind.ROPE:
+            queries = operation.inputs[0].name
+            last_use[queries] = index
+            if queries in producers and producers[queries].kind is Kind.NORM:
+                last_use[producers[queries].inputs[0].name] = index
+    return last_use
 
 
 def walk_forward(
     operations: Sequence[Operation],
     requires_grad: frozenset[str],
-    kept: Sequence[Activation],
-    wanted: Collection[str],
+    initial: Sequence[Activation],
+    stay_live: Collection[str],
 ) -> Iterator[Instant]:
-    """What is held while each operation runs, in the order of the forward pass.
+    """Yields the live tensors while each operation runs, in the order of the forward pass.
 
-    In a recomputation, results that were kept are read instead of computed, and freed when nothing reads them any more.
+    In a recomputation, saved results are read instead of computed, and freed after their last reader.
 
     Args:
-        operations: of the forward pass; of a recomputation up to the last one that makes what the backward pass reads.
+        operations: the operations of the forward pass; in a recomputation up to the last that backward needs.
         requires_grad: activations that have a gradient.
-        kept: what is there before: a block's input, and in a recomputation what the policy kept.
-        wanted: names of the activations that stay.
+        initial: tensors live at the start: the block's input, and in a recomputation the saved activations.
+        stay_live: names of the activations that stay live.
     """
-    until = _held_until(operations)
-    live = {one.name: one for one in kept}
-    saves = set(wanted)
-    for index, one in enumerate(operations):
-        made = [
-            *one.outputs,
-            *(result.activation for result in one.results if result.activation.name in saves),
+    last_use = _last_use(operations)
+    live = {activation.name: activation for activation in initial}
+    stay_live_names = set(stay_live)
+    for index, operation in enumerate(operations):
+        created = [
+            *operation.outputs,
+            *(result.activation for result in operation.results if result.activation.name in stay_live_names),
         ]
-        made += [activation for activation in one.saved_for(requires_grad) if activation.name in saves]
-        for activation in made:
+        created += [
+            activation
+            for activation in operation.saved_for(requires_grad)
+            if activation.name in stay_live_names
+        ]
+        for activation in created:
             live.setdefault(activation.name, activation)
-        total = sum(activation.nbytes for activation in live.values()) + one.forward.scratch
+        total = sum(activation.nbytes for activation in live.values()) + operation.forward.scratch
         during = dict(live)
-        for name in [name for name in live if name not in saves and until.get(name, -1) <= index]:
+        for name in [
+            name for name in live if name not in stay_live_names and last_use.get(name, -1) <= index
+        ]:
             del live[name]
-        yield Instant(one, total, partial(_forward_tensors, one, during), dict(live))
+        yield Instant(operation, total, partial(_forward_tensors, operation, during), dict(live))
 
 
-def _forward_tensors(one: Operation, during: Mapping[str, Activation]) -> list[Activation]:
-    return [*during.values(), *workspace(one.name, one.forward.scratch)]
+def _forward_tensors(operation: Operation, during: Mapping[str, Activation]) -> list[Activation]:
+    return [*during.values(), *workspace(operation.name, operation.forward.scratch)]

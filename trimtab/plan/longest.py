@@ -1,4 +1,4 @@
-"""The longest sequence that a job can be trained on within a limit, everything else as it is. Imports no torch."""
+"""The longest sequence on which a job can be trained within a memory limit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trimtab.plan import memory_search
 from trimtab.plan.job import Job
 
 STEP = 256
-"""Lengths are multiples of it."""
-MOST = 1 << 26
-"""Longer ones are not looked at."""
+"""Granularity of sequence lengths in tokens."""
+MAX_TOKENS = 1 << 26
+"""The longest sequence that is tried."""
 
 
 @dataclass(frozen=True)
 class Longest:
-    """The longest sequence, and the memory setting that it runs with."""
+    """The longest sequence that fits, and its memory setting."""
 
     tokens: int
-    """0 where not even the shortest fits."""
+    """0 if not even the shortest sequence fits."""
     setting: memory_search.MemorySetting | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,71 +39,70 @@ class Longest:
         }
 
 
-def largest_within(bytes_of: Callable[[int], int], within: int, most: int) -> int:
-    """The largest count from 1 to `most` whose bytes are within a limit, 0 where not even one is.
+def largest_within(bytes_of: Callable[[int], int], budget: int, maximum: int) -> int:
+    """Returns the largest count from 1 to `maximum` whose bytes are within a budget; 0 if even one exceeds it.
 
-    Bytes grow with the count, in long stretches by the same amount: the next count to look at is where a straight
-    line meets the limit, so that a few steps find it.
+    Bytes grow with the count and are piecewise linear: the next count to try is where linear interpolation meets the
+    budget, so a few steps suffice.
 
     Example:
         >>> largest_within(lambda count: 1000 + 7 * count, 2000, 10**6)
         142
     """
     low, low_bytes = 1, bytes_of(1)
-    if low_bytes > within:
+    if low_bytes > budget:
         return 0
-    high, high_bytes = 2, bytes_of(2) if most > 1 else within + 1
-    while high_bytes <= within and high < most:
+    high, high_bytes = 2, bytes_of(2) if maximum > 1 else budget + 1
+    while high_bytes <= budget and high < maximum:
         slope = max((high_bytes - low_bytes) / (high - low), 1.0)
-        guess = high + int((within - high_bytes) / slope * 1.02) + 1
+        guess = high + int((budget - high_bytes) / slope * 1.02) + 1
         low, low_bytes = high, high_bytes
-        high = min(max(guess, high + 1), 64 * high, most)
+        high = min(max(guess, high + 1), 64 * high, maximum)
         high_bytes = bytes_of(high)
-    if high_bytes <= within:
-        return min(high, most)
+    if high_bytes <= budget:
+        return min(high, maximum)
     while high - low > 1:
-        share = (within - low_bytes) / (high_bytes - low_bytes)
-        # A little below the line first, and never so near an end that the other stays far away.
+        share = (budget - low_bytes) / (high_bytes - low_bytes)
+        # Slightly below the interpolated count, and never so close to one end that the other cannot move.
         edge = max((high - low) // 16, 1)
         middle = min(max(low + int((high - low) * share), low + edge), high - edge)
-        found = bytes_of(middle)
-        if found <= within:
-            low, low_bytes = middle, found
+        middle_bytes = bytes_of(middle)
+        if middle_bytes <= budget:
+            low, low_bytes = middle, middle_bytes
         else:
-            high, high_bytes = middle, found
+            high, high_bytes = middle, middle_bytes
     return low
 
 
-def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, within: int, most: int) -> int:
-    """The largest count whose job can be run within a limit at all.
+def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: int, maximum: int) -> int:
+    """Returns the largest count whose job fits a memory budget with any setting.
 
-    Most tiles nearly always need least, so that they alone are looked at first; only where fewer tiles would allow
-    more is the search repeated with all numbers of them.
+    The largest number of tiles nearly always has the lowest memory, so it alone is tried first; the search is repeated
+    with all numbers of tiles only if fewer tiles would allow a larger count.
     """
 
     def most_tiles(count: int) -> int:
         job = job_of(count)
-        return memory_search.least(job, device, tiles=max(memory_search.tile_counts(job, None)))
+        return memory_search.lowest_memory(job, device, tiles=max(memory_search.tile_counts(job, None)))
 
     def any_tiles(count: int) -> int:
-        return memory_search.least(job_of(count), device)
+        return memory_search.lowest_memory(job_of(count), device)
 
-    found = largest_within(most_tiles, within, most)
-    if found == most or any_tiles(found + 1) > within:
-        return found
-    return largest_within(any_tiles, within, most)
+    count = largest_within(most_tiles, budget, maximum)
+    if count == maximum or any_tiles(count + 1) > budget:
+        return count
+    return largest_within(any_tiles, budget, maximum)
 
 
 def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
-    """The longest sequence that fits, with recomputation, tiles, loss chunks and offloading as it needs them.
+    """Returns the longest sequence that fits, with recomputation, tiles, loss chunks and offloading as needed.
 
-    The model's own positions are not a limit here.
+    The model's maximum positions are not taken into account.
 
     Args:
-        job: the rest of what is trained; its batch is kept, its own length, policies, tiles and unpacked layers are
-            not looked at.
-        device: where it runs; its host's free memory bounds what is kept there.
-        limit: bytes on the device, the process itself included.
+        job: the training job; its length, policies, tiles and dequantized copies are ignored.
+        device: the device; its free host memory limits offloading.
+        limit: bytes on the device, including the process itself.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
@@ -121,17 +120,21 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
     tokens = longest_tokens(job, device, limit)
     if tokens == 0:
         return Longest(0, None)
-    setting, _ = memory_search.find_setting(_at(job.changed(unpacked_layers=0), tokens, limit), device, limit)
+    setting, _ = memory_search.find_setting(
+        _job_with_tokens(job.changed(unpacked_layers=0), tokens, limit), device, limit
+    )
     return Longest(tokens, setting)
 
 
 def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
-    """The length alone, which takes less time to find; 0 where not even `STEP` tokens fit."""
+    """Returns only the length, which is faster; 0 if not even `STEP` tokens fit."""
     job = job.changed(unpacked_layers=0)
-    within = memory_search.within_limit(job, limit)
-    return STEP * largest_fitting(lambda steps: _at(job, steps * STEP, limit), device, within, MOST // STEP)
+    within = memory_search.usable_bytes(job, limit)
+    return STEP * largest_fitting(
+        lambda steps: _job_with_tokens(job, steps * STEP, limit), device, within, MAX_TOKENS // STEP
+    )
 
 
-def _at(job: Job, tokens: int, limit: int) -> Job:
+def _job_with_tokens(job: Job, tokens: int, limit: int) -> Job:
     memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
     return job.changed(tokens=tokens, loss_memory=memory, policies=(), mlp_tiles=1)

@@ -1,4 +1,4 @@
-"""The plan of a run: what it will take, added up from what the packages declare. Imports no torch."""
+"""The plan of a run: its predicted memory, time and disk space. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take. `to_dict()` is what a run folder keeps as plan.json."""
+    """The predicted memory, time and disk space of a run. `to_dict()` is written to plan.json in the run folder."""
 
     recipe: Recipe
     shape: ModelShape
@@ -42,22 +42,22 @@ class Plan:
     resolved: Resolved
     notes: tuple[str, ...]
     limit: int
-    """Bytes that the run may take on its device."""
+    """Bytes that the run may use on its device."""
 
     @cached_property
     def phases(self) -> plan_phases.RunMemory:
-        """Memory of every phase of the run, and of a step over time; worked out when it is asked for."""
+        """Memory of every phase of the run and the timeline of a step; computed on first access."""
         return plan_phases.run_memory(self.recipe, self.job, self.memory, self.disk)
 
     @cached_property
     def reserved(self) -> Reserved | None:
-        """What torch's allocator and the whole process take of a GPU in training; None on a CPU."""
+        """GPU memory of torch's allocator and of the whole process in training; None on a CPU."""
         if self.job.device == "cpu":
             return None
         return reserved_memory(self.job, graphs=self.resolved.graphs.enabled)
 
     def with_data(self, data: DataFacts) -> Plan:
-        """The plan once the data was read: with steps, time and disk; what was predicted for memory stays."""
+        """Returns the plan with steps, time and disk for known data; the memory prediction is reused."""
         return dataclasses.replace(
             self,
             data=plan_data.describe(self.recipe, data, self.num_devices),
@@ -105,14 +105,14 @@ def make_plan(
     data: DataFacts | None = None,
     num_devices: int = 1,
 ) -> Plan:
-    """Predict a run.
+    """Predict the memory, time and disk space of a run.
 
     Args:
-        recipe: what is asked.
+        recipe: the recipe.
         shape: the model's shape.
-        resolved: what every `auto` of the recipe came to, the memory plan included.
-        device: the device it will run on.
-        data: what is known of the packed data; None before it was looked at.
+        resolved: the values of every `auto` of the recipe, including the memory plan.
+        device: the device of the run.
+        data: known facts about the packed data; None before it was read.
         num_devices: devices that share the batch.
 
     Example:
@@ -156,10 +156,10 @@ def _with_data(
     data: DataFacts | None,
     num_devices: int,
 ) -> dict[str, Any]:
-    """The parts of a plan that depend on how much data there is: disk and time."""
+    """The parts of a plan that depend on the amount of data: disk and time."""
     steps = plan_data.total_steps(recipe, data, num_devices)
     disk = plan_disk.estimate(
-        job.trained.trained_bytes,
+        job.trained.trainable_bytes,
         memory.peak.optimizer,
         3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
         _saving(recipe, steps),
@@ -170,7 +170,7 @@ def _with_data(
         processed = round(plan_data.processed_sequences(recipe, data, num_devices) * length)
     if data is not None and data.attended_share is not None and recipe.packing:
         job = job.changed(attended_share=data.attended_share)
-    work = plan_time.Work(
+    work = plan_time.Workload(
         steps,
         processed,
         evaluations=plan_data.evaluations(recipe, steps),
@@ -184,10 +184,10 @@ def _with_data(
 
 
 def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Job:
-    """What decides the memory of a step, from the recipe and what its `auto` keys came to."""
+    """Returns the job: the settings that determine a step, from the recipe and the resolved `auto` keys."""
     precision, memory = resolved.precision, resolved.memory
     layers = resolved.attention.layers
-    attention = tuple(one.packed if recipe.packing else one.unpacked for one in layers)
+    attention = tuple(backends.packed if recipe.packing else backends.unpacked for backends in layers)
     return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
@@ -216,15 +216,15 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     )
 
 
-def _saving(recipe: Recipe, steps: int | None) -> plan_disk.Saving:
-    """When a recipe saves. Evaluations choose a best checkpoint where there is a set to measure loss on."""
+def _saving(recipe: Recipe, steps: int | None) -> plan_disk.SaveSchedule:
+    """When a recipe saves checkpoints. Evaluations select a best checkpoint if there is an evaluation set."""
     measured = has_domain_set(recipe) or bool(recipe.data.eval.general)
     best = recipe.eval_steps if measured else None
-    return plan_disk.Saving(recipe.save_total_limit, recipe.save_steps, best, steps)
+    return plan_disk.SaveSchedule(recipe.save_total_limit, recipe.save_steps, best, steps)
 
 
 def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
-    notes = [*device.assumptions, *(said for said in (device.bound, device.shared) if said is not None)]
+    notes = [*device.assumptions, *(note for note in (device.bound, device.shared) if note is not None)]
     if device.unified:
         notes.append(
             f"CPU and GPU share one memory on {device.name}: offloading gains nothing, and other programs use it too"
@@ -240,7 +240,7 @@ def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
         notes.append("fp16 on a CPU is very slow: dtype: fp32 would be many times faster")
     if job.gradient_dtype == "bf16" and job.accumulation > 1:
         notes.append(
-            "gradients are added up in bf16, as the recipe asks; fp32 loses less and takes twice the memory"
+            "gradients are accumulated in bf16, as the recipe requests; fp32 is more precise and takes twice the memory"
         )
     if job.optimizer == "adamw_torch_fused" and job.weights_dtype == "bf16":
         notes.append(
@@ -248,7 +248,7 @@ def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
             "adamw_8bit and adamw_bf16 round stochastically"
         )
     if not (has_domain_set(recipe) or recipe.data.eval.general):
-        notes.append("no text is set aside for measuring: the report will show training loss only")
+        notes.append("no text is held out for evaluation: the report will show training loss only")
     if recipe.early_stopping_patience is not None:
         notes.append(
             "early_stopping_patience: the run may end before its last step, so steps, time and disk are upper bounds"

@@ -1,8 +1,8 @@
-"""What a training step holds in memory, phase by phase, added up from what its operations declare.
+"""Peak memory of a training step, phase by phase, summed over the operations that its blocks declare.
 
-Four buckets and the rest, counted the way a run measures them: weights and optimizer states stand all the
-time; gradients are what the backward pass leaves; activations are what forward and backward hold at their
-peak besides the gradients; `other` is what the update needs beyond that peak.
+Five buckets, counted as a run measures them: weights and optimizer states are persistent; gradients are those at the
+end of the backward pass; activations are all other tensors at the peak of forward and backward; `other` is what the
+optimizer step needs beyond that peak.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from dataclasses import dataclass
 
 from trimtab.adapt import spec_quantized
 from trimtab.facts.operations import Activation
-from trimtab.plan.around import Around, tensors_around
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Held, Layers, segments_of
+from trimtab.plan.layers import AllLayersMemory, Layers, segments_of
+from trimtab.plan.outside_blocks import TensorsOutsideBlocks, tensors_outside_blocks
 
 CONTEXT = {"cuda": 890_000_000, "cpu": 600_000_000}
-"""Bytes of a process besides what its allocator holds. On a GPU the CUDA context and loaded kernels: 0.88 GB measured
-on an H200 with torch 2.11 during training. On a CPU the interpreter with its libraries and what the C allocator
-keeps: 0.53 to 0.56 GB measured during training with torch 2.13."""
+"""Bytes of a process outside its allocator. On a GPU the CUDA context and loaded kernels: 0.88 GB measured on an H200
+with torch 2.11 during training. On a CPU the interpreter with its libraries and the C allocator's cache: 0.53 to
+0.56 GB measured during training with torch 2.13."""
 
 LIBRARIES = {"cuda": 2 * 2**25, "cpu": 0}
-"""Bytes that the allocator holds for cuBLAS: a workspace each for the forward and the backward pass's thread."""
+"""Bytes of cuBLAS workspaces in the allocator: one each for the thread of the forward and the backward pass."""
 
 OUTSIDE = {device: CONTEXT[device] + LIBRARIES[device] for device in CONTEXT}
-"""Bytes of a process besides its tensors."""
+"""Bytes of a process in addition to its tensors."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Bytes at one moment.
+    """Bytes by bucket at one moment.
 
     Example:
         >>> Buckets(weights=1, gradients=2, optimizer=3, activations=4, other=5).total
@@ -68,12 +68,12 @@ class Phase(enum.Enum):
 
 
 BEFORE_LAYERS = (Phase.LOSS_FORWARD, Phase.LOSS_BACKWARD, Phase.FINAL_NORM_BACKWARD)
-"""Phases in which all layers hold what they kept."""
+"""Phases in which the saved activations of all layers are live."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A phase of a step; of the layers' backward pass also which layer's.
+    """A phase of a step; in the layers' forward and backward passes also the layer.
 
     Example:
         >>> Moment(Phase.LAYERS_BACKWARD, layer=3, num_layers=4).describe()
@@ -85,17 +85,17 @@ class Moment:
     num_layers: int = 0
 
     def describe(self) -> str:
-        """In words, for plans and reports."""
+        """Returns a description for plans and reports."""
         if self.layer is None:
             return self.phase.value
         names = {0: "the first layer", self.num_layers - 1: "the last layer"}
-        way = "forward" if self.phase is Phase.LAYERS_FORWARD else "backward"
-        return f"{way} through {names.get(self.layer, f'layer {self.layer}')}"
+        direction = "forward" if self.phase is Phase.LAYERS_FORWARD else "backward"
+        return f"{direction} through {names.get(self.layer, f'layer {self.layer}')}"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The prediction: before the first step, and at the peak of a step with the moment it falls on."""
+    """Predicted memory before the first step and at the peak of a step, and the moment of the peak."""
 
     before: Buckets
     peak: Buckets
@@ -103,30 +103,30 @@ class Memory:
     moments: dict[Moment, int]
     """Bytes above weights and optimizer states at each moment that was considered."""
     outside: int
-    """Bytes of the process besides tensors; needed from the device too, and in no bucket."""
+    """Bytes of the process in addition to tensors; also needed on the device, and in no bucket."""
     host: int = 0
-    """Pinned bytes of the host, where layers' inputs are kept there."""
+    """Pinned host memory for offloaded activations, in bytes."""
 
     @property
     def forward_backward(self) -> int:
-        """The most bytes above weights and optimizer states before the optimizer step."""
-        return max(held for moment, held in self.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP)
+        """Peak bytes above weights and optimizer states in forward and backward."""
+        return max(size for moment, size in self.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP)
 
     @property
     def needed(self) -> int:
-        """What the device must have."""
+        """Bytes that the device must have."""
         return self.peak.total + self.outside
 
 
 def predict(job: Job) -> Memory:
-    """Memory of a training step. Exact about tensors, as far as the declarations of its operations are."""
+    """Predict the memory of a training step. Tensor sizes are as exact as the operations' declarations."""
     weights, states, gradients = weight_bytes(job), state_bytes(job), gradient_bytes(job)
     layers, segments = Layers(job), segments_of(job.layers)
-    held = layers.held(segments)
-    moments = dict(_moments(job, gradients, layers, held))
+    all_layers = layers.memory(segments)
+    moments = dict(_moments(job, gradients, layers, all_layers))
     update = moments.pop(Moment(Phase.OPTIMIZER_STEP))
-    moment = max(moments, key=lambda one: moments[one])
-    # The gradients' bucket is full at the end of a step; what the peak holds above it counts as activations.
+    moment = max(moments, key=lambda key: moments[key])
+    # The gradients bucket is full at the end of a step; everything above it at the peak counts as activations.
     activations = max(moments[moment] - gradients, 0)
     other = max(update - gradients - activations, 0)
     if other:
@@ -137,48 +137,50 @@ def predict(job: Job) -> Memory:
         moment=moment,
         moments={**moments, Moment(Phase.OPTIMIZER_STEP): update},
         outside=OUTSIDE[job.device],
-        host=held.host,
+        host=all_layers.host,
     )
 
 
 def weight_bytes(job: Job) -> int:
-    """Bytes of all weights, trained and frozen, those that are kept unpacked beside the packed ones included."""
+    """Returns the bytes of all weights, trained and frozen, including dequantized copies of packed weights."""
     return job.trained.weight_bytes + spec_quantized.dequantized_bytes(
         job.shape, job.unpacked_layers, job.dtype
     )
 
 
 def gradient_bytes(job: Job) -> int:
-    """Bytes of all gradients that a backward pass leaves."""
+    """Returns the bytes of all parameter gradients after a backward pass."""
     return 0 if job.in_backward else job.trained.gradient_bytes
 
 
 def state_bytes(job: Job) -> int:
-    """Bytes of all optimizer states."""
+    """Returns the bytes of all optimizer states."""
     return job.trained.state_bytes(job.optimizer)
 
 
-def _moments(job: Job, gradients: int, layers: Layers, held: Held) -> Iterator[tuple[Moment, int]]:
-    """(moment, bytes above weights and optimizer states)."""
-    around = phases_around(job, gradients, layers)
+def _moments(
+    job: Job, gradients: int, layers: Layers, all_layers: AllLayersMemory
+) -> Iterator[tuple[Moment, int]]:
+    """Yields (moment, bytes above weights and optimizer states)."""
+    outside = bytes_outside_blocks(job, gradients, layers)
     num_layers = job.shape.num_layers
-    for layer, total in held.forward:
-        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), around[Phase.LAYERS_FORWARD] + total
+    for layer, total in all_layers.forward:
+        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), outside[Phase.LAYERS_FORWARD] + total
     for phase in BEFORE_LAYERS:
-        yield Moment(phase), around[phase] + held.kept
-    for layer, total in held.backward:
-        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), around[Phase.LAYERS_BACKWARD] + total
+        yield Moment(phase), outside[phase] + all_layers.on_device
+    for layer, total in all_layers.backward:
+        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), outside[Phase.LAYERS_BACKWARD] + total
     for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
-        yield Moment(phase), around[phase]
+        yield Moment(phase), outside[phase]
 
 
-def phases_around(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
-    """Bytes above weights and optimizer states in each phase, less those of the blocks."""
-    found = tensors_around(job, gradients, layers)
-    return {phase: sum(one.nbytes for one in phase_tensors(found, phase)) for phase in Phase}
+def bytes_outside_blocks(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:
+    """Returns the bytes in each phase outside the blocks, above weights and optimizer states."""
+    outside = tensors_outside_blocks(job, gradients, layers)
+    return {phase: sum(tensor.nbytes for tensor in phase_tensors(outside, phase)) for phase in Phase}
 
 
-def phase_tensors(around: Around, phase: Phase) -> list[Activation]:
-    """The tensors of one phase besides those of the blocks."""
-    found: list[Activation] = getattr(around, phase.name.lower())
-    return found
+def phase_tensors(outside: TensorsOutsideBlocks, phase: Phase) -> list[Activation]:
+    """Returns the live tensors of one phase outside the blocks."""
+    tensors: list[Activation] = getattr(outside, phase.name.lower())
+    return tensors

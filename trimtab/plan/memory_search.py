@@ -1,8 +1,8 @@
 """The search for the fastest recompute policies, tiles and loss memory within a memory limit.
 
-Bytes come from `plan.memory`, seconds from the time model (`plan.step_time`): what is recomputed, tiled, dequantized
-once more, and copied to the host beyond what computation hides. For each number of tiles and each amount of loss memory
-`plan.assignments` compares all ways to give the layers their policies. Nothing needs torch.
+Bytes come from `plan.memory`, seconds from the time model (`plan.step_time`): recomputation, tiling, repeated
+dequantization, and offload copies that computation does not hide. For each number of tiles and each amount of loss
+memory `plan.assignments` compares all assignments of policies to layers. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trimtab.facts.calibration import Calibration
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy.schedule import MIN_ROWS, ROW_STEP, row_stride
-from trimtab.plan.assignments import Around, Assignments
+from trimtab.plan.assignments import Assignments, BytesOutsideBlocks
 from trimtab.plan.device_rates import rates_of, shipped_calibration
 from trimtab.plan.job import Job
 from trimtab.plan.layers import Layers, Segments, declared_blocks, layer_runs, segments_of
@@ -24,8 +24,8 @@ from trimtab.plan.memory import (
     BEFORE_LAYERS,
     OUTSIDE,
     Phase,
+    bytes_outside_blocks,
     gradient_bytes,
-    phases_around,
     predict,
     state_bytes,
     weight_bytes,
@@ -33,43 +33,43 @@ from trimtab.plan.memory import (
 from trimtab.plan.rates import Rates
 from trimtab.plan.step_time import layer_copies, layer_seconds, loss_time
 
-SLACK, GAPS = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
-"""What a search leaves free: the share of the memory that comes and goes to which predictions are held, and what a
-GPU's allocator loses between its blocks. What stands, weights and optimizer states, is known to the byte."""
+SLACK, FRAGMENTATION = 0.03, {"cuda": 48 * 2**20, "cpu": 0}
+"""Memory that a search leaves free: a share of the dynamic memory for prediction errors, and bytes for fragmentation
+of a GPU's allocator. Persistent memory (weights and optimizer states) is known to the byte."""
 SHORTEST_TILE = 512
-"""Tokens of the smallest tile: shorter products leave a GPU idle."""
-USUAL = {"cuda": (1e14, 1e12), "cpu": (1e11, 2e10)}
-"""FLOP/s and bytes/s where nothing is known of a device; only their ratio matters here."""
+"""Tokens of the smallest tile: smaller matmuls underuse a GPU."""
+TYPICAL_RATES = {"cuda": (1e14, 1e12), "cpu": (1e11, 2e10)}
+"""FLOP/s and bytes/s assumed for unknown devices; only their ratio matters here."""
 
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """One answer of the search: a recompute policy per layer, tiles, loss memory, and what they need and cost."""
+    """A result of the search: a recompute policy per layer, tiles, loss memory, and their memory and time."""
 
     policies: tuple[str, ...]
     mlp_tiles: int
     loss_memory: int | None
-    """What the loss may hold of its logits."""
+    """Bytes that the loss may use for logits."""
     needed: int
-    """Bytes on the device at the peak, the process itself included."""
+    """Bytes on the device at the peak, including the process itself."""
     host: int
-    """Pinned bytes of the host."""
+    """Pinned host memory in bytes."""
     seconds: float
-    """A microbatch's time beyond saving everything without tiles, and the time of the loss."""
+    """Extra time per microbatch over saving everything without tiles, plus the time of the loss."""
     unpacked_layers: int = 0
-    """Layers whose packed weights are kept unpacked as well."""
+    """Layers whose quantized weights also have dequantized copies."""
 
 
 def search_rates(device: DeviceFacts, dtype: str) -> Rates:
-    """A device's rates by its data sheet, or usual ones where there is none: enough to compare settings by.
+    """Returns a device's rates from its data sheet, or typical rates without one: enough to compare settings.
 
-    Calibrations are left out: tiles and loss memory decide in which order sums are rounded, and a recipe must give the
-    same losses before and after a machine was measured.
+    Calibrations are ignored: tiles and loss memory determine the rounding order of sums, and a recipe must produce the
+    same losses before and after a machine is calibrated.
     """
-    known = rates_of(dataclasses.replace(device, calibration=None), dtype)
-    if known is not None:
-        return known
-    flops, copy = USUAL[device.kind]
+    rates = rates_of(dataclasses.replace(device, calibration=None), dtype)
+    if rates is not None:
+        return rates
+    flops, copy = TYPICAL_RATES[device.kind]
     measured = shipped_calibration() if device.kind == "cuda" else Calibration("", {dtype: flops}, copy, 0.0)
     return Rates({dtype: flops}, copy, measured, to_host=device.host_link, from_host=device.host_link)
 
@@ -77,14 +77,14 @@ def search_rates(device: DeviceFacts, dtype: str) -> Rates:
 def find_setting(
     job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = None, fixed_loss: bool = False
 ) -> tuple[MemorySetting, bool]:
-    """(the fastest setting within the limit, True), or (the one that needs least, False) where none is.
+    """Returns (the fastest setting within the limit, True), or (the lowest-memory setting, False) if none fits.
 
     Args:
-        job: what is trained; its own policies are not looked at, its `loss_memory` is the most that is tried.
-        device: its rates, and its host's free memory.
-        limit: bytes on the device, the process itself included.
-        tiles: of the feed-forward, where they are given; any number otherwise.
-        fixed_loss: whether the loss holds just what the job says.
+        job: the training job; its policies are ignored, its `loss_memory` is the maximum that is tried.
+        device: the device with its rates and free host memory.
+        limit: bytes on the device, including the process itself.
+        tiles: a fixed number of feed-forward tiles; None to try all.
+        fixed_loss: whether to use exactly the job's loss memory.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -98,9 +98,9 @@ def find_setting(
         True True
         True False
     """
-    within, rates = within_limit(job, limit), search_rates(device, job.dtype)
+    budget, rates = usable_bytes(job, limit), search_rates(device, job.dtype)
     best: tuple[float, Job, Segments] | None = None
-    least: tuple[int, Job, Segments] | None = None
+    smallest: tuple[int, Job, Segments] | None = None
     losses = {
         memory: loss_time(job.changed(loss_memory=memory), rates).seconds
         for memory in ([job.loss_memory] if fixed_loss else _loss_memories(job))
@@ -116,20 +116,20 @@ def find_setting(
             if best is not None and fewest + loss >= best[0]:
                 continue
             variant = tiled.changed(loss_memory=memory)
-            around = _around(variant)
-            found = assignments.fastest(around, within)
-            if found is not None and (best is None or found.seconds + loss < best[0] - 1e-12):
-                best = (found.seconds + loss, variant, found.segments)
+            outside = _bytes_outside_blocks(variant)
+            assignment = assignments.fastest(outside, budget)
+            if assignment is not None and (best is None or assignment.seconds + loss < best[0] - 1e-12):
+                best = (assignment.seconds + loss, variant, assignment.segments)
             if best is None:
-                small = assignments.smallest(around)
-                if least is None or small.needed < least[0]:
-                    least = (small.needed, variant, small.segments)
-    answer = best or least
+                candidate = assignments.smallest(outside)
+                if smallest is None or candidate.needed < smallest[0]:
+                    smallest = (candidate.needed, variant, candidate.segments)
+    answer = best or smallest
     assert answer is not None
-    return setting_of(answer[1], device, answer[2]), best is not None
+    return make_setting(answer[1], device, answer[2]), best is not None
 
 
-def with_policies(
+def find_setting_with_policies(
     job: Job,
     device: DeviceFacts,
     limit: int,
@@ -138,36 +138,36 @@ def with_policies(
     tiles: int | None = None,
     fixed_loss: bool = False,
 ) -> tuple[MemorySetting, bool]:
-    """(the fastest tiles and loss that fit a limit beside layers that are given, whether any do); else the smallest."""
+    """Returns the fastest setting with given policies within a limit and True, or the lowest-memory one and False."""
     segments = segments_of(policies)
-    settings = [setting_of(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
+    settings = [make_setting(variant, device, segments) for variant in _variants(job, tiles, fixed_loss)]
     fitting = [setting for setting in settings if setting.needed <= limit]
     if fitting:
         return min(fitting, key=lambda setting: setting.seconds), True
     return min(settings, key=lambda setting: setting.needed), False
 
 
-def within_limit(job: Job, limit: int) -> int:
-    """What a search fills of a limit: all but some slack."""
-    standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
-    return limit - int(max(limit - standing, 0) * SLACK) - GAPS[job.device]
+def usable_bytes(job: Job, limit: int) -> int:
+    """Returns the bytes of a limit that a search may use: all but some slack."""
+    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    return limit - int(max(limit - persistent, 0) * SLACK) - FRAGMENTATION[job.device]
 
 
-def least(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
-    """The fewest bytes on the device with which a job can be run at all, the process itself included."""
-    free = [dict.fromkeys(POLICIES, 0.0) for _ in layer_runs(job)]  # times do not matter here
-    found = []
+def lowest_memory(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
+    """Returns the bytes on the device of a job's lowest-memory setting, including the process itself."""
+    no_costs = [dict.fromkeys(POLICIES, 0.0) for _ in layer_runs(job)]  # times do not matter here
+    sizes = []
     for count in tile_counts(job, tiles):
         tiled = job.changed(mlp_tiles=count)
-        assignments = _assignments(tiled, device, free)
-        # The logits of a few rows, or none at a time: either may need less.
+        assignments = _assignments(tiled, device, no_costs)
+        # Logits of a few rows, or no loss memory: either may need less.
         variants = (tiled.changed(loss_memory=memory) for memory in _loss_memories(job)[-2:])
-        found += [assignments.smallest(_around(variant)).needed for variant in variants]
-    return min(found)
+        sizes += [assignments.smallest(_bytes_outside_blocks(variant)).needed for variant in variants]
+    return min(sizes)
 
 
-def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetting:
-    """The setting that these (policy, layers) are, the first layers first."""
+def make_setting(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetting:
+    """Returns the setting of a job with these segments of policies."""
     policies = tuple(policy for policy, count in segments for _ in range(count))
     memory = predict(job.changed(policies=policies))
     rates = search_rates(device, job.dtype)
@@ -184,12 +184,12 @@ def setting_of(job: Job, device: DeviceFacts, segments: Segments) -> MemorySetti
 
 
 def segment_seconds(layers: Layers, costs: Sequence[dict[str, float]], segments: Segments) -> float:
-    """Seconds per microbatch that an assignment of policies adds; `costs` are those of `policy_seconds`."""
-    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.pieces(segments))
+    """Returns the seconds per microbatch that an assignment adds; `costs` are from `policy_seconds`."""
+    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.spans(segments))
 
 
 def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) -> float | None:
-    """Seconds per microbatch that policies add; None where the device's rates are not known."""
+    """Returns the seconds per microbatch that policies add; None if the device's rates are unknown."""
     rates = rates_of(device, job.dtype)
     if rates is None:
         return None
@@ -197,52 +197,53 @@ def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) ->
 
 
 def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
-    """Seconds per layer and microbatch that each policy, with the job's tiles, takes beyond saving everything without
-    tiles; for each run of equal layers."""
-    plain = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
-    found = []
-    for (block, _), (untiled, _) in zip(declared_blocks(job), plain, strict=True):
+    """Returns for each run of equal layers the seconds per layer and microbatch that each policy, with the job's tiles,
+    adds to saving everything without tiles."""
+    untiled_blocks = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
+    costs_by_run = []
+    for (block, _), (untiled, _) in zip(declared_blocks(job), untiled_blocks, strict=True):
         base = layer_seconds(job.changed(mlp_tiles=1), rates, untiled, "none")
         costs = {policy: layer_seconds(job, rates, block, policy) - base for policy in POLICIES}
-        if job.mlp_tiles > 1:  # tiles repeat work and never save any
-            whole = job.changed(mlp_tiles=1)
+        if job.mlp_tiles > 1:  # tiles repeat work and never save time
+            untiled_job = job.changed(mlp_tiles=1)
             costs = {
-                p: max(cost, layer_seconds(whole, rates, untiled, p) - base) for p, cost in costs.items()
+                p: max(cost, layer_seconds(untiled_job, rates, untiled, p) - base)
+                for p, cost in costs.items()
             }
         for policy in OFFLOADING if job.device == "cuda" else ():
             costs[policy] += layer_copies(job, rates, block, policy)
         for policy in OFFLOADING:
-            costs[policy] += 1e-3 * base  # where it costs nothing, a layer stays on the device all the same
-        found.append(costs)
-    return found
+            costs[policy] += 1e-3 * base  # prefers the device if offloading costs nothing
+        costs_by_run.append(costs)
+    return costs_by_run
 
 
 def _assignments(job: Job, device: DeviceFacts, costs: Sequence[dict[str, float]]) -> Assignments:
-    ways = ("offload",) if job.compiled else OFFLOADING
-    return Assignments(Layers(job), costs, ways, device.pinnable_bytes)
+    offload_policies = ("offload",) if job.compiled else OFFLOADING
+    return Assignments(Layers(job), costs, offload_policies, device.pinnable_bytes)
 
 
-def _around(job: Job) -> Around:
-    """Bytes besides the blocks' in each phase, with weights, optimizer states and the process itself."""
-    around = phases_around(job, gradient_bytes(job), Layers(job))
-    standing = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
-    return Around(
-        forward=standing + around[Phase.LAYERS_FORWARD],
-        loss=standing + max(around[phase] for phase in BEFORE_LAYERS),
-        backward=standing + around[Phase.LAYERS_BACKWARD],
-        after=standing + max(around[Phase.EMBEDDING_BACKWARD], around[Phase.OPTIMIZER_STEP]),
+def _bytes_outside_blocks(job: Job) -> BytesOutsideBlocks:
+    """Bytes outside the blocks in each phase, with weights, optimizer states and the process itself."""
+    outside = bytes_outside_blocks(job, gradient_bytes(job), Layers(job))
+    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    return BytesOutsideBlocks(
+        forward=persistent + outside[Phase.LAYERS_FORWARD],
+        loss=persistent + max(outside[phase] for phase in BEFORE_LAYERS),
+        backward=persistent + outside[Phase.LAYERS_BACKWARD],
+        after=persistent + max(outside[Phase.EMBEDDING_BACKWARD], outside[Phase.OPTIMIZER_STEP]),
     )
 
 
 def _variants(job: Job, tiles: int | None, fixed_loss: bool) -> Iterator[Job]:
-    """The job with each number of tiles, and what the loss may hold."""
+    """Yields the job with each number of tiles and each amount of loss memory."""
     for memory in [job.loss_memory] if fixed_loss else _loss_memories(job):
         for count in tile_counts(job, tiles):
             yield job.changed(mlp_tiles=count, loss_memory=memory)
 
 
 def _loss_memories(job: Job) -> list[int | None]:
-    """What a loss that can trade memory for time may be given, most first."""
+    """Amounts of loss memory to try, in descending order; one for losses that cannot trade memory for time."""
     if job.loss_impl != "triton" or job.loss_memory is None:
         return [job.loss_memory]
     row = row_stride(job.shape.vocab_size) * BYTES[job.dtype]
@@ -251,7 +252,7 @@ def _loss_memories(job: Job) -> list[int | None]:
 
 
 def tile_counts(job: Job, tiles: int | None) -> Iterator[int]:
-    """Numbers of tiles to try, fewest first; the one that is given, if one is."""
+    """Yields the numbers of tiles to try in ascending order, or only `tiles` if it is not None."""
     if tiles is not None:
         yield tiles
         return

@@ -1,4 +1,4 @@
-"""Memory of every phase of a run: loading, the parts of a step, evaluation, samples, checkpoints, merge and export.
+"""Memory of each phase of a run: loading, the parts of a step, evaluation, samples, checkpoints, merge and export.
 
 Imports no torch.
 """
@@ -14,7 +14,7 @@ from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Part, bytes_by_part
 from trimtab.facts.phases import RunPhase
-from trimtab.plan import exporting, inference
+from trimtab.plan import inference, weights_io
 from trimtab.plan.disk import Disk
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, OUTSIDE, Buckets, Memory, Phase
@@ -23,35 +23,35 @@ from trimtab.recipe.keys import Recipe
 from trimtab.recipe.rules import has_domain_set
 
 ROWS = 64
-"""Texts of a batch of the probe and of generation."""
+"""Texts per batch of the probe and of generation."""
 PROBE_TOKENS = 104
-"""Tokens of the probe's longest text at most: its bytes, and one."""
+"""Upper bound on the tokens of the probe's longest text: its bytes plus one."""
 PROMPT_TOKENS = 128
-"""Tokens of a problem's prompt at most."""
+"""Upper bound on the tokens of a problem's prompt."""
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 48
-"""Tokens that are written for a problem and for a prompt (`trimtab.run.evaluation`)."""
+"""Generated tokens per problem and per prompt (`trimtab.run.evaluation`)."""
 SAVED_DTYPE = "bf16"
-"""What `trimtab merge` and `trimtab export hf` write unless they are told otherwise."""
+"""The default dtype of `trimtab merge` and `trimtab export hf`."""
 
 
 AFTERWARDS = (RunPhase.MERGE, RunPhase.EXPORT)
-"""Commands of their own, which may run on another machine."""
+"""Phases with a separate command, which may run on another machine."""
 
 
 PHASE_REMEDIES = {
-    RunPhase.LOAD: "take a smaller model or a larger device",
-    RunPhase.EVALUATION: "set a smaller per_device_train_batch_size, which is that of evaluation too, with more "
+    RunPhase.LOAD: "use a smaller model or a larger device",
+    RunPhase.EVALUATION: "set a smaller per_device_train_batch_size, which evaluation uses too, with more "
     "gradient_accumulation_steps, or a shorter max_seq_length",
     RunPhase.PROBE: "set probe: false",
-    RunPhase.GENERATION: "set fewer prompts and a smaller number of answers, which are generated at once",
-    RunPhase.CHECKPOINT: "take a smaller model or a larger device",
+    RunPhase.GENERATION: "set fewer prompts and a smaller number of answers, which are generated in one batch",
+    RunPhase.CHECKPOINT: "use a smaller model or a larger device",
 }
-"""What makes a phase besides the training step smaller."""
+"""Remedies for phases other than the training step."""
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Memory of one phase.
+    """Peak memory of one phase.
 
     Example:
         >>> PhaseMemory(RunPhase.LOAD, "cuda", Buckets(5, 0, 0, 0, 1), host=2, outside=3).needed
@@ -60,20 +60,20 @@ class PhaseMemory:
 
     phase: RunPhase
     device: str
-    """Where the tensors are: "cuda" or "cpu"."""
+    """The device of the tensors: "cuda" or "cpu"."""
     buckets: Buckets
     """Bytes of tensors on that device at the phase's peak."""
     host: int
-    """Bytes of host memory, the process included; on a CPU the tensors too."""
+    """Bytes of host memory, including the process; on a CPU also the tensors."""
     outside: int = 0
-    """Bytes of the device besides tensors."""
+    """Bytes of the device in addition to tensors."""
     note: str = ""
     parts: Mapping[Part, int] | None = None
-    """The activations bucket by part; None where there are no activations."""
+    """The activations bucket by part; None if there are no activations."""
 
     @property
     def needed(self) -> int:
-        """What the device must have: on a CPU everything."""
+        """Bytes that the device must have: on a CPU all host memory."""
         return self.host if self.device == "cpu" else self.buckets.total + self.outside
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class RunMemory:
-    """Memory of all phases of a run, and of a step over time."""
+    """Memory of all phases of a run, and the timeline of a step."""
 
     phases: tuple[PhaseMemory, ...]
     timeline: tuple[Point, ...]
@@ -100,28 +100,28 @@ class RunMemory:
     """The activations bucket of the predicted peak, by part."""
 
     def of(self, phase: RunPhase) -> PhaseMemory | None:
-        """One phase; None where the run does not have it."""
-        return next((one for one in self.phases if one.phase is phase), None)
+        """Returns one phase; None if the run does not have it."""
+        return next((entry for entry in self.phases if entry.phase is phase), None)
 
     @property
     def during_run(self) -> tuple[PhaseMemory, ...]:
-        """Without what comes afterwards."""
-        return tuple(one for one in self.phases if one.phase not in AFTERWARDS)
+        """Phases of the run itself, without merge and export."""
+        return tuple(entry for entry in self.phases if entry.phase not in AFTERWARDS)
 
     @property
     def peak(self) -> PhaseMemory:
-        """The phase of the run that needs most of its device."""
-        return max(self.during_run, key=lambda one: one.needed)
+        """The phase with the highest device memory."""
+        return max(self.during_run, key=lambda entry: entry.needed)
 
     @property
     def host(self) -> int:
-        """The most host memory that the run takes."""
-        return max(one.host for one in self.during_run)
+        """Peak host memory of the run."""
+        return max(entry.host for entry in self.during_run)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON. Points of the timeline between which memory grows evenly are left out."""
+        """Plain data, for JSON. Timeline points on a line between their neighbours are left out."""
         return {
-            "phases": [one.to_dict() for one in self.phases],
+            "phases": [entry.to_dict() for entry in self.phases],
             "peak": self.peak.phase.value,
             "host": self.host,
             "activations": {part.value: size for part, size in self.activations.items() if size},
@@ -130,35 +130,36 @@ class RunMemory:
 
 
 def corners(points: tuple[Point, ...]) -> Iterator[tuple[int, Point]]:
-    """(place, point) of a timeline's points, without those that lie on the line between their neighbours."""
-    for at, point in enumerate(points):
-        around = points[at - 1 : at + 2] if at else ()
-        if len(around) < 3 or not _on_line(*around):
-            yield at, point
+    """Yields (index, point) of a timeline, without points on the line between their neighbours."""
+    for index, point in enumerate(points):
+        neighbours = points[index - 1 : index + 2] if index else ()
+        if len(neighbours) < 3 or not _on_line(*neighbours):
+            yield index, point
 
 
 def _on_line(before: Point, point: Point, after: Point) -> bool:
     if not before.moment.phase is point.moment.phase is after.moment.phase:
         return False
     values = [
-        tuple(one.buckets.to_dict().values()) + tuple(one.parts.values()) for one in (before, point, after)
+        tuple(entry.buckets.to_dict().values()) + tuple(entry.parts.values())
+        for entry in (before, point, after)
     ]
     return all(b - a == c - b for a, b, c in zip(*values, strict=True))
 
 
 def run_memory(recipe: Recipe, job: Job, memory: Memory, disk: Disk) -> RunMemory:
-    """Memory of every phase of a run.
+    """Returns the memory of every phase of a run.
 
     Args:
-        recipe: what is evaluated, sampled and saved.
-        job: what decides the memory of a step.
-        memory: as predicted for the job.
-        disk: its checkpoints.
+        recipe: its evaluation, sampling and checkpoint settings.
+        job: the settings that determine the memory of a step.
+        memory: the predicted memory of the job.
+        disk: the disk space of its checkpoints.
     """
     timeline = step_timeline(job)
     phases = _Phases(recipe, job, memory, disk)
-    found = [phases.load(), *phases.step(timeline), *phases.without_gradients(), phases.checkpoint()]
-    return RunMemory((*found, *phases.afterwards()), timeline, activation_parts(job, memory))
+    entries = [phases.load(), *phases.step(timeline), *phases.without_gradients(), phases.checkpoint()]
+    return RunMemory((*entries, *phases.afterwards()), timeline, activation_parts(job, memory))
 
 
 STEP_PHASES = {
@@ -170,62 +171,67 @@ STEP_PHASES = {
 
 
 class _Phases:
-    """Puts the phases of one run together."""
+    """Computes the phases of one run."""
 
     def __init__(self, recipe: Recipe, job: Job, memory: Memory, disk: Disk) -> None:
         self.recipe, self.job, self.memory, self.disk = recipe, job, memory, disk
         batches = data_spec.batch_bytes(job.batch, job.tokens) * job.accumulation
-        # What layers offload lies in pages of its own; a microbatch's tensors in torch's pinned allocator.
+        # Offloaded activations have their own pinned pages; a microbatch's tensors use torch's pinned allocator.
         self.host = CONTEXT["cpu"] + batches + memory.host + pinned_batch_bytes(job)
 
     def make(self, phase: RunPhase, buckets: Buckets, note: str = "", **more: Any) -> PhaseMemory:
         extra = more.pop("host", 0)
-        # On a CPU the interpreter is what the process takes besides its tensors.
+        # On a CPU the process is the interpreter plus its tensors.
         host = self.host + extra + (buckets.total if self.job.device == "cpu" else 0)
         return PhaseMemory(phase, self.job.device, buckets, host, OUTSIDE[self.job.device], note, **more)
 
     def load(self) -> PhaseMemory:
-        work = exporting.loading_memory(self.job)
-        what = "one weight at a time is quantized" if self.job.quantization else "weights are read in pieces"
+        work = weights_io.loading_memory(self.job)
+        action = (
+            "weights are quantized one at a time" if self.job.quantization else "weights are read in chunks"
+        )
         return self.make(
             RunPhase.LOAD,
             Buckets(work.model, 0, 0, 0, work.temporary),
-            f"{what}; files are memory-mapped",
-            host=exporting.loading_host_bytes(self.job),
+            f"{action}; files are memory-mapped",
+            host=weights_io.loading_host_bytes(self.job),
         )
 
     def step(self, timeline: tuple[Point, ...]) -> Iterator[PhaseMemory]:
         for phase, moments in STEP_PHASES.items():
             points = [point for point in timeline if point.moment.phase in moments]
-            most = max(points, key=lambda point: point.buckets.total)
-            yield self.make(phase, most.buckets, most.moment.describe(), parts=most.parts)
+            peak = max(points, key=lambda point: point.buckets.total)
+            yield self.make(phase, peak.buckets, peak.moment.describe(), parts=peak.parts)
 
     def without_gradients(self) -> Iterator[PhaseMemory]:
         recipe, job = self.recipe, self.job
         if has_domain_set(recipe) or recipe.data.eval.general:
-            note = f"{job.batch} × {job.tokens} tokens at once, losses by token"
+            note = f"{job.batch} × {job.tokens} tokens in one batch, per-token losses"
             yield self.forward_only(RunPhase.EVALUATION, inference.loss_tensors(job), note)
         if recipe.probe:
             tokens = min(PROBE_TOKENS, job.shape.max_positions)
             texts = job.changed(batch=ROWS, tokens=tokens, packed=True)
-            note = f"{ROWS} texts of at most {tokens} tokens at once"
+            note = f"{ROWS} texts of at most {tokens} tokens in one batch"
             yield self.forward_only(RunPhase.PROBE, inference.loss_tensors(texts), note)
-        written = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
+        batches = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
         if recipe.answers:
-            written.append((recipe.answers, PROMPT_TOKENS, ANSWER_TOKENS))
-        found = []
-        for count, prompt, new in written:
+            batches.append((recipe.answers, PROMPT_TOKENS, ANSWER_TOKENS))
+        candidates = []
+        for count, prompt, new in batches:
             rows = min(count, ROWS)
             tensors = inference.generation_tensors(job, rows, prompt, new)
-            found.append(
-                (tensors, f"{rows} texts of at most {prompt} + {new} tokens at once, with their cache")
+            candidates.append(
+                (
+                    tensors,
+                    f"{rows} texts of at most {prompt} + {new} tokens in one batch, with their KV cache",
+                )
             )
-        if found:
-            tensors, note = max(found, key=lambda one: inference.total(one[0]))
+        if candidates:
+            tensors, note = max(candidates, key=lambda candidate: inference.total(candidate[0]))
             yield self.forward_only(RunPhase.GENERATION, tensors, note)
 
     def _prompt_tokens(self) -> int:
-        """Tokens of the longest prompt at most: its bytes, and one."""
+        """Upper bound on the tokens of the longest prompt: its bytes plus one."""
         return min(max(len(text.encode()) for text in self.recipe.prompts) + 1, self.job.shape.max_positions)
 
     def forward_only(self, phase: RunPhase, tensors: inference.Tensors, note: str) -> PhaseMemory:
@@ -235,35 +241,35 @@ class _Phases:
         return self.make(phase, buckets, note, parts=parts)
 
     def checkpoint(self) -> PhaseMemory:
-        """A copy of the state in host memory, written by a thread while the steps go on, in files of bounded size."""
+        """A copy of the state in host memory, written by a background thread in files of bounded size."""
         parameters = self.job.trained.parameters
-        largest = max(nbytes(one.dtype, one.count) for one in parameters)
+        largest = max(nbytes(parameter.dtype, parameter.count) for parameter in parameters)
         copy = checkpoint_spec.host_bytes(self.disk.checkpoint_bytes, largest)
         if self.disk.saving.saves == 1:
             return self.make(
                 RunPhase.CHECKPOINT, self.memory.before, "once, at the end of the run", host=copy
             )
-        note = "a copy of the state, which stays, and two files of it, while training goes on"
+        note = "a persistent copy of the state and two of its files, while training continues"
         return self.make(RunPhase.CHECKPOINT, self.memory.peak, note, host=copy)
 
     def afterwards(self) -> Iterator[PhaseMemory]:
         job = self.job
         if job.lora is not None:
-            work = exporting.merge_memory(job, SAVED_DTYPE)
-            note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}: base and merged weights at once"
+            work = weights_io.merge_memory(job, SAVED_DTYPE)
+            note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}: base and merged weights in memory together"
             yield self._on_cpu(RunPhase.MERGE, work, note)
         else:
-            work = exporting.export_memory(job.shape, SAVED_DTYPE)
+            work = weights_io.export_memory(job.shape, SAVED_DTYPE)
             note = f"in fp32 on the CPU, saved in {SAVED_DTYPE}, read back and compared"
             yield self._on_cpu(RunPhase.EXPORT, work, note)
 
-    def _on_cpu(self, phase: RunPhase, work: exporting.FileWork, note: str) -> PhaseMemory:
+    def _on_cpu(self, phase: RunPhase, work: weights_io.IOMemory, note: str) -> PhaseMemory:
         buckets = Buckets(work.model, 0, 0, 0, work.temporary)
         return PhaseMemory(phase, "cpu", buckets, CONTEXT["cpu"] + work.total, OUTSIDE["cpu"], note)
 
 
 def pinned_batch_bytes(job: Job) -> int:
-    """Pinned host memory of a microbatch: torch's pinned allocator rounds each tensor up to a power of two.
+    """Returns the pinned host memory of a microbatch: torch's pinned allocator rounds up to powers of two.
 
     (`CachingHostAllocator.h` of torch 2.11 to 2.13: `PowerOf2Ceil`, without a threshold by default.)
 

@@ -1,4 +1,4 @@
-"""What each recompute policy would save and cost, for one job on one device: the figures that a choice rests on."""
+"""Memory savings and costs of each recompute policy, for one job on one device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trimtab.plan.time import training_flops
 
 @dataclass(frozen=True)
 class PolicyCost:
-    """One policy in one layer, for one microbatch."""
+    """Savings and costs of a policy in one layer, for one microbatch."""
 
     policy: str
     kept: int
-    """Bytes on the device from the layer's forward pass to its backward."""
+    """Bytes of saved activations on the device, from the layer's forward pass to its backward."""
     saved: int
-    """Bytes that `none` keeps there and this policy does not."""
+    """Bytes saved on the device compared with `none`."""
     host: int
-    """Bytes of the host's memory instead."""
+    """Bytes of offloaded activations in host memory."""
     arithmetic: float
-    """What is computed again, as a share of the layer's forward and backward pass."""
+    """FLOPs of recomputation, as a share of the layer's forward and backward pass."""
     seconds: float | None
-    """What that takes, memory traffic and copies that are not hidden included, by the device's ceilings; None where
-    they are not known."""
+    """Extra seconds at the device's rates, including memory traffic and copies that are not hidden; None if the rates
+    are unknown."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -37,7 +37,7 @@ class PolicyCost:
 
 
 def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
-    """A row for each policy in a layer as most are, with the job's own number of tiles.
+    """Returns a row per policy for the most common kind of layer, with the job's number of tiles.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -54,24 +54,24 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
         block: 144 MiB less, 27% more
     """
     blocks = declared_blocks(job)
-    most = max(range(len(blocks)), key=lambda run: len(blocks[run][1]))
-    block = blocks[most][0]
-    plain = layer_memory(job, block, "none").kept
-    whole = training_flops([block])
-    known = rates_of(device, job.dtype) is not None
-    seconds = memory_search.policy_seconds(job, memory_search.search_rates(device, job.dtype))[most]
+    longest_run = max(range(len(blocks)), key=lambda run: len(blocks[run][1]))
+    block = blocks[longest_run][0]
+    saved_by_none = layer_memory(job, block, "none").on_device
+    layer_flops = training_flops([block])
+    has_rates = rates_of(device, job.dtype) is not None
+    seconds = memory_search.policy_seconds(job, memory_search.search_rates(device, job.dtype))[longest_run]
     rows = []
     for policy in POLICIES:
-        held = layer_memory(job, block, policy)
-        again = recomputation(block, policy, num_tiles(job))
+        memory = layer_memory(job, block, policy)
+        recomputed = recomputation(block, policy, num_tiles(job))
         rows.append(
             PolicyCost(
                 policy,
-                kept=held.kept,
-                saved=plain - held.kept,
-                host=held.host,
-                arithmetic=(again.products + again.attention) / whole,
-                seconds=seconds[policy] if known else None,
+                kept=memory.on_device,
+                saved=saved_by_none - memory.on_device,
+                host=memory.host,
+                arithmetic=(recomputed.products + recomputed.attention) / layer_flops,
+                seconds=seconds[policy] if has_rates else None,
             )
         )
     return rows

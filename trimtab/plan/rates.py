@@ -1,12 +1,12 @@
-"""How long one kernel takes on a device: a roofline with measured efficiencies. No torch.
+"""Time of one kernel on a device: a roofline with measured efficiencies. No torch.
 
-A kernel takes at least max(FLOPs / rate, bytes / bandwidth). What it takes beyond that depends on its kind, its
+A kernel takes at least max(FLOPs / rate, bytes / bandwidth). The time above that bound depends on its kind, its
 implementation and its size, and was measured (`trimtab.facts.calibration.KernelSample`):
 
 - kernels bound by memory traffic: a line, `overhead + roofline / efficiency`, fitted to the samples of their kind;
-- products, attention and the loss: an efficiency that is interpolated between samples of similar sizes.
+- matmuls, attention and the loss: an efficiency interpolated between samples of similar sizes.
 
-A device that was never measured borrows the efficiencies of one that was, with its own data sheet's rates.
+An unmeasured device uses the efficiencies of a measured device with the rates of its own data sheet.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.operations import Kernel, Kind
 
 INTERPOLATED = (Kind.PRODUCT, Kind.ATTENTION, Kind.LOSS)
-"""Kinds whose efficiency depends on their dimensions and not only on how much there is to do."""
+"""Kinds whose efficiency depends on their dimensions and not only on the amount of work."""
 NEIGHBOURS = 4
-"""Samples that an efficiency is interpolated from."""
+"""Number of samples from which an efficiency is interpolated."""
 BEST = 1.25
-"""The largest efficiency: kernels that find their input in a cache beat the roofline of the device's memory."""
+"""The largest efficiency: kernels with their input in cache exceed the roofline of device memory."""
 
 
 Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
@@ -33,18 +33,18 @@ Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a function of the roofline's: `overhead + roofline / efficiency`."""
+    """Seconds as a function of roofline seconds: `overhead + roofline / efficiency`."""
 
     overhead: float
     efficiency: float
 
     def seconds(self, roofline: float) -> float:
-        """Of a kernel that takes so long at the device's ceilings."""
+        """Returns the seconds of a kernel from its roofline seconds."""
         return self.overhead + roofline / self.efficiency
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> Line:
-    """The line through (roofline seconds, measured seconds) with the least relative errors.
+    """Returns the line through (roofline seconds, measured seconds) with the smallest relative errors.
 
     Example:
         >>> line = fit_line([(8e-6, 12.7e-6), (64e-6, 70e-6)])
@@ -53,7 +53,7 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
     """
     assert points, "a line needs a sample"
     best = min(1 / BEST, min(measured / roofline for roofline, measured in points if roofline > 0))
-    # Relative errors: both sides are divided by what was measured, 1 = overhead / y + slope · x / y.
+    # Relative errors: both sides are divided by the measurement, 1 = overhead / y + slope · x / y.
     rows = [(1 / y, x / y) for x, y in points]
     aa = sum(a * a for a, _ in rows)
     ab = sum(a * b for a, b in rows)
@@ -70,44 +70,44 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, and how well each kind of kernel uses it."""
+    """A device's FLOP/s and bandwidths, and the efficiency of each kind of kernel."""
 
     flops: Mapping[str, float]
-    """Of matrix products, by dtype."""
+    """FLOP/s of matmuls, by dtype."""
     copy: float
     """Bytes read and written per second."""
     measured: Calibration
-    """Where the efficiencies are from; its own rates may be another device's."""
+    """The measured kernels; they may be from another device."""
     ceilings: tuple[float, float] | None = None
-    """(FLOP/s, bytes/s) by the data sheet, where it is known: no kernel can be faster."""
+    """(FLOP/s, bytes/s) of the data sheet, if known: no kernel can be faster."""
     launch: float = 0.0
     """Host seconds per kernel in eager mode."""
     gap: float = 0.0
     """Device seconds between two kernels of a CUDA graph."""
     tiny: float = 0.0
-    """Device seconds of a kernel that has next to nothing to do."""
+    """Device seconds of a kernel with almost no work."""
     to_host: float = 0.0
     from_host: float = 0.0
     """Bytes per second over the host link."""
     disk_write: float | None = None
     basis: str = ""
-    """Where the rates are from, in words."""
+    """A description of the source of the rates."""
     spread: tuple[float, float] = (1.0, 1.0)
-    """Factors on an estimate that give the range it may lie in."""
-    _found: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
+    """Factors for the lower and upper end of an estimate's range."""
+    _models: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _spent: dict[tuple[Kernel, str, str, bool], float] = field(
+    _seconds: dict[tuple[Kernel, str, str, bool], float] = field(
         default_factory=dict, repr=False, compare=False
     )
 
     def roofline(self, kernel: Kernel, dtype: str) -> float:
-        """Seconds of a kernel at the best measured rates."""
+        """Returns the seconds of a kernel at the best measured rates."""
         arithmetic = kernel.flops / self._rate(dtype) if kernel.kind in INTERPOLATED else 0.0
         return max(arithmetic, kernel.moved / self.copy)
 
     def floor(self, kernel: Kernel, dtype: str) -> float:
-        """The least seconds of a kernel by the data sheet, or by the best that was measured."""
+        """Returns the minimum seconds of a kernel by the data sheet, or else by the best measured rates."""
         flops, copy = self.ceilings or (self._rate(dtype), self.copy)
         return max(kernel.flops / flops if kernel.kind in INTERPOLATED else 0.0, kernel.moved / copy)
 
@@ -115,7 +115,7 @@ class Rates:
         return self.flops.get(dtype) or max(self.flops.values())
 
     def seconds(self, kernel: Kernel, dtype: str, *, impl: str = "", backward: bool = False) -> float:
-        """Estimated seconds of a kernel.
+        """Returns the estimated seconds of a kernel.
 
         Example:
             >>> sample = KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6)
@@ -123,33 +123,36 @@ class Rates:
             >>> rates.seconds(Kernel(Kind.NORM, 0.0, 3e6), "bf16")
             6e-06
         """
-        asked = (kernel, dtype, impl, backward)
-        if asked not in self._spent:
-            self._spent[asked] = self._estimate(*asked)
-        return self._spent[asked]
+        arguments = (kernel, dtype, impl, backward)
+        if arguments not in self._seconds:
+            self._seconds[arguments] = self._estimate(*arguments)
+        return self._seconds[arguments]
 
     def _estimate(self, kernel: Kernel, dtype: str, impl: str, backward: bool) -> float:
         roofline = self.roofline(kernel, dtype)
         if roofline == 0:
             return 0.0
-        key = (kernel.kind, dtype, impl, backward, self._by_arithmetic(kernel, dtype))
-        model = self._found.get(key)
+        key = (kernel.kind, dtype, impl, backward, self._is_compute_bound(kernel, dtype))
+        model = self._models.get(key)
         if model is None:
-            model = self._found[key] = self._model(*key)
+            model = self._models[key] = self._model(*key)
         if isinstance(model, Line):
             return model.seconds(roofline)
         return roofline / interpolate(model, kernel.dims)
 
-    def _model(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line | Efficiencies:
-        near = self._samples(kind, dtype, impl, backward, True) if bound else ()
-        return near or self._fit(kind, dtype, impl, backward, bound)
+    def _model(
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+    ) -> Line | Efficiencies:
+        efficiencies = self._samples(kind, dtype, impl, backward, True) if compute_bound else ()
+        return efficiencies or self._fit(kind, dtype, impl, backward, compute_bound)
 
-    def _by_arithmetic(self, kernel: Kernel, dtype: str) -> bool:
+    def _is_compute_bound(self, kernel: Kernel, dtype: str) -> bool:
         return kernel.kind in INTERPOLATED and kernel.flops / self._rate(dtype) >= kernel.moved / self.copy
 
-    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Line:
+    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool) -> Line:
         pairs = [
-            (seconds, sample.seconds) for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+            (seconds, sample.seconds)
+            for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
         ]
         if pairs:
             return fit_line(pairs)
@@ -158,28 +161,31 @@ class Rates:
 
     @cached_property
     def _all_memory_bound(self) -> list[tuple[float, KernelSample]]:
-        """For kinds that were never measured."""
+        """Samples used for kinds without measurements."""
         return [
             pair for pair in self._with_roofline(self.measured.samples) if pair[1].kind not in INTERPOLATED
         ]
 
-    def _samples(self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool) -> Efficiencies:
-        """Of the samples that a kernel is most like."""
+    def _samples(
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+    ) -> Efficiencies:
+        """Efficiencies of the samples most similar to a kernel."""
         return tuple(
             (sample.dims, min(seconds / sample.seconds, BEST))
-            for seconds, sample in self._pairs(kind, dtype, impl, backward, bound)
+            for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
             if sample.dims
         )
 
     def _pairs(
-        self, kind: Kind, dtype: str, impl: str, backward: bool, bound: bool
+        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> list[tuple[float, KernelSample]]:
-        """(roofline seconds, sample) of the same kind; of the same dtype, implementation and direction if there are
-        any, in this order of importance from the last."""
-        found = [
+        """(roofline seconds, sample) of the same kind. Filters by direction, implementation and dtype, in this order,
+        and skips a filter that no sample passes."""
+        pairs = [
             (seconds, sample)
             for seconds, sample in self._with_roofline(self.measured.samples)
-            if sample.kind is kind and (kind not in INTERPOLATED or self._is_bound(sample) == bound)
+            if sample.kind is kind
+            and (kind not in INTERPOLATED or self._sample_is_compute_bound(sample) == compute_bound)
         ]
         for same in (
             lambda sample: sample.backward == backward,
@@ -187,27 +193,27 @@ class Rates:
             lambda sample: sample.impl == impl,
             lambda sample: sample.dtype == dtype,
         ):
-            found = [pair for pair in found if same(pair[1])] or found
-        return found
+            pairs = [pair for pair in pairs if same(pair[1])] or pairs
+        return pairs
 
-    def _is_bound(self, sample: KernelSample) -> bool:
+    def _sample_is_compute_bound(self, sample: KernelSample) -> bool:
         rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
         return sample.flops / rate >= sample.moved / self.measured.copy
 
     def _with_roofline(self, samples: Iterable[KernelSample]) -> list[tuple[float, KernelSample]]:
-        """By the ceilings of the device that they were measured on."""
-        found = []
+        """Pairs samples with their roofline seconds on the device that was measured."""
+        pairs = []
         for sample in samples:
             rate = self.measured.flops.get(sample.dtype) or max(self.measured.flops.values())
             arithmetic = sample.flops / rate if sample.kind in INTERPOLATED else 0.0
-            found.append((max(arithmetic, sample.moved / self.measured.copy), sample))
-        return found
+            pairs.append((max(arithmetic, sample.moved / self.measured.copy), sample))
+        return pairs
 
 
-def interpolate(near: Efficiencies, dims: tuple[int, ...]) -> float:
-    """The efficiency between samples: along the first of two dimensions, or weighted by the distance of three.
+def interpolate(samples: Efficiencies, dims: tuple[int, ...]) -> float:
+    """Returns an efficiency interpolated along the first of two dimensions, or by distance in three.
 
-    Distances are those of logarithms. Beyond the last sample an efficiency stays what it is there.
+    Distances are between logarithms. Beyond the last sample the efficiency is constant.
 
     Example:
         >>> interpolate((((1024, 1024, 1024), 0.5), ((4096, 4096, 4096), 0.9)), (4096, 4096, 4096))
@@ -215,31 +221,37 @@ def interpolate(near: Efficiencies, dims: tuple[int, ...]) -> float:
         >>> round(interpolate((((512, 128), 0.4), ((2048, 128), 0.6)), (1024, 128)), 3)
         0.5
     """
-    assert all(len(other) == len(dims) for other, _ in near), "samples of one kind have the same dimensions"
-    return _along_length(near, dims) if len(dims) == 2 else _by_distance(near, dims)
+    assert all(len(sample_dims) == len(dims) for sample_dims, _ in samples), (
+        "samples of one kind have the same dimensions"
+    )
+    return _interpolate_length(samples, dims) if len(dims) == 2 else _interpolate_distance(samples, dims)
 
 
-def _along_length(near: Efficiencies, dims: tuple[int, ...]) -> float:
-    """Between the neighbours in length, of the samples with the most similar head size."""
+def _interpolate_length(samples: Efficiencies, dims: tuple[int, ...]) -> float:
+    """Interpolates between the neighbours in length, among samples with the most similar head size."""
     length, head = dims
-    apart = min(abs(math.log(other[1] / head)) for other, _ in near)
-    alike = sorted((other[0], e) for other, e in near if abs(math.log(other[1] / head)) < apart + 1e-9)
-    below = [pair for pair in alike if pair[0] <= length]
-    above = [pair for pair in alike if pair[0] >= length]
+    distance = min(abs(math.log(sample_dims[1] / head)) for sample_dims, _ in samples)
+    candidates = sorted(
+        (sample_dims[0], efficiency)
+        for sample_dims, efficiency in samples
+        if abs(math.log(sample_dims[1] / head)) < distance + 1e-9
+    )
+    below = [pair for pair in candidates if pair[0] <= length]
+    above = [pair for pair in candidates if pair[0] >= length]
     if not below or not above:
         return (below[-1] if below else above[0])[1]
-    (low, first), (high, last) = below[-1], above[0]
-    if low == high:
+    (shorter, first), (longer, last) = below[-1], above[0]
+    if shorter == longer:
         return first
-    share = math.log(length / low) / math.log(high / low)
+    share = math.log(length / shorter) / math.log(longer / shorter)
     return first + share * (last - first)
 
 
-def _by_distance(near: Efficiencies, dims: tuple[int, ...]) -> float:
-    """The mean of the nearest samples, each by the inverse of its squared distance."""
+def _interpolate_distance(samples: Efficiencies, dims: tuple[int, ...]) -> float:
+    """The mean of the nearest samples, weighted by inverse squared distance."""
     distances = []
-    for other, efficiency in near:
-        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, other, strict=True))
+    for sample_dims, efficiency in samples:
+        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, sample_dims, strict=True))
         distances.append((squared, efficiency))
     distances.sort()
     if distances[0][0] < 1e-6:

@@ -1,22 +1,22 @@
-"""What torch's allocator reserves for a training step, and the whole process on the device. Imports no torch."""
+"""Memory that torch's allocator reserves for a training step, and the process's total on the device. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.plan.allocations import Event, standing_sizes, step_allocations
+from trimtab.plan.allocations import Event, persistent_sizes, step_allocations
 from trimtab.plan.allocator import CachingAllocator
 from trimtab.plan.job import Job
 from trimtab.plan.memory import CONTEXT, LIBRARIES
 
 STEPS = 2
-"""Later steps reserve nothing new."""
+"""Simulated steps; later steps reserve nothing new."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Device memory of a process by who holds it.
+    """Device memory of a process: allocated, reserved, and the CUDA context.
 
     Example:
         >>> Reserved(allocated=10, reserved=12, context=3).process
@@ -26,13 +26,13 @@ class Reserved:
     allocated: int
     """Bytes of blocks in use at the peak: tensors, rounded to 512 bytes, and cuBLAS's workspaces."""
     reserved: int
-    """Bytes that the allocator has from the driver."""
+    """Bytes that the allocator has reserved from the driver."""
     context: int
     """The CUDA context and loaded kernels."""
 
     @property
     def process(self) -> int:
-        """All that the process has of the device."""
+        """Total bytes of the process on the device."""
         return self.reserved + self.context
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,13 +42,13 @@ class Reserved:
 
 
 def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) -> Reserved:
-    """What the allocator reserves for a job on a GPU, its weights and states included.
+    """Returns the memory that the allocator reserves for a job on a GPU, including weights and optimizer states.
 
     Args:
-        job: what is trained.
-        graphs: whether forward and backward are captured as CUDA graphs. Their memory is a pool of its own, which the
+        job: the training job.
+        graphs: whether forward and backward are captured as CUDA graphs. Their memory is in a private pool, which the
             optimizer step cannot use.
-        expandable: whether segments grow (`expandable_segments:True`).
+        expandable: whether segments are expandable (`expandable_segments:True`).
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -58,28 +58,28 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
         82
     """
     default = CachingAllocator(expandable=expandable)
-    for standing in standing_sizes(job):
-        default.allocate(standing)
+    for nbytes in persistent_sizes(job):
+        default.allocate(nbytes)
     pool = CachingAllocator(expandable=expandable) if graphs else default
-    for _ in range(2):  # of the forward and the backward pass's thread
+    for _ in range(2):  # one cuBLAS workspace per thread: forward and backward
         pool.allocate(LIBRARIES["cuda"] // 2)
     events = list(step_allocations(job))
-    update = _begin_of_update(events) if graphs else len(events)
+    optimizer_start = _find_optimizer_step(events) if graphs else len(events)
     peak = 0
     for _ in range(STEPS):
-        numbers: dict[int, tuple[CachingAllocator, int]] = {}
-        for place, (number, size) in enumerate(events):
+        live: dict[int, tuple[CachingAllocator, int]] = {}
+        for index, (number, size) in enumerate(events):
             if size is None:
-                allocator, block = numbers.pop(number)
+                allocator, block = live.pop(number)
                 allocator.free(block)
                 continue
-            allocator = pool if place < update else default
-            numbers[number] = (allocator, allocator.allocate(size))
+            allocator = pool if index < optimizer_start else default
+            live[number] = (allocator, allocator.allocate(size))
             peak = max(peak, default.allocated + (pool.allocated if graphs else 0))
-        assert not numbers, "a step leaves something behind"
+        assert not live, "a step leaves tensors allocated"
     return Reserved(peak, default.reserved + (pool.reserved if graphs else 0), CONTEXT["cuda"])
 
 
-def _begin_of_update(events: list[Event]) -> int:
-    """Where the last allocation is that of the optimizer."""
-    return max((place for place, event in enumerate(events) if event.size is not None), default=len(events))
+def _find_optimizer_step(events: list[Event]) -> int:
+    """Returns the index of the last allocation, which is the optimizer's."""
+    return max((index for index, event in enumerate(events) if event.size is not None), default=len(events))

@@ -1,7 +1,7 @@
-"""The resolved configuration: what every `auto` of a recipe was decided to be, for one model on one machine.
+"""The resolved configuration: the values of every `auto` of a recipe, for one model on one machine.
 
-`trimtab.run.resolve` makes it, the planner and `trimtab.run.build` read it, and `resolved_json` writes it into the run
-folder, so that a resumed run decides nothing anew. Imports no torch.
+`trimtab.run.resolve` creates it, the planner and `trimtab.run.build` read it, and `resolved_json` writes it to the run
+folder, so that a resumed run uses the same values. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from trimtab.adapt.spec_recompute import count_policies
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Number formats by trimtab's names: fp32, bf16, fp16."""
+    """Dtypes by trimtab's names: fp32, bf16, fp16."""
 
     dtype: str
-    """Of matrix products and activations."""
+    """Of matmuls and activations."""
     weights_dtype: str
     gradient_dtype: str
-    """In which gradients of several microbatches are accumulated."""
+    """Dtype in which gradients are accumulated over microbatches."""
     description: str = ""
 
 
@@ -31,14 +31,14 @@ class LayerAttention:
     """The attention backends of one layer."""
 
     packed: str
-    """For sequences of several documents."""
+    """For sequences packed with several documents."""
     unpacked: str
     """For sequences of one document."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The attention backend of each layer, why it was chosen, and why the others were not."""
+    """The attention backend of each layer, the reason for it, and the reasons against others."""
 
     layers: tuple[LayerAttention, ...]
     reason: str = ""
@@ -46,7 +46,7 @@ class AttentionConfig:
 
     @staticmethod
     def uniform(num_layers: int, packed: str, unpacked: str | None = None) -> AttentionConfig:
-        """The same backends in all layers.
+        """Returns a configuration with the same backends in all layers.
 
         Example:
             >>> AttentionConfig.uniform(2, "varlen").layers[1]
@@ -55,12 +55,12 @@ class AttentionConfig:
         return AttentionConfig((LayerAttention(packed, unpacked or packed),) * num_layers)
 
     def of_layers(self, layers: range) -> AttentionConfig:
-        """Of these layers only."""
+        """Returns the configuration of these layers only."""
         return dataclasses.replace(self, layers=tuple(self.layers[i] for i in layers))
 
     @property
     def packed_backends(self) -> str:
-        """The backends for packed sequences, each once, for people to read."""
+        """The distinct backends for packed sequences, for display."""
         return ", ".join(dict.fromkeys(layer.packed for layer in self.layers))
 
 
@@ -75,11 +75,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """The implementation of the language-model loss, and what training adds to the cross-entropy."""
+    """The implementation of the language-model loss, and its additions to the cross-entropy."""
 
     impl: str = "chunked"
     memory_bytes: int | None = None
-    """The most that logits may take; `MemoryPlan.loss_memory` is what they take."""
+    """Upper bound on the bytes of logits; `MemoryPlan.loss_memory` is the resolved value."""
     reason: str = ""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -95,7 +95,7 @@ class PointwiseConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Whether blocks are compiled, and whether one program serves all sequence lengths."""
+    """Whether blocks are compiled, and whether with dynamic shapes for all sequence lengths."""
 
     enabled: bool = False
     dynamic: bool = False
@@ -112,27 +112,27 @@ class CudaGraphsConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Processes along each axis of the mesh; there is one process so far."""
+    """Processes along each axis of the mesh; only one process is supported so far."""
 
     data: int = 1
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is recomputed, tiled and dequantized so that a step fits its memory limit."""
+    """Recompute policies, tiles, loss memory and dequantized copies with which a step fits its memory limit."""
 
     recompute: tuple[str, ...]
     """The recompute policy of each layer."""
     mlp_tiles: int = 1
-    """Parts of the tokens that feed-forward layers are computed in."""
+    """Number of token chunks (tiles) in which feed-forward layers are computed."""
     loss_memory: int | None = None
-    """Bytes that the loss may hold beyond its inputs and gradients."""
+    """Bytes that the loss may allocate beyond its inputs and gradients."""
     unpacked_layers: int = 0
-    """Layers of which dequantized weights are kept."""
+    """Layers whose quantized weights also have dequantized copies."""
     limit: int = 0
-    """Bytes that the run may take on its device."""
+    """Bytes that the run may use on its device."""
     limit_basis: str = ""
-    """Where the limit comes from, in words."""
+    """A description of the source of the limit."""
     allocator_bytes: int | None = None
     """The limit set in torch's CUDA allocator; None without `memory_limit`."""
     host_bytes: int = 0
@@ -141,7 +141,7 @@ class MemoryPlan:
 
     @property
     def description(self) -> str:
-        """In a few words.
+        """A short description.
 
         Example:
             >>> MemoryPlan(("block", "none", "none"), mlp_tiles=4).description
@@ -159,12 +159,12 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Everything that was decided for a run."""
+    """The resolved configuration of a run."""
 
     device: str
     """cpu, cuda, or one GPU of several (cuda:1)."""
     threads: int
-    """CPU threads of torch's operations."""
+    """CPU threads of torch."""
     deterministic: bool
     precision: PrecisionConfig
     attention: AttentionConfig
@@ -173,17 +173,17 @@ class Resolved:
     pointwise: PointwiseConfig = PointwiseConfig()
     compile: CompileConfig = CompileConfig()
     graphs: CudaGraphsConfig = CudaGraphsConfig()
-    """May be decided anew when a run is resumed: the numbers are the same either way."""
+    """May be resolved again when a run is resumed: results are identical either way."""
     memory: MemoryPlan | None = None
-    """None until the planner has chosen it."""
+    """None until the planner has resolved it."""
     lora: LoraSettings | None = None
-    """None where every weight is trained."""
+    """None for full training."""
     quantization: Quantization | None = None
-    """Of frozen weights; None where they keep their format."""
+    """Quantization of frozen weights; None if they are not quantized."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def of_layers(self, layers: range) -> Resolved:
-        """The configuration of a model with only these layers."""
+        """Returns the configuration of a model with only these layers."""
         memory = self.memory
         if memory is not None:
             memory = dataclasses.replace(memory, recompute=tuple(memory.recompute[i] for i in layers))
@@ -191,7 +191,7 @@ class Resolved:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """The memory plan of a configuration that is complete."""
+        """The memory plan, once resolved."""
         assert self.memory is not None, "the memory plan was not resolved yet"
         return self.memory
 

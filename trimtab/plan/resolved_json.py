@@ -1,4 +1,4 @@
-"""The resolved configuration as JSON, for choices.json and plan.json of a run folder. Reads every earlier version."""
+"""JSON form of the resolved configuration, for choices.json and plan.json. Reads all earlier versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Section = TypeVar("Section", bound="DataclassInstance")
 VERSION = 2
-"""Of choices.json. Version 1 had no `parallel`; its first runs also lack the sections that are optional below."""
+"""Version of choices.json. Version 1 had no `parallel`; its first files also lack the optional sections below."""
 REQUIRED = (
     "device",
     "dtype",
@@ -38,11 +38,11 @@ REQUIRED = (
     "threads",
     "deterministic",
 )
-"""Keys that every version has."""
+"""Keys present in every version."""
 
 
 def resolved_to_dict(resolved: Resolved) -> dict[str, Any]:
-    """Plain data; `resolved_from_dict` is the inverse."""
+    """Returns plain data; `resolved_from_dict` is the inverse."""
     precision, loss = resolved.precision, resolved.loss
     objective = {"label_smoothing": loss.label_smoothing, "z_loss": loss.z_loss}
     return {
@@ -72,11 +72,11 @@ def resolved_to_dict(resolved: Resolved) -> dict[str, Any]:
 
 
 def resolved_from_dict(data: Mapping[str, Any], num_layers: int) -> Resolved:
-    """A resolved configuration from choices.json; other keys of that file are ignored.
+    """Returns a resolved configuration from choices.json; other keys of that file are ignored.
 
     Args:
-        data: with at least the keys `REQUIRED`, and the `recipe` where a run began before `optimizer` was written.
-        num_layers: of the model: the file names an attention backend once where all layers share it.
+        data: at least the keys `REQUIRED`, and `recipe` in files from before `optimizer` was written.
+        num_layers: layers of the model: the file has one attention backend if all layers share it.
     """
     lora, quantization = adapters_from_dict(data)
     loss = _section(LossConfig, data.get("loss"))
@@ -94,7 +94,7 @@ def resolved_from_dict(data: Mapping[str, Any], num_layers: int) -> Resolved:
         pointwise=_section(PointwiseConfig, data.get("pointwise")),
         compile=_section(CompileConfig, _enabled(data.get("compile"))),
         graphs=_section(CudaGraphsConfig, _enabled(data.get("graphs"))),
-        # The first memory plans left the loss what was chosen for it alone.
+        # The first memory plans have no loss memory: it is the loss section's.
         memory=memory_from_dict({"loss_memory": loss.memory_bytes, **memory}) if memory else None,
         lora=lora,
         quantization=quantization,
@@ -103,7 +103,7 @@ def resolved_from_dict(data: Mapping[str, Any], num_layers: int) -> Resolved:
 
 
 def adapters_from_dict(data: Mapping[str, Any]) -> tuple[LoraSettings | None, Quantization | None]:
-    """The adapters and the quantization of frozen weights from choices.json, whatever else the file has.
+    """Returns the adapters and the quantization of frozen weights from choices.json; other keys are optional.
 
     Example:
         >>> adapters_from_dict({"lora": {"r": 8}, "quantization": {"kind": "int8", "block": 0}})[1].kind
@@ -117,26 +117,26 @@ def adapters_from_dict(data: Mapping[str, Any]) -> tuple[LoraSettings | None, Qu
 
 
 def memory_to_dict(memory: MemoryPlan) -> dict[str, Any]:
-    """Plain data, with the plan's description in words."""
+    """Returns plain data, including the plan's description."""
     plain = dataclasses.asdict(memory)
     return {**plain, "recompute": list(memory.recompute), "sentence": memory.description}
 
 
 def memory_from_dict(data: Mapping[str, Any]) -> MemoryPlan:
-    """The inverse of `memory_to_dict`."""
+    """Returns a memory plan; the inverse of `memory_to_dict`."""
     return _section(MemoryPlan, {**data, "recompute": tuple(data["recompute"])})
 
 
 def _section(kind: type[Section], data: Mapping[str, Any] | None) -> Section:
-    """One section of the file; defaults for what it lacks, and other keys are ignored."""
+    """One section of the file; missing keys get defaults, unknown keys are ignored."""
     if not isinstance(data, Mapping | None):
-        raise ValueError(f"a section of it holds a {type(data).__name__} and not an object")
+        raise ValueError(f"a section of it is a {type(data).__name__} and not an object")
     names = {field.name for field in dataclasses.fields(kind)}
     return kind(**{name: value for name, value in (data or {}).items() if name in names})
 
 
 def _optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerConfig:
-    """Runs that began before there was a choice of implementations have the recipe's optimizer alone."""
+    """The optimizer section, or the recipe's optimizer in files from before implementations were selectable."""
     if data.get("optimizer"):
         return _section(OptimizerConfig, data["optimizer"])
     name = data["recipe"]["optim"]
@@ -168,7 +168,7 @@ def _switch_to_dict(config: CompileConfig | CudaGraphsConfig) -> dict[str, Any]:
 
 
 def _enabled(data: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The inverse of `_switch_to_dict`, for what there is of it."""
+    """The inverse of `_switch_to_dict`; missing keys are allowed."""
     if not isinstance(data, Mapping | None):
-        raise ValueError(f"a section of it holds a {type(data).__name__} and not an object")
+        raise ValueError(f"a section of it is a {type(data).__name__} and not an object")
     return {{"on": "enabled"}.get(name, name): value for name, value in (data or {}).items()}

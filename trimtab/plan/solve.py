@@ -1,7 +1,7 @@
 """Inverse questions: the longest sequence, the largest batch, the fastest setting, the smallest or cheapest GPU.
 
-Each answer holds the recipe keys to set and the plan that they lead to, so that what is printed was planned and not
-extrapolated. How a recipe is resolved for a device is passed in (`Planner`): this package plans and resolves nothing.
+Each answer has the recipe keys to set and the resulting plan, so that printed figures are planned, not extrapolated.
+The function that resolves a recipe for a device is passed in (`Planner`): this package only plans.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from trimtab.recipe.keys import Recipe
 
 QUESTIONS = ("max_seq_length", "batch_size", "fastest", "smallest_gpu", "cheapest")
 LARGEST_BATCH = 1 << 16
-"""Larger per-device batches are not looked at."""
-MOST_BATCHES = 12
-"""Divisors of the global batch that `fastest` plans; the largest ones that fit."""
+"""The largest per-device batch that is tried."""
+MAX_BATCHES = 12
+"""How many divisors of the global batch `fastest` plans: the largest that fit."""
 NEXT_GPUS = 4
-"""GPUs that are listed after the smallest one."""
+"""How many GPUs are listed after the smallest."""
 
 Planner = Callable[[Recipe, DeviceFacts], Plan]
 """Resolves a recipe for a device and plans it."""
 Progress = Callable[[str, int, int], None]
-"""What is looked at, how many are done, and of how many."""
+"""Called with (current item, items done, total items)."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One candidate that was planned."""
+    """A planned candidate."""
 
     name: str
-    """The setting in words, or a GPU as `--gpu` takes it."""
+    """A description of the setting, or a GPU's name for `--gpu`."""
     keys: dict[str, Any]
-    """Recipe keys that lead to it; empty for a GPU."""
+    """Recipe keys of the candidate; empty for a GPU."""
     plan: Plan
     tokens_per_second: float | None
     dollars_per_million_tokens: float | None = None
@@ -66,14 +66,14 @@ class Option:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one question, in words, as recipe keys, and with the candidates that were compared."""
+    """The answer to a question as a sentence and as recipe keys, with the compared candidates."""
 
     question: str
     sentence: str
     keys: dict[str, Any] = field(default_factory=dict)
-    """Recipe keys to set; empty where nothing fits, or where the answer is a GPU."""
+    """Recipe keys to set; empty if nothing fits or the answer is a GPU."""
     plan: Plan | None = None
-    """The plan with these keys, or on that GPU; None where nothing fits."""
+    """The plan with these keys or on that GPU; None if nothing fits."""
     options: tuple[Option, ...] = ()
 
     @property
@@ -93,7 +93,7 @@ class Answer:
 
 
 def changed_recipe(recipe: Recipe, keys: dict[str, Any]) -> Recipe:
-    """The recipe with other values of some keys, checked as a file is.
+    """Returns the recipe with other values of some keys, validated like a file.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -107,82 +107,89 @@ def changed_recipe(recipe: Recipe, keys: dict[str, Any]) -> Recipe:
 
 
 def solve_max_seq_length(plan: Plan, planner: Planner) -> Answer:
-    """The longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
+    """Finds the longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
     recipe, device = plan.recipe, plan.device
-    limit, words = limit_of(recipe, device)
-    found = longest_tokens(plan.job, device, limit)
-    if found == 0:
-        sentence = f"not even {STEP} tokens per sequence fit {words}"
+    limit, limit_name = limit_of(recipe, device)
+    longest = longest_tokens(plan.job, device, limit)
+    if longest == 0:
+        sentence = f"not even {STEP} tokens per sequence fit {limit_name}"
         return Answer("max_seq_length", sentence)
     positions = plan.shape.max_positions
-    tokens = min(found, positions)
-    keys = {"max_seq_length": tokens} | _automatic(recipe)
+    tokens = min(longest, positions)
+    keys = {"max_seq_length": tokens} | _auto_memory_keys(recipe)
     best = planner(changed_recipe(recipe, keys), device)
-    sentence = f"sequences of up to {tokens:,} tokens fit {words}"
-    if found > positions:
-        sentence = f"memory has room for {found:,} tokens per sequence; the model has {positions:,} positions"
+    sentence = f"sequences of up to {tokens:,} tokens fit {limit_name}"
+    if longest > positions:
+        sentence = f"{longest:,} tokens per sequence fit in memory; the model has {positions:,} positions"
     return Answer("max_seq_length", sentence, keys, best, (_option(f"{tokens:,} tokens", keys, best),))
 
 
 def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
-    """The largest per-device batch that fits; of those that divide the recipe's global batch, so that each optimizer
-    step trains on as many tokens as before."""
+    """Finds the largest per-device batch that fits and divides the recipe's global batch, so that the number of tokens
+    per optimizer step is unchanged."""
     recipe, device = plan.recipe, plan.device
-    words = limit_of(recipe, device)[1]
-    most = largest_batch(plan)
-    if most == 0:
-        return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {words}")
+    limit_name = limit_of(recipe, device)[1]
+    largest = largest_batch(plan)
+    if largest == 0:
+        return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {limit_name}")
     total = plan.job.batch * plan.job.accumulation
-    batch = max(one for one in range(1, min(most, total) + 1) if total % one == 0)
-    keys = _batch_keys(batch, total) | _automatic(recipe)
+    batch = max(count for count in range(1, min(largest, total) + 1) if total % count == 0)
+    keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
     best = planner(changed_recipe(recipe, keys), device)
-    sentence = f"up to {most:,} sequences at once fit {words}"
-    if batch < most:
-        sentence += f"; {batch} keep the global batch of {total}"
+    sentence = f"up to {largest:,} sequences per microbatch fit {limit_name}"
+    if batch < largest:
+        sentence += f"; {batch} keeps the global batch at {total}"
     options = [_option(f"{batch} per device", keys, best)]
-    if most > batch:
-        more = {"per_device_train_batch_size": most, "gradient_accumulation_steps": 1} | _automatic(recipe)
-        options.append(_option(f"{most:,} per device", more, planner(changed_recipe(recipe, more), device)))
+    if largest > batch:
+        larger_keys = {
+            "per_device_train_batch_size": largest,
+            "gradient_accumulation_steps": 1,
+        } | _auto_memory_keys(recipe)
+        options.append(
+            _option(
+                f"{largest:,} per device", larger_keys, planner(changed_recipe(recipe, larger_keys), device)
+            )
+        )
     return Answer("batch_size", sentence, keys, best, tuple(options))
 
 
 def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None) -> Answer:
-    """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
+    """Finds the per-device batch with the most tokens per second for the same global batch, with `auto` memory keys."""
     recipe, device = plan.recipe, plan.device
-    _need_time(plan)
-    words = limit_of(recipe, device)[1]
-    most, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
-    batches = [one for one in range(min(most, total), 0, -1) if total % one == 0][:MOST_BATCHES]
+    _require_rates(plan)
+    limit_name = limit_of(recipe, device)[1]
+    largest, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
+    batches = [item for item in range(min(largest, total), 0, -1) if total % item == 0][:MAX_BATCHES]
     options = []
     for done, batch in enumerate(batches):
-        _report(progress, f"{batch} sequences at once", done, len(batches))
-        keys = _batch_keys(batch, total) | _automatic(recipe)
-        made = planner(changed_recipe(recipe, keys), device)
-        if fits(made):
-            options.append(_option(f"{batch} × {total // batch}", keys, made))
+        _report(progress, f"{batch} sequences per microbatch", done, len(batches))
+        keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
+        candidate = planner(changed_recipe(recipe, keys), device)
+        if fits(candidate):
+            options.append(_option(f"{batch} × {total // batch}", keys, candidate))
     if not options:
-        return Answer("fastest", f"no setting fits {words}")
-    options.sort(key=lambda one: -(one.tokens_per_second or 0.0))
+        return Answer("fastest", f"no setting fits {limit_name}")
+    options.sort(key=lambda item: -(item.tokens_per_second or 0.0))
     best = options[0]
-    now = plan.time.tokens_per_second
+    current = plan.time.tokens_per_second
     sentence = f"{format_rate(best.tokens_per_second or 0.0)} tokens per second"
-    if now is not None and fits(plan):
-        sentence += f"; the recipe as it is reaches {format_rate(now)}"
+    if current is not None and fits(plan):
+        sentence += f"; the current recipe reaches {format_rate(current)}"
     return Answer("fastest", sentence, best.keys, best.plan, tuple(options))
 
 
 def solve_smallest_gpu(
     plan: Plan, planner: Planner, gpus: Sequence[DeviceFacts], progress: Progress | None = None
 ) -> Answer:
-    """The GPU with the least memory that the job fits, and the next ones; of equal memory the fastest first."""
+    """Finds the GPU with the least memory that fits the job, and the next larger; of equal memory the fastest first."""
     ordered = sorted(gpus, key=lambda gpu: (gpu.memory_bytes, -_speed(gpu)))
     options: list[Option] = []
-    for option in _fitting(plan, planner, ordered, progress):
+    for option in _fitting_gpus(plan, planner, ordered, progress):
         options.append(option)
         if len(options) > NEXT_GPUS:
             break
     if not options:
-        return Answer("smallest_gpu", "no GPU of the data sheets has enough memory for this job")
+        return Answer("smallest_gpu", "no GPU with a data sheet has enough memory for this job")
     best = options[0]
     memory = format_bytes(best.plan.device.memory_bytes)
     sentence = f"{best.name} ({memory}): the job needs {format_bytes(best.plan.memory.needed)}"
@@ -195,62 +202,62 @@ def solve_cheapest(
     prices: Iterable[tuple[DeviceFacts, float, str]],
     progress: Progress | None = None,
 ) -> Answer:
-    """The GPU with the lowest price per million tokens.
+    """Finds the GPU with the lowest price per million tokens.
 
     Args:
         plan: the job, planned for any device.
-        planner: plans it for others.
-        prices: (GPU, dollars per hour, where the price is from).
+        planner: plans the job for each GPU.
+        prices: (GPU, dollars per hour, source of the price).
         progress: called for each GPU.
     """
-    known = list(prices)
+    offers = list(prices)
     options = []
-    for option in _fitting(plan, planner, [gpu for gpu, _, _ in known], progress):
-        per_hour, source = next((p, s) for gpu, p, s in known if gpu == option.plan.device)
+    for option in _fitting_gpus(plan, planner, [gpu for gpu, _, _ in offers], progress):
+        per_hour, source = next((p, s) for gpu, p, s in offers if gpu == option.plan.device)
         if option.tokens_per_second:
             dollars = per_hour / 3600 / option.tokens_per_second * 1e6
             options.append(Option(option.name, {}, option.plan, option.tokens_per_second, dollars, source))
     if not options:
         return Answer("cheapest", "the job fits no GPU with a known price and speed")
-    options.sort(key=lambda one: one.dollars_per_million_tokens or 0.0)
+    options.sort(key=lambda option: option.dollars_per_million_tokens or 0.0)
     best = options[0]
     sentence = f"{best.name}: ${best.dollars_per_million_tokens:.3g} per million tokens"
     return Answer("cheapest", sentence, {}, best.plan, tuple(options))
 
 
 def largest_batch(plan: Plan) -> int:
-    """The most sequences at once that fit, memory keys chosen as they must; 0 where not even one does."""
+    """Returns the largest microbatch that fits with the lowest-memory setting; 0 if not even one sequence fits."""
     device, limit = plan.device, limit_of(plan.recipe, plan.device)[0]
     job = plan.job.changed(unpacked_layers=0)
-    within = memory_search.within_limit(job, limit)
+    budget = memory_search.usable_bytes(job, limit)
 
-    return largest_fitting(lambda batch: _thrifty(job, batch, limit), device, within, LARGEST_BATCH)
+    return largest_fitting(lambda batch: _lowest_memory_job(job, batch, limit), device, budget, LARGEST_BATCH)
 
 
-def _thrifty(job: Job, batch: int, limit: int) -> Job:
+def _lowest_memory_job(job: Job, batch: int, limit: int) -> Job:
     memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
     return job.changed(batch=batch, loss_memory=memory, policies=(), mlp_tiles=1)
 
 
-def _fitting(
+def _fitting_gpus(
     plan: Plan, planner: Planner, gpus: Sequence[DeviceFacts], progress: Progress | None
 ) -> Iterator[Option]:
-    """The GPUs that the job fits and can run on; number formats that a GPU does not have rule it out."""
-    least = plan.job.trained.weight_bytes if plan.job.weights_dtype == "bf16" else 0
+    """Yields the GPUs that fit the job and support its dtypes."""
+    weight_bytes = plan.job.trained.weight_bytes if plan.job.weights_dtype == "bf16" else 0
     for done, gpu in enumerate(gpus):
         _report(progress, gpu.name, done, len(gpus))
-        if gpu.memory_bytes < least:
+        if gpu.memory_bytes < weight_bytes:
             continue
         try:
-            made = planner(plan.recipe, gpu)
+            candidate = planner(plan.recipe, gpu)
         except TrimtabError:
             continue
-        if fits(made):
-            yield _option(gpu_name(gpu), {}, made)
+        if fits(candidate):
+            yield _option(gpu_name(gpu), {}, candidate)
 
 
 def gpu_name(gpu: DeviceFacts) -> str:
-    """What `--gpu` takes for a device of the data sheets; the driver's name for another.
+    """Returns the `--gpu` name of a device with a data sheet; the driver's name of others.
 
     Example:
         >>> gpu_name(DeviceFacts("a GPU", "cuda", 24 * 10**9))
@@ -263,8 +270,8 @@ def _batch_keys(batch: int, total: int) -> dict[str, Any]:
     return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": total // batch}
 
 
-def _automatic(recipe: Recipe) -> dict[str, Any]:
-    """Memory keys that the recipe sets by hand, left to the planner again: the search chose them anew."""
+def _auto_memory_keys(recipe: Recipe) -> dict[str, Any]:
+    """Sets memory keys with explicit values in the recipe to `auto`, because the search chose new values."""
     keys: dict[str, Any] = {}
     if recipe.recompute != "auto" or recipe.gradient_checkpointing is not None:
         keys["recompute"] = "auto"
@@ -283,11 +290,11 @@ def _speed(gpu: DeviceFacts) -> float:
     return ceiling[0] if ceiling is not None else 0.0
 
 
-def _need_time(plan: Plan) -> None:
+def _require_rates(plan: Plan) -> None:
     if plan.time.tokens_per_second is None:
         raise ResourceError(
             f"the speed of {plan.device.name} is not known",
-            "measure it with `trimtab plan --calibrate`, or name a GPU of the data sheets with --gpu",
+            "measure it with `trimtab plan --calibrate`, or select a GPU with a data sheet with --gpu",
         )
 
 
@@ -297,7 +304,9 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
 
 
 def check_question(question: str) -> str:
-    """The question if it is one of `QUESTIONS`; RecipeError with the list otherwise."""
+    """Returns the question if it is one of `QUESTIONS`; raises a RecipeError with the list otherwise."""
     if question not in QUESTIONS:
-        raise RecipeError(f"--solve {question} is not known", f"choose one of {', '.join(QUESTIONS)}")
+        raise RecipeError(
+            f"--solve {question} is not a known question", f"choose one of {', '.join(QUESTIONS)}"
+        )
     return question

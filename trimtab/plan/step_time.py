@@ -1,7 +1,7 @@
-"""Time of an optimizer step, operation by operation: what the blocks declare, at the rates of a device. No torch.
+"""Time of an optimizer step, operation by operation: the declared kernels at the rates of a device. No torch.
 
-A step is the sum of its kernels on the device. Copies to and from the host run beside them and count as far as they
-take longer; without CUDA graphs the host launches kernels one by one, and a step takes at least as long as that.
+A step takes the sum of its kernels' times on the device. Copies to and from the host overlap with computation and
+count only as far as they take longer; without CUDA graphs a step takes at least the time to launch all kernels.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class OperationTime:
     kind: Kind
     phase: str
     count: int
-    """How often it runs in the step: layers × tiles × microbatches."""
+    """Executions per step: layers × tiles × microbatches."""
     seconds: float
-    """Each time."""
+    """Per execution."""
     launches: int = 0
-    """Kernels, each time."""
+    """Kernel launches per execution."""
 
     @property
     def total(self) -> float:
-        """Seconds of all of them."""
+        """Seconds of all executions."""
         return self.count * self.seconds
 
 
@@ -57,30 +57,30 @@ class StepTime:
     seconds: float
     low_seconds: float
     high_seconds: float
-    """The range in which the step is expected; a wide one where the device was never measured."""
+    """The range in which the step is expected; wider for unmeasured devices."""
     floor_seconds: float
-    """All kernels at the device's ceilings: no step can be faster."""
+    """Time with all kernels at the device's peak rates: no step can be faster."""
     operations: tuple[OperationTime, ...]
     exposed_copies: float
     """Seconds of copies to and from the host that computation does not hide."""
     host_seconds: float
-    """Time the host needs to launch all kernels; 0 where a CUDA graph does it."""
+    """Host time to launch all kernels; 0 with CUDA graphs."""
     basis: str
-    """Where the rates are from, in words."""
+    """A description of the source of the rates."""
 
     def by_kind(self) -> dict[str, float]:
         """Seconds of each kind of operation, the longest first."""
-        found: dict[str, float] = {}
-        for one in self.operations:
-            found[one.kind.value] = found.get(one.kind.value, 0.0) + one.total
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+        totals: dict[str, float] = {}
+        for operation in self.operations:
+            totals[operation.kind.value] = totals.get(operation.kind.value, 0.0) + operation.total
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
     def by_phase(self) -> dict[str, float]:
         """Seconds of each phase."""
-        found: dict[str, float] = {}
-        for one in self.operations:
-            found[one.phase] = found.get(one.phase, 0.0) + one.total
-        return found
+        totals: dict[str, float] = {}
+        for operation in self.operations:
+            totals[operation.phase] = totals.get(operation.phase, 0.0) + operation.total
+        return totals
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -101,12 +101,12 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
     """Predict the time of one optimizer step.
 
     Args:
-        job: what is trained and how; `attended_share` says how much of attention packed documents leave.
-        device: with a calibration, or one whose data sheet is known.
+        job: the training job; `attended_share` is the share of attention within packed documents.
+        device: a device with a calibration or a known data sheet.
         graphs: whether forward and backward are captured as CUDA graphs.
 
     Returns:
-        None where nothing is known of the device's rates.
+        None if the device's rates are unknown.
 
     Example:
         >>> from trimtab.facts.calibration import Calibration
@@ -126,65 +126,74 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
 
 
 def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
-    """The same at known rates."""
-    found = [*_microbatch(job, rates), *update_times(job, rates)]
+    """Predict the time of one optimizer step at known rates."""
+    operations = [*_microbatch(job, rates), *update_times(job, rates)]
     floor = sum(
-        one.total for one in [*_microbatch(job, rates, floor=True), *update_times(job, rates, floor=True)]
+        operation.total
+        for operation in [*_microbatch(job, rates, floor=True), *update_times(job, rates, floor=True)]
     )
-    device = sum(one.total for one in found)
-    launches = sum(one.count * one.launches for one in found)
+    device = sum(operation.total for operation in operations)
+    launches = sum(operation.count * operation.launches for operation in operations)
     copies = job.accumulation * exposed_copies(job, rates)
     host = 0.0 if graphs else launches * rates.launch
     seconds = max(device + copies + (launches * rates.gap if graphs else 0.0), host)
     low, high = rates.spread
     return StepTime(
-        seconds, max(seconds * low, floor), seconds * high, floor, tuple(found), copies, host, rates.basis
+        seconds,
+        max(seconds * low, floor),
+        seconds * high,
+        floor,
+        tuple(operations),
+        copies,
+        host,
+        rates.basis,
     )
 
 
 def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
-    """Seconds of an evaluation of so many tokens: forward passes and the loss, without gradients."""
+    """Returns the seconds to evaluate `tokens` tokens: forward passes and the loss, without gradients."""
     if not tokens:
         return 0.0
-    clock = _Clock(job, rates, False)
+    timer = _Timer(job, rates, False)
     microbatch = loss_time(job, rates, training=False).seconds
     for block, layers in declared_blocks(job):
         operations = (*block.attention, *block.feed_forward)
-        spent = sum(
-            clock.spent(one, _fused_work(one, job.pointwise == "triton", backward=False))
-            for one in operations
+        layer_time = sum(
+            timer.pass_seconds(operation, _fused_work(operation, job.pointwise == "triton", backward=False))
+            for operation in operations
         )
-        microbatch += len(layers) * spent
+        microbatch += len(layers) * layer_time
     return microbatch * tokens / (job.batch * job.tokens)
 
 
-class _Clock:
-    """Seconds of passes at some rates; of a `floor` at the device's ceilings."""
+class _Timer:
+    """Computes the seconds of passes at some rates; with `floor` at the device's peak rates."""
 
     def __init__(self, job: Job, rates: Rates, floor: bool) -> None:
         self.job, self.rates, self.floor = job, rates, floor
 
-    def kernel(self, one: Kernel, dtype: str, impl: str, backward: bool) -> float:
+    def kernel_seconds(self, kernel: Kernel, dtype: str, impl: str, backward: bool) -> float:
         if self.floor:
-            return self.rates.floor(one, dtype)
-        return self.rates.seconds(one, dtype, impl=impl, backward=backward)
+            return self.rates.floor(kernel, dtype)
+        return self.rates.seconds(kernel, dtype, impl=impl, backward=backward)
 
-    def spent(
-        self, operation: Operation, work: Pass, *, backward: bool = False, unpacked: bool = False
+    def pass_seconds(
+        self, operation: Operation, work: Pass, *, backward: bool = False, dequantized: bool = False
     ) -> float:
-        """Seconds of one pass of an operation; without dequantizing where the weights are there unpacked."""
+        """Seconds of one pass of an operation; without dequantization if weights have dequantized copies."""
         kernels = work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
         total = 0.0
-        for one in kernels:
-            if one.kind is Kind.DEQUANTIZE:
+        for kernel in kernels:
+            if kernel.kind is Kind.DEQUANTIZE:
                 assert self.job.quantization is not None
-                if not unpacked:
-                    total += self.kernel(
-                        one, self.job.quantization.kind, self.job.quantization.impl, backward
+                if not dequantized:
+                    total += self.kernel_seconds(
+                        kernel, self.job.quantization.kind, self.job.quantization.impl, backward
                     )
             else:
-                total += self.kernel(one, operation.dtype, self._impl(one.kind), backward)
-        if not self.floor and work.kernels:  # casts and sums of small tensors are counted, not listed
+                total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel.kind), backward)
+        # Launches beyond the listed kernels are casts and sums of small tensors.
+        if not self.floor and work.kernels:
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
         return total
 
@@ -196,110 +205,130 @@ class _Clock:
 
 
 def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
-    """All microbatches of a step."""
-    clock = _Clock(job, rates, floor)
-    yield from _around_times(job, clock)
+    """Times of all microbatches of a step."""
+    timer = _Timer(job, rates, floor)
+    yield from _outside_block_times(job, timer)
     for block, layers in declared_blocks(job):
         for policy in dict.fromkeys(job.layers[i] for i in layers):
-            mine = [i for i in layers if job.layers[i] == policy]
-            unpacked = sum(1 for i in mine if i < job.unpacked_layers)
-            for times, is_unpacked in ((unpacked, True), (len(mine) - unpacked, False)):
+            indices = [i for i in layers if job.layers[i] == policy]
+            num_dequantized = sum(1 for i in indices if i < job.unpacked_layers)
+            for times, is_dequantized in ((num_dequantized, True), (len(indices) - num_dequantized, False)):
                 if times:
-                    for one in _layer_times(job, clock, block, policy, unpacked=is_unpacked):
-                        yield _repeated(one, times * job.accumulation)
+                    for time in _layer_times(job, timer, block, policy, dequantized=is_dequantized):
+                        yield _scale_count(time, times * job.accumulation)
 
 
-def _repeated(one: OperationTime, times: int) -> OperationTime:
-    return OperationTime(one.name, one.kind, one.phase, one.count * times, one.seconds, one.launches)
+def _scale_count(operation: OperationTime, times: int) -> OperationTime:
+    return OperationTime(
+        operation.name,
+        operation.kind,
+        operation.phase,
+        operation.count * times,
+        operation.seconds,
+        operation.launches,
+    )
 
 
 def layer_seconds(
-    job: Job, rates: Rates, block: DeclaredBlock, policy: str, *, unpacked: bool = False
+    job: Job, rates: Rates, block: DeclaredBlock, policy: str, *, dequantized: bool = False
 ) -> float:
-    """Seconds of one layer in one microbatch under a recompute policy, copies to the host not included."""
-    clock = _Clock(job, rates, False)
-    times = _layer_times(job, clock, block, policy, unpacked=unpacked)
-    return sum(one.total for one in times)
+    """Returns the seconds of one layer in one microbatch under a recompute policy, without offload copies."""
+    timer = _Timer(job, rates, False)
+    times = _layer_times(job, timer, block, policy, dequantized=dequantized)
+    return sum(operation.total for operation in times)
 
 
 def _layer_times(
-    job: Job, clock: _Clock, block: DeclaredBlock, policy: str, *, unpacked: bool
+    job: Job, timer: _Timer, block: DeclaredBlock, policy: str, *, dequantized: bool
 ) -> Iterator[OperationTime]:
-    """One layer in one microbatch."""
+    """Times of one layer in one microbatch."""
     fused = job.pointwise == "triton"
     tiles = num_tiles(job) if block.tile else 1
 
-    def timed(one: Operation, phase: str, count: int, work: Pass, backward: bool = False) -> OperationTime:
-        seconds = clock.spent(one, work, backward=backward, unpacked=unpacked)
-        return OperationTime(one.name, one.kind, phase, count, seconds, work.launches)
+    def timed(
+        operation: Operation, phase: str, count: int, work: Pass, backward: bool = False
+    ) -> OperationTime:
+        seconds = timer.pass_seconds(operation, work, backward=backward, dequantized=dequantized)
+        return OperationTime(operation.name, operation.kind, phase, count, seconds, work.launches)
 
     halves = [(block.attention, 1), (block.tile or block.feed_forward, tiles)]
     for operations, count in halves:
-        for one in operations:
-            yield timed(one, FORWARD, count, _fused_work(one, fused, backward=False))
+        for operation in operations:
+            yield timed(operation, FORWARD, count, _fused_work(operation, fused, backward=False))
     if not block.differentiates:
         return
-    for one in recomputed_operations(block, policy):
-        yield timed(one, RECOMPUTE, 1, one.recompute or _fused_work(one, fused, backward=False))
-    for one in block.tile:
-        if one.name != FEED_FORWARD_RESIDUAL:
-            yield timed(one, RECOMPUTE, tiles, one.recompute or _fused_work(one, fused, backward=False))
+    for operation in recomputed_operations(block, policy):
+        yield timed(
+            operation, RECOMPUTE, 1, operation.recompute or _fused_work(operation, fused, backward=False)
+        )
+    for operation in block.tile:
+        if operation.name != FEED_FORWARD_RESIDUAL:
+            yield timed(
+                operation,
+                RECOMPUTE,
+                tiles,
+                operation.recompute or _fused_work(operation, fused, backward=False),
+            )
     for operations, count in halves:
-        for one in operations:
-            work = _backward_work(one, block, fused)
+        for operation in operations:
+            work = _backward_work(operation, block, fused)
             if work is not None:
-                yield timed(one, BACKWARD, count, work, backward=True)
-    yield from _accumulation_times(block, clock, fused)
-    yield from _tile_sum_times(job, clock, block, tiles)
+                yield timed(operation, BACKWARD, count, work, backward=True)
+    yield from _accumulation_times(block, timer, fused)
+    yield from _tile_sum_times(job, timer, block, tiles)
 
 
-def _fused_work(one: Operation, fused: bool, *, backward: bool) -> Pass:
-    """A pass as it runs: the addition between the halves is part of the norm behind it where kernels are fused."""
-    work = one.backward if backward else one.forward
-    if not fused or one.name != BETWEEN or backward:
+def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> Pass:
+    """A pass as executed: with fused kernels, the addition between the halves is part of the following norm."""
+    work = operation.backward if backward else operation.forward
+    if not fused or operation.name != BETWEEN or backward:
         return work
-    written = one.outputs[0].nbytes
+    written = operation.outputs[0].nbytes
     return Pass(work.flops, work.moved - written, 0)
 
 
-def _backward_work(one: Operation, block: DeclaredBlock, fused: bool) -> Pass | None:
-    """Gradients of an operation's inputs and of its parameters, as far as they are wanted."""
-    wants_input = any(activation.name in block.requires_grad for activation in one.inputs)
-    if one.kind is Kind.ADD:
+def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> Pass | None:
+    """The backward pass for an operation's inputs and parameters, as far as they require gradients."""
+    wants_input = any(activation.name in block.requires_grad for activation in operation.inputs)
+    if operation.kind is Kind.ADD:
         return None
     passes = []
     if wants_input:
-        passes.append(_fused_work(one, fused, backward=True))
-    if one.gradients and one.parameter_backward.launches:
-        passes.append(one.parameter_backward)
+        passes.append(_fused_work(operation, fused, backward=True))
+    if operation.gradients and operation.parameter_backward.launches:
+        passes.append(operation.parameter_backward)
     if not passes:
-        return one.backward if one.gradients else None
-    kernels = tuple(k for p in passes for k in p.kernels or (Kernel(one.kind, p.flops, p.moved),))
-    return Pass.of(*kernels, launches=sum(p.launches for p in passes))
+        return operation.backward if operation.gradients else None
+    kernels = tuple(
+        kernel
+        for work in passes
+        for kernel in work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
+    )
+    return Pass.of(*kernels, launches=sum(work.launches for work in passes))
 
 
-def _accumulation_times(block: DeclaredBlock, clock: _Clock, fused: bool) -> Iterator[OperationTime]:
-    """Gradients of activations that several operations read are added up, a pass over memory for each but the first."""
+def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Iterator[OperationTime]:
+    """Times to accumulate gradients of activations with several readers: one addition for each but the first."""
     readers: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for one in block.operations:
-        for activation in one.inputs:
+    for operation in block.operations:
+        for activation in operation.inputs:
             if activation.name in block.requires_grad:
                 readers[activation.name] = readers.get(activation.name, 0) + 1
                 sizes[activation.name] = activation.nbytes
     for name, count in readers.items():
         if count > 1 and not (fused and name == BETWEEN):
             kernel = Kernel(Kind.ADD, 0.0, 3.0 * sizes[name])
-            seconds = clock.kernel(kernel, clock.job.dtype, "", True)
+            seconds = timer.kernel_seconds(kernel, timer.job.dtype, "", True)
             yield OperationTime(f"{name}.grad", Kind.ADD, BACKWARD, count - 1, seconds, 1)
 
 
-def _tile_sum_times(job: Job, clock: _Clock, block: DeclaredBlock, tiles: int) -> Iterator[OperationTime]:
-    """Gradients of a trained feed-forward are added up over its tiles, in fp32."""
-    trained = sum(_elements(gradient.dims) for one in block.tile for gradient in one.gradients)
+def _tile_sum_times(job: Job, timer: _Timer, block: DeclaredBlock, tiles: int) -> Iterator[OperationTime]:
+    """Time to accumulate the weight gradients of a tiled feed-forward over its tiles, in fp32."""
+    trained = sum(_elements(gradient.dims) for operation in block.tile for gradient in operation.gradients)
     if trained:
         moved = trained * (BYTES[job.gradient_dtype] + 2 * BYTES["fp32"])
-        seconds = clock.kernel(Kernel(Kind.ADD, 0.0, float(moved)), "fp32", "", True)
+        seconds = timer.kernel_seconds(Kernel(Kind.ADD, 0.0, float(moved)), "fp32", "", True)
         yield OperationTime("mlp.tile_gradients", Kind.ADD, BACKWARD, tiles, seconds, 3)
 
 
@@ -310,8 +339,8 @@ def _elements(dims: tuple[int, ...]) -> int:
     return count
 
 
-def _around_times(job: Job, clock: _Clock) -> Iterator[OperationTime]:
-    """Embedding, final norm, head and loss of all microbatches."""
+def _outside_block_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
+    """Times of embedding, final norm, head and loss of all microbatches."""
     shape, N, times = job.shape, job.batch * job.tokens, job.accumulation
     run = Execution(
         job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise
@@ -319,7 +348,7 @@ def _around_times(job: Job, clock: _Clock) -> Iterator[OperationTime]:
     stream = N * shape.hidden_size * BYTES[run.stream_dtype]
 
     def simple(name: str, kind: Kind, phase: str, moved: float, launches: int = 1) -> OperationTime:
-        seconds = clock.kernel(Kernel(kind, 0.0, moved), job.dtype, "", phase == BACKWARD)
+        seconds = timer.kernel_seconds(Kernel(kind, 0.0, moved), job.dtype, "", phase == BACKWARD)
         return OperationTime(name, kind, phase, times, seconds, launches)
 
     yield simple("embed_tokens", Kind.EMBEDDING, FORWARD, 2.0 * stream)
@@ -328,18 +357,18 @@ def _around_times(job: Job, clock: _Clock) -> Iterator[OperationTime]:
         yield simple("embed_tokens", Kind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 4)
     norm = model_spec.final_norm(shape, run)
     for phase, work in ((FORWARD, norm.forward), (BACKWARD, norm.backward)):
-        seconds = clock.spent(norm, work, backward=phase == BACKWARD)
+        seconds = timer.pass_seconds(norm, work, backward=phase == BACKWARD)
         yield OperationTime(norm.name, norm.kind, phase, times, seconds, 1)
-    yield loss_time(job, clock.rates, times, floor=clock.floor)
+    yield loss_time(job, timer.rates, times, floor=timer.floor)
 
 
 def loss_time(
     job: Job, rates: Rates, times: int = 1, *, floor: bool = False, training: bool = True
 ) -> OperationTime:
-    """Head and cross-entropy with their gradients; without, where nothing is trained."""
+    """Returns the time of head and cross-entropy, with their gradients if `training`."""
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
-    trained = job.trained.head > 0 or job.trained.adapts_head
+    trained = job.trained.head_gradient_bytes > 0 or job.trained.adapts_head
     flops = 2.0 * N * shape.hidden_size * shape.vocab_size
     if training:
         flops = loss_spec.flops(
@@ -355,14 +384,14 @@ def loss_time(
         widths = BYTES[job.dtype], BYTES[job.gradient_dtype]
         rows = schedule(*dims, *widths, memory_bytes=job.loss_memory, weight_grad=trained).rows
         chunks = -(-N // rows)
-        # Each chunk of rows after the first reads the head once more, and its gradient both ways.
+        # Each chunk of rows after the first reads the head again, and reads and writes its gradient.
         head = shape.hidden_size * shape.vocab_size * (widths[0] + (2 * widths[1] if trained else 0))
         seconds += (chunks - 1) * head / rates.copy
     return OperationTime("loss", Kind.LOSS, FORWARD, times, seconds, 8 * chunks)
 
 
 def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
-    """Gradients added up over microbatches, clipping, the optimizer."""
+    """Yields the times of gradient accumulation, gradient clipping and the optimizer."""
     gradients = float(job.trained.gradient_bytes)
 
     def moving(name: str, kind: Kind, phase: str, moved: float, count: int, impl: str = "") -> OperationTime:
@@ -375,15 +404,15 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
     if not job.in_backward:
         yield moving("gradient norm", Kind.NORM, UPDATE, gradients, 1)
     moved = sum(
-        optim_spec.bytes_moved(job.optimizer, one.dims, one.dtype, one.gradient_dtype)
-        for one in job.trained.parameters
+        optim_spec.bytes_moved(job.optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype)
+        for parameter in job.trained.parameters
     )
     impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
     yield moving("optimizer", Kind.OPTIMIZER, UPDATE, float(moved), 1, impl)
 
 
 def exposed_copies(job: Job, rates: Rates) -> float:
-    """Seconds per microbatch that copies of offloaded activations take beyond the computation that hides them."""
+    """Returns the seconds per microbatch of offload copies that computation does not hide."""
     if job.device == "cpu" or not set(job.layers) & set(OFFLOADING):
         return 0.0
     total = 0.0
@@ -395,11 +424,13 @@ def exposed_copies(job: Job, rates: Rates) -> float:
 
 
 def layer_copies(job: Job, rates: Rates, block: DeclaredBlock, policy: str) -> float:
-    """Of one layer: out while it computes, back while the one above goes backward."""
+    """Returns one layer's exposed copy seconds: offload overlaps its forward, prefetch the backward above it."""
     size = total_bytes(saved_under(block, policy))
-    clock = _Clock(job, rates, False)
-    spent = {FORWARD: 0.0, RECOMPUTE: 0.0, BACKWARD: 0.0}
-    for one in _layer_times(job, clock, block, policy, unpacked=False):
-        spent[one.phase] += one.total
-    out, back = size / rates.to_host, size / rates.from_host
-    return max(out - spent[FORWARD], 0.0) + max(back - spent[RECOMPUTE] - spent[BACKWARD], 0.0)
+    timer = _Timer(job, rates, False)
+    compute = {FORWARD: 0.0, RECOMPUTE: 0.0, BACKWARD: 0.0}
+    for operation in _layer_times(job, timer, block, policy, dequantized=False):
+        compute[operation.phase] += operation.total
+    offload_seconds, reload_seconds = size / rates.to_host, size / rates.from_host
+    return max(offload_seconds - compute[FORWARD], 0.0) + max(
+        reload_seconds - compute[RECOMPUTE] - compute[BACKWARD], 0.0
+    )

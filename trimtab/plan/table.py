@@ -1,4 +1,4 @@
-"""Many plans at once: models × GPUs × methods. Imports no torch."""
+"""A table of plans: models × GPUs × methods. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CellPlanner = Callable[[str, str, DeviceFacts], Plan]
 
 @dataclass(frozen=True)
 class Cell:
-    """One model with one method on one GPU."""
+    """The plan of a model with a method on a GPU."""
 
     model: str
     method: str
     gpu: str
     fits: bool
     needed: int | None = None
-    """Bytes at the peak with the setting that was chosen, or the least there is where nothing fits."""
+    """Peak bytes of the chosen setting, or of the lowest-memory setting if nothing fits."""
     available: int | None = None
     tokens_per_second: float | None = None
-    """None where it does not fit or the GPU's rates are not known."""
+    """None if it does not fit or the GPU's rates are unknown."""
     longest: int | None = None
-    """The longest sequence that fits, no longer than the model's positions; None where it was not asked."""
+    """The longest sequence that fits, at most the model's positions; None if not requested."""
     problem: str = ""
-    """Why there is no plan at all."""
+    """The error if there is no plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -56,14 +56,14 @@ def make_table(
     longest: bool = False,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """A cell for each model, method and GPU, in this order.
+    """Returns a cell for each model, method and GPU, in this order.
 
     Args:
-        models: names that the planner knows.
-        gpus: (the name to show, the device).
-        methods: names that the planner knows.
-        planner: makes the plan of one cell; its TrimtabError becomes the cell's problem.
-        longest: also look for the longest sequence that fits.
+        models: model names for the planner.
+        gpus: (display name, device).
+        methods: method names for the planner.
+        planner: creates the plan of one cell; its TrimtabError becomes the cell's problem.
+        longest: whether to find the longest sequence that fits.
         progress: called before each cell.
 
     Example:

@@ -1,4 +1,4 @@
-"""Time of a run before it happens: steps, evaluations and checkpoints, at the rates of a device. No torch."""
+"""Predicted time of a run: steps, evaluations and checkpoints, at the rates of a device. No torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from trimtab.plan.step_time import StepTime, forward_seconds, step_time_at
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a run does, as far as it is known before."""
+class Workload:
+    """The amount of work of a run, as far as it is known beforehand."""
 
     steps: int | None = None
-    """Optimizer steps; None where the size of the data is not known yet."""
+    """Optimizer steps; None if the size of the data is not known yet."""
     processed: int | None = None
-    """Tokens that pass through the model in training, padding included."""
+    """Tokens processed in training, padding included."""
     evaluations: int = 0
     evaluation_tokens: int = 0
     """Per evaluation."""
@@ -34,35 +34,35 @@ class Work:
 
 @dataclass(frozen=True)
 class Time:
-    """Time of a step and of a run; None where it is not known, and `basis` says why."""
+    """Time of a step and of a run; None if unknown, with the reason in `basis`."""
 
     flops_per_token: float
-    """Forward and backward with attention and head."""
+    """FLOPs of forward and backward, including attention and head."""
     flops: float | None
-    """Of training; None where the number of tokens is unknown."""
+    """FLOPs of training; None if the number of tokens is unknown."""
     basis: str
-    """Where the seconds come from, or why there are none."""
+    """The source of the rates, or the reason why there are no times."""
     step: StepTime | None = None
     tokens_per_second: float | None = None
     """In training, padding included."""
     training_seconds: float | None = None
     evaluation_seconds: float | None = None
     checkpoint_seconds: float | None = None
-    """None where the speed of the disk was not measured."""
+    """None if the write speed of the disk was not measured."""
     floor_seconds: float | None = None
-    """Of training with every kernel at the device's ceilings: no run can be faster."""
+    """Time of training with every kernel at the device's peak rates: no run can be faster."""
     low_seconds: float | None = None
     high_seconds: float | None = None
     """The range in which the run's time is expected."""
 
     @property
     def step_seconds(self) -> float | None:
-        """Of one optimizer step."""
+        """Seconds per optimizer step."""
         return None if self.step is None else self.step.seconds
 
     @property
     def seconds(self) -> float | None:
-        """Of the whole run: training, evaluations and checkpoints as far as they are known."""
+        """Seconds of the run: training, evaluations and checkpoints, as far as known."""
         if self.training_seconds is None:
             return None
         return self.training_seconds + (self.evaluation_seconds or 0.0) + (self.checkpoint_seconds or 0.0)
@@ -86,7 +86,7 @@ class Time:
 
 
 def flops_per_token(job: Job) -> float:
-    """FLOPs per token of forward, backward and recomputation, the head's included.
+    """Returns the FLOPs per token of forward, backward and recomputation, including the head.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -98,41 +98,44 @@ def flops_per_token(job: Job) -> float:
     """
     shape = job.shape
     head = (
-        (3 if job.trained.head or job.trained.adapts_head else 2) * 2.0 * shape.vocab_size * shape.hidden_size
+        (3 if job.trained.head_gradient_bytes or job.trained.adapts_head else 2)
+        * 2.0
+        * shape.vocab_size
+        * shape.hidden_size
     )
     total = 0.0
     for block, layers in declared_blocks(job):
         total += len(layers) * training_flops([block])
         for layer in layers:
-            again = recomputation(block, job.layers[layer], num_tiles(job))
-            total += again.products + again.attention
+            recomputed = recomputation(block, job.layers[layer], num_tiles(job))
+            total += recomputed.products + recomputed.attention
     return head + total / (job.batch * job.tokens)
 
 
 def training_flops(blocks: Iterable[DeclaredBlock]) -> float:
-    """FLOPs of matrix products and attention, forward and backward, of one microbatch: what is frozen has fewer."""
+    """Returns the FLOPs of matmuls and attention in one microbatch; frozen parameters need no weight gradients."""
     total = 0.0
     for block in blocks:
-        for one in block.operations:
-            if one.kind not in (Kind.PRODUCT, Kind.ATTENTION):
+        for operation in block.operations:
+            if operation.kind not in (Kind.PRODUCT, Kind.ATTENTION):
                 continue
-            total += one.forward.flops
-            if any(activation.name in block.requires_grad for activation in one.inputs):
-                total += one.backward.flops
-            if one.gradients:
-                total += one.parameter_backward.flops
+            total += operation.forward.flops
+            if any(activation.name in block.requires_grad for activation in operation.inputs):
+                total += operation.backward.flops
+            if operation.gradients:
+                total += operation.parameter_backward.flops
     return total
 
 
 def estimate(
-    job: Job, device: DeviceFacts, work: Work, *, graphs: bool = False, num_devices: int = 1
+    job: Job, device: DeviceFacts, work: Workload, *, graphs: bool = False, num_devices: int = 1
 ) -> Time:
-    """Time of a run.
+    """Predict the time of a run.
 
     Args:
-        job: what is trained and how.
-        device: with a calibration, a known data sheet, or neither.
-        work: how much there is to do.
+        job: the training job.
+        device: a device with a calibration, a known data sheet, or neither.
+        work: the amount of work.
         graphs: whether microbatches are captured as CUDA graphs.
         num_devices: devices that share the batch.
 
@@ -144,7 +147,7 @@ def estimate(
         ...           gradient_dtype="bf16", optimizer="adamw_8bit", attention="sdpa_cudnn", device="cuda",
         ...           pointwise="triton", optimizer_impl="triton", loss_impl="triton", loss_memory=2**31)
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
-        >>> time = estimate(job, gpu, Work(steps=1000, processed=4 * 1024 * 1000), graphs=True)
+        >>> time = estimate(job, gpu, Workload(steps=1000, processed=4 * 1024 * 1000), graphs=True)
         >>> 30 < time.seconds < 45
         True
     """
@@ -158,20 +161,20 @@ def estimate(
     time = Time(per_token, flops, rates.basis, step, tokens / step.seconds)
     if work.processed is None:
         return time
-    share = work.processed / tokens  # steps, the last of an epoch counted by its windows
+    share = work.processed / tokens  # steps; the last step of an epoch counts by its sequences
     evaluation = work.evaluations * forward_seconds(job, rates, work.evaluation_tokens)
     checkpoints = None
     if rates.disk_write is not None:
         checkpoints = work.checkpoints * work.checkpoint_bytes / rates.disk_write
-    around = evaluation + (checkpoints or 0.0)
+    other_seconds = evaluation + (checkpoints or 0.0)
     return dataclasses.replace(
         time,
         training_seconds=share * step.seconds,
         evaluation_seconds=evaluation,
         checkpoint_seconds=checkpoints,
         floor_seconds=share * step.floor_seconds,
-        low_seconds=share * step.low_seconds + around,
-        high_seconds=share * step.high_seconds + around,
+        low_seconds=share * step.low_seconds + other_seconds,
+        high_seconds=share * step.high_seconds + other_seconds,
     )
 
 

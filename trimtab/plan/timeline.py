@@ -1,7 +1,7 @@
-"""The memory of a training step over time, moment by moment and part by part. Imports no torch.
+"""The memory timeline of a training step, by moment and by part. Imports no torch.
 
-The points are those whose largest is the predicted peak: from the same walks, for every layer instead of the ends of
-runs of equal layers.
+The points come from the same walks as the predicted peak, which is their maximum, but for every layer instead of only
+the ends of runs of equal layers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Any
 
 from trimtab.adapt.spec_recompute import saved_under
 from trimtab.facts.operations import Activation, Part, bytes_by_part
-from trimtab.plan.around import tensors_around
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (
     LayerMemory,
     Layers,
     backward_instants,
+    dequantize_scratch_bytes,
     forward_instants,
     is_offloaded,
     segments_of,
-    unpacking_bytes,
 )
 from trimtab.plan.liveness import Instant, workspace
 from trimtab.plan.memory import (
@@ -35,6 +34,7 @@ from trimtab.plan.memory import (
     state_bytes,
     weight_bytes,
 )
+from trimtab.plan.outside_blocks import tensors_outside_blocks
 
 Parts = dict[Part, int]
 
@@ -50,9 +50,9 @@ class Point:
 
     moment: Moment
     buckets: Buckets
-    """Gradients are those that exist at the moment."""
+    """Its gradients are those allocated at this moment."""
     parts: Mapping[Part, int]
-    """The activations bucket, by part. Gradients of parameters in it are temporary ones, beyond those that stay."""
+    """The activations bucket by part. Its parameter gradients are temporary, in addition to the gradients bucket."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -61,7 +61,7 @@ class Point:
 
 
 def step_timeline(job: Job) -> tuple[Point, ...]:
-    """Memory at each moment of a step, in order: every layer forward, the loss, every layer backward, the update.
+    """Returns the memory at each moment of a step: each layer's forward, the loss, each layer's backward, the update.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -84,26 +84,26 @@ def step_timeline(job: Job) -> tuple[Point, ...]:
 
 
 def activation_parts(job: Job, memory: Memory) -> Parts:
-    """The activations bucket of a predicted peak, by part; the parts add up to it exactly.
+    """Returns the activations bucket of a predicted peak by part; the parts add up to it exactly.
 
-    The peak's gradients bucket is full, as a run measures it. Where the peak comes before all gradients are made, those
-    that are missing count as negative gradients of parameters here.
+    The peak's gradients bucket is full, as a run measures it. If the peak occurs before all gradients are computed, the
+    missing gradients count as negative parameter gradients here.
     """
     moments = {
         moment: total for moment, total in memory.moments.items() if moment.phase is not Phase.OPTIMIZER_STEP
     }
-    moment = max(moments, key=lambda one: moments[one])
-    parts = next(parts for one, parts in _moments(job) if one == moment)
+    moment = max(moments, key=lambda candidate: moments[candidate])
+    parts = next(parts for candidate, parts in _moments(job) if candidate == moment)
     rest = sum(size for part, size in parts.items() if part is not Part.PARAMETER_GRADIENTS)
     return {**parts, Part.PARAMETER_GRADIENTS: memory.peak.activations - rest}
 
 
 def _buckets(phase: Phase, parts: Parts, weights: int, states: int, gradients: int) -> Buckets:
-    held = min(parts[Part.PARAMETER_GRADIENTS], gradients)
-    above, other = sum(parts.values()) - held, 0
+    allocated = min(parts[Part.PARAMETER_GRADIENTS], gradients)
+    activations, other = sum(parts.values()) - allocated, 0
     if phase is Phase.OPTIMIZER_STEP:
-        above, other = 0, above
-    return Buckets(weights, held, states, above, other)
+        activations, other = 0, activations
+    return Buckets(weights, allocated, states, activations, other)
 
 
 def _activations(phase: Phase, parts: Parts, gradients: int) -> Parts:
@@ -116,7 +116,7 @@ def _activations(phase: Phase, parts: Parts, gradients: int) -> Parts:
 class _LayerParts:
     """`LayerMemory` by part."""
 
-    kept: Parts
+    on_device: Parts
     forward: Parts
     backward: Parts
     offloaded: Parts
@@ -126,74 +126,96 @@ class _LayerParts:
 def _layer_parts(job: Job, layers: Layers, run: int, policy: str) -> _LayerParts:
     block, memory = layers.blocks[run][0], layers.of(run, policy)
     saved = saved_under(block, policy)
-    away = is_offloaded(job, policy)
-    # What the layer below offloaded is on its way to the host, or back.
-    passing = [Activation(f"below.{one.name}", one.nbytes, one.part) for one in saved] if away else []
-    forward = bytes_by_part([*_largest(forward_instants(block, policy)), *passing])
-    reading = workspace("dequantize", unpacking_bytes(job)) if memory.peak else []
-    backward = bytes_by_part([*_largest(backward_instants(job, block, policy)), *passing, *reading])
-    kept = bytes_by_part([] if away else saved)
-    found = _LayerParts(kept, forward, backward, bytes_by_part(saved if away else []), memory.gradients)
-    assert _agree(found, memory), "the parts of a layer are not its memory"
-    return found
+    offloaded = is_offloaded(job, policy)
+    # The offloaded activations of the layer below are being copied to or from the host.
+    in_flight = (
+        [Activation(f"below.{tensor.name}", tensor.nbytes, tensor.part) for tensor in saved]
+        if offloaded
+        else []
+    )
+    forward = bytes_by_part([*_largest(forward_instants(block, policy)), *in_flight])
+    dequantizing = workspace("dequantize", dequantize_scratch_bytes(job)) if memory.peak else []
+    backward = bytes_by_part([*_largest(backward_instants(job, block, policy)), *in_flight, *dequantizing])
+    on_device = bytes_by_part([] if offloaded else saved)
+    result = _LayerParts(
+        on_device, forward, backward, bytes_by_part(saved if offloaded else []), memory.gradients
+    )
+    assert _agree(result, memory), "the parts of a layer do not add up to its memory"
+    return result
 
 
 def _agree(parts: _LayerParts, memory: LayerMemory) -> bool:
-    ours = (parts.kept, parts.forward, parts.backward, parts.offloaded)
-    return [sum(one.values()) for one in ours] == [memory.kept, memory.forward, memory.peak, memory.host]
+    by_phase = (parts.on_device, parts.forward, parts.backward, parts.offloaded)
+    return [sum(sizes.values()) for sizes in by_phase] == [
+        memory.on_device,
+        memory.forward,
+        memory.peak,
+        memory.host,
+    ]
 
 
 def _largest(instants: Iterable[Instant]) -> list[Activation]:
-    """The tensors of the instant that holds most; a walk's state must be read before it goes on."""
-    most, found = -1, list[Activation]()
-    for one in instants:
-        if one.total > most:
-            most, found = one.total, one.tensors()
-    return found
+    """The tensors of the peak instant; a walk's state must be read before advancing it."""
+    largest, tensors = -1, list[Activation]()
+    for instant in instants:
+        if instant.total > largest:
+            largest, tensors = instant.total, instant.tensors()
+    return tensors
 
 
 def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
-    """Bytes above weights and optimizer states by part, in the order of a step."""
+    """Yields (moment, bytes above weights and optimizer states by part), in the order of a step."""
     layers, num_layers = Layers(job), job.shape.num_layers
-    around = tensors_around(job, gradient_bytes(job), layers)
-    base = {phase: bytes_by_part(phase_tensors(around, phase)) for phase in Phase}
-    known: dict[tuple[int, str], _LayerParts] = {}
-    pieces = []
-    for policy, run, numbers in layers.pieces(segments_of(job.layers)):
-        if (run, policy) not in known:
-            known[run, policy] = _layer_parts(job, layers, run, policy)
-        pieces.append((known[run, policy], numbers))
-    kept = dict.fromkeys(Part, 0)
-    # Below the first layer that offloads, nothing is on its way to the host or back.
-    first = next((numbers[0] for one, numbers in pieces if any(one.offloaded.values())), None)
-    for one, numbers in pieces:
-        for layer in numbers:
+    outside = tensors_outside_blocks(job, gradient_bytes(job), layers)
+    base = {phase: bytes_by_part(phase_tensors(outside, phase)) for phase in Phase}
+    cache: dict[tuple[int, str], _LayerParts] = {}
+    spans = []
+    for policy, run, indices in layers.spans(segments_of(job.layers)):
+        if (run, policy) not in cache:
+            cache[run, policy] = _layer_parts(job, layers, run, policy)
+        spans.append((cache[run, policy], indices))
+    saved = dict.fromkeys(Part, 0)
+    # Below the first offloading layer, no copy to or from the host is in flight.
+    first = next((indices[0] for layer_parts, indices in spans if any(layer_parts.offloaded.values())), None)
+    for layer_parts, indices in spans:
+        for layer in indices:
             moment = Moment(Phase.LAYERS_FORWARD, layer, num_layers)
-            own = _sum(one.forward, one.offloaded, sign=-1) if layer == first else one.forward
-            yield moment, _sum(base[Phase.LAYERS_FORWARD], kept, own)
-            kept = _sum(kept, one.kept)
-    # What was offloaded last is still on the device, and used from there.
-    resident = next((one.offloaded for one, _ in reversed(pieces) if any(one.offloaded.values())), None)
+            memory = (
+                _sum(layer_parts.forward, layer_parts.offloaded, sign=-1)
+                if layer == first
+                else layer_parts.forward
+            )
+            yield moment, _sum(base[Phase.LAYERS_FORWARD], saved, memory)
+            saved = _sum(saved, layer_parts.on_device)
+    # The last offloaded activations are still on the device and are used from there.
+    resident = next(
+        (layer_parts.offloaded for layer_parts, _ in reversed(spans) if any(layer_parts.offloaded.values())),
+        None,
+    )
     for phase in BEFORE_LAYERS:
-        yield Moment(phase), _sum(base[phase], kept, resident or {})
+        yield Moment(phase), _sum(base[phase], saved, resident or {})
     gradients = 0
-    for one, numbers in reversed(pieces):
-        # Of what comes from the host, that in use and that on its way are counted with the layer's backward pass.
-        waiting = {} if any(one.offloaded.values()) else resident or {}
-        for layer in reversed(numbers):
-            kept = _sum(kept, one.kept, sign=-1)
-            piled = {Part.PARAMETER_GRADIENTS: gradients}
+    for layer_parts, indices in reversed(spans):
+        # A layer's backward pass already includes its reloaded activations and those being prefetched.
+        resident_parts = {} if any(layer_parts.offloaded.values()) else resident or {}
+        for layer in reversed(indices):
+            saved = _sum(saved, layer_parts.on_device, sign=-1)
+            retained = {Part.PARAMETER_GRADIENTS: gradients}
             moment = Moment(Phase.LAYERS_BACKWARD, layer, num_layers)
-            own = _sum(one.backward, one.offloaded, sign=-1) if layer == first else one.backward
-            yield moment, _sum(base[Phase.LAYERS_BACKWARD], kept, own, piled, waiting)
-            gradients += one.gradients
+            memory = (
+                _sum(layer_parts.backward, layer_parts.offloaded, sign=-1)
+                if layer == first
+                else layer_parts.backward
+            )
+            yield moment, _sum(base[Phase.LAYERS_BACKWARD], saved, memory, retained, resident_parts)
+            gradients += layer_parts.gradients
     for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
         yield Moment(phase), base[phase]
 
 
-def _sum(first: Parts, *others: Mapping[Part, int], sign: int = 1) -> Parts:
+def _sum(first: Parts, *addends: Mapping[Part, int], sign: int = 1) -> Parts:
     total = dict(first)
-    for other in others:
-        for part, size in other.items():
+    for addend in addends:
+        for part, size in addend.items():
             total[part] += sign * size
     return total

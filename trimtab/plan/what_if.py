@@ -1,4 +1,4 @@
-"""What each technique would save in memory and cost in time, for one plan. Imports no torch."""
+"""What-if analysis: memory saved and time added by each technique, for one plan. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from trimtab.plan.memory_search import tile_counts
 from trimtab.plan.step_time import step_time
 
 WORTH_BYTES = 2**20
-"""Changes that move less memory than this and no time are not listed."""
+"""Changes of memory below this, and without a change in time, are not listed."""
 
 
 @dataclass(frozen=True)
 class Effect:
-    """One change of the recipe, everything else as planned, and what follows from it."""
+    """The effect of one recipe change, with everything else as planned."""
 
     change: Change
     needed: int
-    """Bytes on the device at the peak after the change, the process itself included."""
+    """Bytes on the device at the peak after the change, including the process itself."""
     saved: int
-    """Bytes that the peak has less; negative where it has more."""
+    """Reduction of the peak in bytes; negative if it increases."""
     host: int
-    """Bytes of pinned host memory beyond those that the plan takes."""
+    """Additional bytes of pinned host memory."""
     seconds: float | None
-    """Seconds that an optimizer step takes longer, for as many tokens as a step of the plan has; negative where it is
-    faster, None where the device's rates are not known."""
+    """Extra seconds of an optimizer step with the plan's number of tokens; negative if it is faster, None if the
+    device's rates are unknown."""
 
     @property
     def price(self) -> float:
-        """Seconds per saved GiB; what only makes a step faster costs least of all."""
+        """Seconds per saved GiB; lowest for changes that only make a step faster."""
         if self.saved <= 0:
             return math.inf
         return (self.seconds or 0.0) / (self.saved / 2**30)
@@ -57,8 +57,8 @@ class Effect:
 
 
 def list_effects(plan: Plan) -> list[Effect]:
-    """Every technique that would save memory, the cheapest in seconds per saved GiB first; then those that the plan
-    uses already, as what turning each off would take.
+    """Returns the techniques that would save memory, sorted by seconds per saved GiB; then the effect of turning off
+    each technique that the plan already uses.
 
     Example:
         >>> from trimtab.facts.devices import DeviceFacts
@@ -77,31 +77,35 @@ def list_effects(plan: Plan) -> list[Effect]:
         ['recompute: block']
     """
     techniques = [change for change in savings(plan, plan.job) if change.technique]
-    useful = [one for one in effects(plan, techniques) if one.saved > WORTH_BYTES or _faster(one)]
-    used = [one for one in effects(plan, reversals(plan)) if abs(one.saved) > WORTH_BYTES or one.seconds]
-    useful.sort(key=lambda one: (one.price, -one.saved))
-    used.sort(key=lambda one: one.saved)
+    useful = [effect for effect in effects(plan, techniques) if effect.saved > WORTH_BYTES or _faster(effect)]
+    used = [
+        effect
+        for effect in effects(plan, reversals(plan))
+        if abs(effect.saved) > WORTH_BYTES or effect.seconds
+    ]
+    useful.sort(key=lambda effect: (effect.price, -effect.saved))
+    used.sort(key=lambda effect: effect.saved)
     return [*useful, *used]
 
 
 def effects(plan: Plan, changes: Iterable[Change], job: Job | None = None) -> list[Effect]:
-    """What each change of a job, the plan's unless another is given, leads to."""
-    now = plan.job if job is None else job
-    memory, before = predict(now), job_seconds(plan, now)
-    found = []
+    """Returns the effect of each change on a job, by default the plan's."""
+    current = plan.job if job is None else job
+    memory, before = predict(current), job_seconds(plan, current)
+    results = []
     for change in changes:
         changed = _fewer_tiles(plan, change)
         after = predict(changed.job)
         seconds = job_seconds(plan, changed.job)
         cost = None if seconds is None or before is None else seconds - before
-        found.append(
+        results.append(
             Effect(changed, after.needed, memory.needed - after.needed, after.host - memory.host, cost)
         )
-    return found
+    return results
 
 
 def job_seconds(plan: Plan, job: Job) -> float | None:
-    """Seconds that a job takes for as many tokens as an optimizer step of the plan has; None if not known."""
+    """Returns the seconds of a job for the tokens of one optimizer step of the plan; None if unknown."""
     graphs = plan.resolved.graphs.enabled and not job.in_backward
     seconds = seconds_per_token(job, plan.device, graphs=graphs)
     reference = plan.job
@@ -109,19 +113,19 @@ def job_seconds(plan: Plan, job: Job) -> float | None:
 
 
 def seconds_per_token(job: Job, device: DeviceFacts, *, graphs: bool) -> float | None:
-    """Of a whole optimizer step, padding counted as tokens; None where the device's rates are not known."""
+    """Returns the seconds per token of an optimizer step, padding included; None if the device's rates are unknown."""
     time = step_time(job, device, graphs=graphs)
     return None if time is None else time.seconds / (job.batch * job.tokens * job.accumulation)
 
 
 def _fewer_tiles(plan: Plan, change: Change) -> Change:
-    """Fewer tokens are cut into fewer tiles, where the recipe leaves their number to the planner."""
+    """Reduces the number of tiles if the change has fewer tokens and `mlp_tiles` is `auto`."""
     if plan.recipe.mlp_tiles != "auto" or "mlp_tiles" in change.keys:
         return change
-    most = max(tile_counts(change.job, None))
-    if change.job.mlp_tiles <= most:
+    max_tiles = max(tile_counts(change.job, None))
+    if change.job.mlp_tiles <= max_tiles:
         return change
-    return dataclasses.replace(change, job=change.job.changed(mlp_tiles=most))
+    return dataclasses.replace(change, job=change.job.changed(mlp_tiles=max_tiles))
 
 
 def _faster(effect: Effect) -> bool:

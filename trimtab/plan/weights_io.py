@@ -1,7 +1,7 @@
 """Memory of loading, `trimtab export` and `trimtab merge`. Imports no torch.
 
 Export and merge load a model in fp32 on the CPU, write it in another format, read the files back and compare. Legend:
-P parameters, w bytes of a stored number.
+P parameters, w bytes per stored element.
 """
 
 from __future__ import annotations
@@ -15,42 +15,42 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.plan.job import Job
 
 READ_ELEMENTS = 2**22
-"""Elements of a parameter that are read at once (`trimtab.model.weights`)."""
+"""Elements of a parameter that are read in one chunk (`trimtab.model.weights`)."""
 CHECKED_ELEMENTS = 2**20
-"""Elements whose finiteness is checked at once: their magnitudes and three booleans each."""
+"""Elements per chunk of the finiteness check: a magnitude and three booleans each."""
 SHARD_BYTES = 5_000_000_000
-"""The largest weight file (`trimtab.model.save`); the safetensors writer holds its bytes once more."""
+"""The largest weight file (`trimtab.model.save`); the safetensors writer allocates a second copy of its bytes."""
 PROBE_TOKENS = 32
 """Tokens whose logits are compared (`trimtab.export.hf`)."""
 
 
 @dataclass(frozen=True)
-class FileWork:
+class IOMemory:
     """Bytes of tensors while files are read or written."""
 
     model: int
-    """The model itself."""
+    """Weights of the model."""
     temporary: int
-    """The most besides."""
+    """Peak of temporary tensors."""
 
     @property
     def total(self) -> int:
-        """Together."""
+        """Peak bytes."""
         return self.model + self.temporary
 
 
 def largest_parameter(shape: ModelShape) -> int:
-    """Elements of the largest parameter."""
+    """Returns the elements of the largest parameter."""
     return max(math.prod(dims) for _, dims in shape.parameters())
 
 
-def reading_bytes(shape: ModelShape, dtype: str) -> int:
-    """Temporary bytes while weights are read into parameters of the same dtype: a piece, and its check.
+def read_scratch_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns the temporary bytes of reading weights into parameters of the same dtype: a chunk, and its check.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> reading_bytes(tiny, "bf16") == 64 * 16 * (2 + 2 + 3)
+        >>> read_scratch_bytes(tiny, "bf16") == 64 * 16 * (2 + 2 + 3)
         True
     """
     largest = largest_parameter(shape)
@@ -58,11 +58,11 @@ def reading_bytes(shape: ModelShape, dtype: str) -> int:
     return min(largest, READ_ELEMENTS) * BYTES[dtype] + checked
 
 
-def loading_memory(job: Job) -> FileWork:
-    """On the device while a run's weights are read; optimizer states come later."""
+def loading_memory(job: Job) -> IOMemory:
+    """Returns device memory while a run's weights are loaded; optimizer states are allocated later."""
     weights = job.trained.weight_bytes
     if job.quantization is None:
-        return FileWork(
+        return IOMemory(
             weights, min(largest_parameter(job.shape), CHECKED_ELEMENTS) * (BYTES[job.weights_dtype] + 3)
         )
     packed = job.quantization
@@ -71,13 +71,13 @@ def loading_memory(job: Job) -> FileWork:
         job.shape, kind, job.weights_dtype, impl=packed.impl, block=block, double=double
     )
     standing = spec_quantized.weight_bytes(job.shape, kind, job.weights_dtype, block=block, double=double)
-    return FileWork(weights, peak - standing)
+    return IOMemory(weights, peak - standing)
 
 
 def loading_host_bytes(job: Job) -> int:
-    """On the host meanwhile, at most: a weight as it is read (fp32 from GGUF) and in the model's dtype.
+    """Returns peak host memory during loading: a weight as stored (fp32 from GGUF) and in the model's dtype.
 
-    Files are memory-mapped: their pages are the system's to take back.
+    Files are memory-mapped: the operating system can reclaim their pages.
     """
     if job.quantization is None:
         elements = min(largest_parameter(job.shape), READ_ELEMENTS)
@@ -87,8 +87,8 @@ def loading_host_bytes(job: Job) -> int:
     return elements * (4 + BYTES[job.weights_dtype])
 
 
-def export_memory(shape: ModelShape, dtype: str) -> FileWork:
-    """Of `trimtab export hf`: a model in fp32, and the larger of what writing and reading back allocate.
+def export_memory(shape: ModelShape, dtype: str) -> IOMemory:
+    """Returns memory of `trimtab export hf`: a model in fp32, and the larger of writing and reading back.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -100,23 +100,27 @@ def export_memory(shape: ModelShape, dtype: str) -> FileWork:
     P = shape.num_parameters
     shard = min(nbytes(dtype, P), max(SHARD_BYTES, nbytes(dtype, largest_parameter(shape))))
     writing = shard + (shard if dtype != "fp32" else 0)
-    return FileWork(4 * P, max(writing, reloading_bytes(shape, dtype)))
+    return IOMemory(4 * P, max(writing, reloading_bytes(shape, dtype)))
 
 
 def reloading_bytes(shape: ModelShape, dtype: str) -> int:
-    """Of the comparison: the model that is read back from its files, and the reference logits."""
+    """Returns memory of the comparison: the model read back from its files, and the reference logits."""
     logits = min(PROBE_TOKENS, shape.max_positions) * shape.vocab_size * 4
-    return nbytes(dtype, shape.num_parameters) + reading_bytes(shape, dtype) + logits
+    return nbytes(dtype, shape.num_parameters) + read_scratch_bytes(shape, dtype) + logits
 
 
-def merge_memory(job: Job, dtype: str) -> FileWork:
-    """Of `trimtab merge`: base and adapters, and in addition the merged weights until all are computed.
+def merge_memory(job: Job, dtype: str) -> IOMemory:
+    """Returns memory of `trimtab merge`: base and adapters, and the merged weights until all are computed.
 
-    The merged model is then exported; the logits of both models stay in memory meanwhile.
+    The merged model is then exported while the logits of both models are in memory.
     """
     shape, trained = job.shape, job.trained
     merged = merged_bytes(job)
-    adapters = sum(nbytes(one.dtype, one.count) for one in trained.parameters if ".lora_" in one.name)
+    adapters = sum(
+        nbytes(parameter.dtype, parameter.count)
+        for parameter in trained.parameters
+        if ".lora_" in parameter.name
+    )
     loaded = 4 * shape.num_parameters + adapters
     if job.quantization is not None:
         packed = job.quantization
@@ -125,13 +129,15 @@ def merge_memory(job: Job, dtype: str) -> FileWork:
         )
     logits = min(PROBE_TOKENS, shape.max_positions) * shape.vocab_size * 4
     exported = export_memory(shape, dtype)
-    return FileWork(loaded, max(merged, exported.total - loaded + logits) + logits)
+    return IOMemory(loaded, max(merged, exported.total - loaded + logits) + logits)
 
 
 def merged_bytes(job: Job) -> int:
-    """Of all merged weights in fp32: those of adapted layers, and of quantized ones."""
+    """Returns the fp32 bytes of all merged weights: those of adapted and of quantized layers."""
     adapted = {
-        one.name.partition(".lora_")[0] + ".weight" for one in job.trained.parameters if ".lora_" in one.name
+        parameter.name.partition(".lora_")[0] + ".weight"
+        for parameter in job.trained.parameters
+        if ".lora_" in parameter.name
     }
     quantized = spec_quantized.linear_shapes(job.shape) if job.quantization is not None else {}
     sizes = {name: math.prod(dims) for name, dims in job.shape.parameters()}

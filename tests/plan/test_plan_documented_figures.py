@@ -40,8 +40,8 @@ def test_weights_gradients_and_states() -> None:
     assert QWEN.num_parameters == P
     peak = predict(FULL).peak
     assert peak.weights == peak.gradients == P * 2
-    wide = predict(dataclasses.replace(FULL, optimizer="adamw_torch")).peak
-    assert wide.optimizer == P * 2 * 4
+    fp32_states = predict(dataclasses.replace(FULL, optimizer="adamw_torch")).peak
+    assert fp32_states.optimizer == P * 2 * 4
     assert peak.optimizer == pytest.approx(P * 2 + P // 256 * 4 * 2, rel=4e-4)
     assert peak.optimizer > P * 2 + P // 256 * 4 * 2
 
@@ -53,23 +53,23 @@ def test_sixteen_bytes_per_parameter() -> None:
 
 
 def test_attention_of_all_heads() -> None:
-    """What the table says against what the attention operation is declared to save."""
+    """The table against the declared saved activations of attention."""
     (row,) = attention_table(QWEN, batch=4, lengths=[1024])
     assert row.plain == ROWS[next(name for name in ROWS if name.startswith("plain attention"))]
     assert row.flash == ROWS[next(name for name in ROWS if name.startswith("flash attention"))]
     saved = dict(attention_spec.saved_activations("triton", 4, 1024, 16, 8, 128, "bf16"))
     assert row.flash == 28 * (saved["o"] + saved["lse"])
-    one_head = [round(one.plain_one_head / 1e6) for one in attention_table(QWEN, batch=4)]
+    one_head = [round(table_row.plain_one_head / 1e6) for table_row in attention_table(QWEN, batch=4)]
     assert one_head == [117, 470, 1879, 7516, 30_065]
 
 
 def test_attention_is_quadratic_only_without_flash() -> None:
-    plain, flash = (
+    quadratic, flash = (
         [
             predict(dataclasses.replace(FULL, attention=impl, tokens=tokens)).peak.activations
             for tokens in (1024, 2048)
         ]
         for impl in ("reference", "triton")
     )
-    assert plain[1] > 3 * plain[0]
+    assert quadratic[1] > 3 * quadratic[0]
     assert flash[1] < 2.1 * flash[0]

@@ -1,4 +1,4 @@
-"""Packed weights that are kept unpacked as well: what of a limit is left when every layer keeps everything."""
+"""Dequantized copies of quantized weights, which use the remaining memory if nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import MemorySetting, within_limit
+from trimtab.plan.memory_search import MemorySetting, usable_bytes
 from trimtab.recipe.keys import Recipe
 
 
-def by_hand(recipe: Recipe, shape: ModelShape) -> int:
-    """Layers as the recipe names them; 0 where it leaves the choice."""
-    wish = recipe.dequantized_layers
-    if wish == "auto":
+def requested_copies(recipe: Recipe, shape: ModelShape) -> int:
+    """Returns the recipe's number of layers with dequantized copies; 0 for `auto`."""
+    requested = recipe.dequantized_layers
+    if requested == "auto":
         return 0
-    if wish > shape.num_layers:
+    if requested > shape.num_layers:
         raise RecipeError(
-            f"dequantized_layers names {wish} layers and the model has {shape.num_layers}",
+            f"dequantized_layers names {requested} layers and the model has {shape.num_layers}",
             f"set dequantized_layers to at most {shape.num_layers}",
         )
-    return wish
+    return requested
 
 
-def unpack(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
-    """A setting that fits, with the weights of as many layers unpacked as fit besides.
+def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
+    """Returns a fitting setting with dequantized copies of as many layers as fit in the remaining memory.
 
-    Only on a GPU, where dequantizing takes its own share of a step, and only where it is all that is left to gain: no
-    layer computes anything again, and no feed-forward runs in tiles.
+    Copies are added only on a GPU, where dequantization takes a noticeable share of a step, and only if no layer
+    recomputes and no feed-forward runs in tiles.
 
     Args:
-        job: what is trained.
-        setting: from `memory_search.find_setting`, within the limit.
-        limit: bytes on the device, the process itself included.
+        job: the training job.
+        setting: a setting from `memory_search.find_setting` within the limit.
+        limit: bytes on the device, including the process itself.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
@@ -50,18 +50,18 @@ def unpack(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (12, 24, 80):
         ...     limit = gigabytes * 10**9
-        ...     print(unpack(job, find_setting(job, gpu, limit)[0], limit).unpacked_layers)
+        ...     print(add_dequantized_copies(job, find_setting(job, gpu, limit)[0], limit).unpacked_layers)
         0
         16
         32
     """
-    plain = setting.mlp_tiles == 1 and set(setting.policies) == {"none"}
-    if job.device != "cuda" or job.quantization is None or not plain:
+    saves_all = setting.mlp_tiles == 1 and set(setting.policies) == {"none"}
+    if job.device != "cuda" or job.quantization is None or not saves_all:
         return setting
     job = job.changed(policies=setting.policies, mlp_tiles=1, loss_memory=setting.loss_memory)
     for layers in range(job.shape.num_layers, 0, -1):
-        wider = job.changed(unpacked_layers=layers)
-        needed = predict(wider).needed
-        if needed <= within_limit(wider, limit):
+        with_copies = job.changed(unpacked_layers=layers)
+        needed = predict(with_copies).needed
+        if needed <= usable_bytes(with_copies, limit):
             return dataclasses.replace(setting, needed=needed, unpacked_layers=layers)
     return setting

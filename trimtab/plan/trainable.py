@@ -1,4 +1,4 @@
-"""What of a model is trained and what stands frozen beside it: bytes of weights, gradients and optimizer states."""
+"""Trainable and frozen parameters of a model: bytes of weights, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -22,103 +22,103 @@ from trimtab.optim import spec as optim_spec
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor."""
+    """A trainable parameter."""
 
     name: str
     dims: tuple[int, ...]
     dtype: str
-    """Of the numbers themselves."""
+    """Of its elements."""
     gradient_dtype: str
-    """In which its gradient is added up."""
+    """In which its gradient is accumulated."""
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return math.prod(self.dims)
 
     @property
     def gradient(self) -> Gradient:
-        """Its gradient: as backward makes it, in the parameter's dtype, and as it is kept."""
+        """Its gradient: as computed, in the parameter's dtype, and as accumulated."""
         return Gradient(
             self.name, self.dims, nbytes(self.dtype, self.count), nbytes(self.gradient_dtype, self.count)
         )
 
 
 @dataclass(frozen=True)
-class Trained:
-    """Trained and frozen parts of a model.
+class TrainableParameters:
+    """Trainable parameters of a model, and the bytes of all its weights.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> part = trained(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
+        >>> part = trainable_parameters(tiny, "bf16", "fp32", LoraSettings(r=2, target_modules=("q_proj",)))
         >>> part.weight_bytes - model_spec.parameter_bytes(tiny, "bf16"), part.gradient_bytes, part.count
         (256, 256, 64)
     """
 
     parameters: tuple[Parameter, ...]
     weight_bytes: int
-    """Of all weights, frozen ones and adapters included."""
+    """Bytes of all weights, including frozen weights and adapters."""
     adapters: bool
-    """Whether most of the model is frozen below adapters."""
+    """Whether adapters are trained on a frozen model."""
     num_layers: int = 0
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether head and embedding are tied."""
 
     @property
     def count(self) -> int:
-        """Trained numbers."""
+        """Number of trainable elements."""
         return sum(parameter.count for parameter in self.parameters)
 
     @property
-    def trained_bytes(self) -> int:
-        """Of the trained weights alone: what a checkpoint holds of them."""
+    def trainable_bytes(self) -> int:
+        """Bytes of the trainable weights only, as in a checkpoint."""
         return sum(nbytes(p.dtype, p.count) for p in self.parameters)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all gradients that a backward pass leaves."""
+        """Bytes of all parameter gradients after a backward pass."""
         return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters)
 
-    def named(self, module: str) -> int:
-        """Bytes of the gradient of a module that is trained as a whole; 0 where it is frozen."""
+    def module_gradient_bytes(self, module: str) -> int:
+        """Returns the bytes of the gradient of a fully trained module; 0 if it is frozen."""
         return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters if p.name == f"{module}.weight")
 
     @property
-    def head(self) -> int:
-        """Bytes of the head's gradient: its own, or that of the embedding it is tied to."""
-        return self.named(EMBEDDING if self.tied else HEAD)
+    def head_gradient_bytes(self) -> int:
+        """Bytes of the head's gradient, or of the embedding's gradient if tied."""
+        return self.module_gradient_bytes(EMBEDDING if self.tied else HEAD)
 
     @property
     def adapts_head(self) -> bool:
-        """Whether the head has an adapter on it: the loss then reads a second matrix, with the adapter in it."""
+        """Whether the head has an adapter: the loss then reads a second matrix with the adapter merged."""
         return any(parameter.name.startswith(f"{HEAD}.lora_") for parameter in self.parameters)
 
     @cached_property
     def layers(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The trained tensors of each layer, by their names within the block."""
-        found: list[list[Parameter]] = [[] for _ in range(self.num_layers)]
+        """The trainable parameters of each layer, with their names within the block."""
+        by_layer: list[list[Parameter]] = [[] for _ in range(self.num_layers)]
         for parameter in self.parameters:
             if match := _IN_BLOCK.fullmatch(parameter.name):
-                found[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
-        return tuple(map(tuple, found))
+                by_layer[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
+        return tuple(map(tuple, by_layer))
 
     @property
     def final_norm(self) -> Gradient | None:
-        """Of the norm behind the last layer; None where it is frozen."""
+        """Gradient of the norm after the last layer; None if it is frozen."""
         return next((p.gradient for p in self.parameters if p.name == "model.norm.weight"), None)
 
     @property
     def trains_embedding(self) -> bool:
-        """Whether the embedding's output has a gradient."""
+        """Whether the embedding's output requires grad."""
         return any(parameter.name.startswith(f"{EMBEDDING}.") for parameter in self.parameters)
 
     def state_bytes(self, optimizer: str) -> int:
-        """Bytes of all optimizer states."""
+        """Returns the bytes of all optimizer states."""
         return sum(optim_spec.state_bytes(optimizer, p.dims, p.dtype) for p in self.parameters)
 
     def update_scratch(self, optimizer: str, *, device: str, impl: str) -> int:
-        """Most bytes held for a moment while one parameter is updated."""
+        """Returns the peak temporary bytes while one parameter is updated."""
         return max(
             optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
             for p in self.parameters
@@ -128,47 +128,49 @@ class Trained:
 _IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
-def trained(
+def trainable_parameters(
     shape: ModelShape,
     weights_dtype: str,
     gradient_dtype: str,
     lora: LoraSettings | None = None,
     quantization: Quantization | None = None,
-) -> Trained:
-    """The parts of a model that a run trains: all of it, or adapters on frozen weights, packed or not.
+) -> TrainableParameters:
+    """Returns the parameters that a run trains: all of them, or adapters on frozen, possibly quantized weights.
 
     Args:
-        shape: the model.
-        weights_dtype: of its own weights.
-        gradient_dtype: in which gradients of bf16 weights are added up; those of fp32 weights are fp32.
-        lora: the adapters' settings, or None where everything is trained.
-        quantization: how frozen weights are quantized, or None.
+        shape: the model's shape.
+        weights_dtype: dtype of the model's weights.
+        gradient_dtype: dtype in which gradients of bf16 weights are accumulated; fp32 weights use fp32.
+        lora: the adapters' settings; None for full training.
+        quantization: how frozen weights are quantized; None if they are not.
     """
     if lora is None:
-        whole = [Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()]
-        return Trained(
-            tuple(whole),
+        parameters = [
+            Parameter(name, dims, weights_dtype, gradient_dtype) for name, dims in shape.parameters()
+        ]
+        return TrainableParameters(
+            tuple(parameters),
             model_spec.parameter_bytes(shape, weights_dtype),
             False,
             shape.num_layers,
             shape.tie_embeddings,
         )
-    standing = model_spec.parameter_bytes(shape, weights_dtype)
+    weights = model_spec.parameter_bytes(shape, weights_dtype)
     if quantization is not None:
-        standing = spec_quantized.weight_bytes(
+        weights = spec_quantized.weight_bytes(
             shape,
             quantization.kind,
             weights_dtype,
             block=quantization.block_size,
             double=quantization.double,
         )
-    parts = [
+    adapters = [
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
         for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
     ]
-    return Trained(
-        tuple(parts),
-        standing + adapt_spec.parameter_bytes(shape, lora),
+    return TrainableParameters(
+        tuple(adapters),
+        weights + adapt_spec.parameter_bytes(shape, lora),
         True,
         shape.num_layers,
         shape.tie_embeddings,

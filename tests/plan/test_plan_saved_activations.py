@@ -1,7 +1,7 @@
-"""What each layer is declared to save under each policy, against what a real step saves: the same bytes.
+"""Declared saved activations of each layer under each policy against those of a real step: the same bytes.
 
-Measured is what is alive after each layer's forward pass, storage by storage. The cases are every family, method,
-dtype and recompute policy; exceptions would be listed in `INEXACT` with their reason.
+The measurement is the live storages after each layer's forward pass. The cases are every family, method, dtype and
+recompute policy; exceptions would be listed in `INEXACT` with their reason.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "LoRA with dropout, autocast": {"lora": LoraSettings(r=4, lora_dropout=0.1), "dtype": "bf16"},
     "DoRA": {"lora": LoraSettings(r=4, use_dora=True)},
     "DoRA, bf16": {"lora": LoraSettings(r=4, use_dora=True), **BF16},
-    "LoRA and whole norms": {"lora": LoraSettings(r=4, modules_to_save=("input_layernorm", "embed_tokens"))},
+    "LoRA and trained norms": {
+        "lora": LoraSettings(r=4, modules_to_save=("input_layernorm", "embed_tokens"))
+    },
     "NF4": {"lora": LORA, "quantization": NF4, **BF16},
     "NF4, some": {"lora": SOME, "quantization": NF4},
     "NF4, dropout": {"lora": LoraSettings(r=4, lora_dropout=0.1), "quantization": NF4},
@@ -85,7 +87,7 @@ def job_of(shape: ModelShape, **changes: Any) -> Job:
 
 
 def saved_by_layer(step: Step) -> list[int]:
-    """Bytes that are alive after each layer's forward pass and were not before it."""
+    """Bytes live after each layer's forward pass and not before it."""
     live, marks = LiveBytes(), []
     modules = [*step.decoder.model.layers, step.decoder.model.norm]
     hooks = [module.register_forward_pre_hook(lambda *_: marks.append(live.now)) for module in modules]
@@ -114,7 +116,7 @@ def compare(name: str, job: Job) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_declared_bytes_are_what_a_step_saves(family: str, method: str) -> None:
+def test_declared_bytes_match_a_real_step(family: str, method: str) -> None:
     compare(f"{family}, {method}", job_of(FAMILIES[family], **METHODS[method]))
 
 

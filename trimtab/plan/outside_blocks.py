@@ -1,4 +1,4 @@
-"""Memory of a step outside its blocks: inputs, loss, final norm, embedding, optimizer. Imports no torch."""
+"""Memory of a step outside its transformer blocks: inputs, loss, final norm, embedding, optimizer. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, made_gradient, update_scratch, workspace_bytes
+from trimtab.plan.layers import Layers, dense_gradient_bytes, update_scratch, workspace_bytes
 from trimtab.plan.liveness import ParameterGradients, activation_gradients, walk_backward, workspace
 
 Tensors = list[Activation]
 
 
 @dataclass(frozen=True)
-class Around:
-    """Live tensors outside the blocks, in each phase of a step; weights and optimizer states not included."""
+class TensorsOutsideBlocks:
+    """Live tensors outside the blocks in each phase of a step, without weights and optimizer states."""
 
     layers_forward: Tensors
     loss_forward: Tensors
@@ -32,17 +32,17 @@ class Around:
     optimizer_step: Tensors
 
 
-def tensors_around(job: Job, gradients: int, layers: Layers) -> Around:
-    """Live tensors of a step outside its blocks.
+def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsOutsideBlocks:
+    """Returns the live tensors of a step outside its blocks.
 
     Args:
-        job: what is trained.
-        gradients: bytes of all gradients that a backward pass leaves.
+        job: the training job.
+        gradients: bytes of all parameter gradients after a backward pass.
         layers: the job's blocks.
     """
     shape = job.shape
-    space = _named("dequantized weight", workspace_bytes(job), Part.WORKSPACE)
-    earlier = _gradients("gradients", gradients) if job.accumulation > 1 else []
+    persistent = _named("dequantized weight", workspace_bytes(job), Part.WORKSPACE)
+    accumulated = _gradients("gradients", gradients) if job.accumulation > 1 else []
     final = job.trained.final_norm
     run = Execution(
         job.batch, job.tokens, job.dtype, job.attention, job.weights_dtype, job.device, job.pointwise,
@@ -53,62 +53,66 @@ def tensors_around(job: Job, gradients: int, layers: Layers) -> Around:
     shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
     inputs += _named("positions and masks", shared, Part.INPUTS)
     norm = model_spec.final_norm(shape, run)
-    saved = {one.name: one for one in saved_activations([norm], {norm.inputs[0].name})}
+    saved = {item.name: item for item in saved_activations([norm], {norm.inputs[0].name})}
     stream = layers.stream
     loss_forward, loss_backward = _loss(job, run, stream)
-    whole = [*space, *earlier, *inputs, *saved.values()]
-    # From here on the head's gradient is live too. A tied one stays live until the embedding's is added.
-    head = job.trained.head
-    there = head if shape.tie_embeddings else (0 if earlier or job.in_backward else head)
-    behind = [*space, *earlier, *inputs, *_gradients("head", there)]
+    live = [*persistent, *accumulated, *inputs, *saved.values()]
+    # From here on the head's gradient is live too; with tied embeddings until the embedding's gradient is added.
+    head = job.trained.head_gradient_bytes
+    head_gradient = head if shape.tie_embeddings else (0 if accumulated or job.in_backward else head)
+    live_after_loss = [*persistent, *accumulated, *inputs, *_gradients("head", head_gradient)]
     walk = walk_backward(
-        [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(pile_up=False)
+        [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(retain=False)
     )
-    totals = [(one.total, one.tensors()) for one in walk]
-    # The embedding's gradient is dense, made in the weights' dtype, and added to what is there.
-    dense = made_gradient(job, shape.vocab_size * shape.hidden_size) if job.trained.named(EMBEDDING) else 0
+    candidates = [(item.total, item.tensors()) for item in walk]
+    # The embedding's gradient is dense, computed in the weights' dtype, and added to the accumulated gradient.
+    dense = (
+        dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size)
+        if job.trained.module_gradient_bytes(EMBEDDING)
+        else 0
+    )
     update = update_scratch(job) if job.in_backward else 0
     embedding = workspace("optimizer", update) if update > dense else _gradients("embedding", dense)
     if dense >= update:
         embedding += workspace("embedding", _embedding_scratch(job))
-    done = earlier or _gradients("layers", layers.gradients())
-    return Around(
-        layers_forward=[*space, *earlier, *inputs],
-        loss_forward=whole + loss_forward,
-        loss_backward=whole + loss_backward,
-        final_norm_backward=behind + max(totals, key=lambda one: one[0])[1],
-        layers_backward=behind,
+    layer_gradients = accumulated or _gradients("layers", layers.gradients())
+    return TensorsOutsideBlocks(
+        layers_forward=[*persistent, *accumulated, *inputs],
+        loss_forward=live + loss_forward,
+        loss_backward=live + loss_backward,
+        final_norm_backward=live_after_loss + max(candidates, key=lambda item: item[0])[1],
+        layers_backward=live_after_loss,
         embedding_backward=[
-            *space, *done, *_gradients("head", there), *embedding, *inputs,
+            *persistent, *layer_gradients, *_gradients("head", head_gradient), *embedding, *inputs,
             *activation_gradients({"x": stream}),
         ],
-        optimizer_step=space if job.in_backward else [
-            *space, *_gradients("gradients", gradients), *workspace("optimizer", update_scratch(job)),
+        optimizer_step=persistent if job.in_backward else [
+            *persistent, *_gradients("gradients", gradients), *workspace("optimizer", update_scratch(job)),
         ],
     )  # fmt: skip
 
 
 SORTED_TOKENS = 3072
-"""Beyond so many tokens torch's embedding backward on CUDA sorts them (`aten/src/ATen/native/cuda/Embedding.cu`)."""
+"""Above this many tokens torch's embedding backward on CUDA sorts them (`aten/src/ATen/native/cuda/Embedding.cu`)."""
 
 
 def _embedding_scratch(job: Job) -> int:
-    """Temporary bytes of the embedding's gradient on CUDA: a row in fp32 for each token, and six numbers of 8 bytes.
+    """Temporary bytes of the embedding's gradient on CUDA: per token a row in fp32 and six 8-byte integers.
 
     (`EmbeddingBackwardKernel.cu`. Measured on an H200 with 4096 tokens of 1024: 16.4 MiB.)
     """
     tokens = job.batch * job.tokens
-    if job.device == "cpu" or tokens <= SORTED_TOKENS or not job.trained.named(EMBEDDING):
+    if job.device == "cpu" or tokens <= SORTED_TOKENS or not job.trained.module_gradient_bytes(EMBEDDING):
         return 0
     return tokens * (4 * job.shape.hidden_size + 6 * 8)
 
 
 def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
-    """Live tensors of the loss at the end of forward and in backward, without what the final norm saved."""
+    """Live tensors of the loss at the end of forward and in backward, without the final norm's saved activations."""
     shape, N = job.shape, job.batch * job.tokens
     dims = (N, shape.hidden_size, shape.vocab_size)
     adapted = _adapted_head(job)
-    head = job.trained.head
+    head = job.trained.head_gradient_bytes
     head_gradient = job.weights_dtype if adapted else job.gradient_dtype
     options: dict[str, Any] = {
         "memory_bytes": job.loss_memory,
@@ -117,22 +121,22 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     }
     loss = loss_spec.saved_bytes(job.loss_impl, *dims, job.dtype, **options)
     chunk = loss_spec.scratch_bytes(job.loss_impl, *dims, job.dtype, **options)
-    if run.autocast:  # it copies hidden states and head for the loss
+    if run.autocast:  # autocast copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.computes_gradients_in_forward(job.loss_impl, *dims, job.dtype, **options)
     saved = _named("loss", loss, Part.LOSS) + _named("head with its adapter", adapted, Part.LOSS)
     computing = _named("norm", stream, Part.NORMS) + _named("logits", chunk, Part.LOSS)
-    # Gradients computed with the loss are kept ("triton": in their final dtype). Otherwise the logits are
+    # Gradients computed with the loss are saved ("triton": in their final dtype). Otherwise the logits are
     # recomputed from the saved hidden states.
-    made = activation_gradients({"norm": stream})
-    made += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
+    gradients = activation_gradients({"norm": stream})
+    gradients += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
     if ready and job.loss_impl == "triton" and not run.autocast:
-        made = []
-    return saved + computing, saved + made + ([] if ready else computing)
+        gradients = []
+    return saved + computing, saved + gradients + ([] if ready else computing)
 
 
 def _adapted_head(job: Job) -> int:
-    """Bytes of the head with its adapter merged, built for each loss; DoRA adds one for each scaling of it."""
+    """Bytes of the head with its adapter merged, built for each loss; DoRA needs a second, scaled copy."""
     if not job.trained.adapts_head:
         return 0
     copies = 2 if job.lora is not None and job.lora.use_dora else 1

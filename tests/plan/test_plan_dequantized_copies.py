@@ -1,4 +1,4 @@
-"""Unpacked weights in the plan: as many layers as there is room for, more with more memory, never beyond the limit."""
+"""Dequantized copies in the plan: as many layers as fit, more with more memory, never beyond the limit."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.plan import Plan, check_fits, longest_context
+from trimtab.plan.dequantized_copies import add_dequantized_copies
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
-from trimtab.plan.memory_search import find_setting, within_limit
+from trimtab.plan.memory_search import find_setting, usable_bytes
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.plan.resolved_json import memory_from_dict
-from trimtab.plan.unpacked import unpack
 from trimtab.recipe import check_resume, loads
 
 LAPTOP = DeviceFacts("a laptop", "cpu", 150 * 10**9)
@@ -41,46 +41,46 @@ def plan(*overrides: str, device: DeviceFacts = GPU, memory: MemoryPlan | None =
 
 def chosen(job: Job, limit: int) -> Any:
     setting, fits = find_setting(job, GPU, limit)
-    return unpack(job, setting, limit) if fits else setting
+    return add_dequantized_copies(job, setting, limit) if fits else setting
 
 
-def test_more_memory_unpacks_more() -> None:
-    found = {}
+def test_more_memory_adds_more_copies() -> None:
+    by_gigabytes = {}
     for gigabytes in range(10, 61, 2):
         limit = gigabytes * 10**9
         setting = chosen(JOB, limit)
-        found[gigabytes] = setting.unpacked_layers
+        by_gigabytes[gigabytes] = setting.unpacked_layers
         job = JOB.changed(
             policies=setting.policies,
             mlp_tiles=setting.mlp_tiles,
             loss_memory=setting.loss_memory,
             unpacked_layers=setting.unpacked_layers,
         )
-        assert predict(job).needed == setting.needed <= within_limit(job, limit) <= limit
+        assert predict(job).needed == setting.needed <= usable_bytes(job, limit) <= limit
         if setting.unpacked_layers:
             assert set(setting.policies) == {"none"}
             assert setting.mlp_tiles == 1
         if 0 < setting.unpacked_layers < 32:
             one_more = job.changed(unpacked_layers=setting.unpacked_layers + 1)
-            assert predict(one_more).needed > within_limit(one_more, limit)
-    numbers = list(found.values())
-    assert numbers == sorted(numbers)
-    assert numbers[0] == 0
-    assert numbers[-1] == 32
-    assert len(set(numbers)) > 4
+            assert predict(one_more).needed > usable_bytes(one_more, limit)
+    counts = list(by_gigabytes.values())
+    assert counts == sorted(counts)
+    assert counts[0] == 0
+    assert counts[-1] == 32
+    assert len(set(counts)) > 4
 
 
-def test_their_bytes_stand_with_the_weights() -> None:
-    packed, both = predict(JOB), predict(JOB.changed(unpacked_layers=32))
-    assert both.before.weights - packed.before.weights == dequantized_bytes(LLAMA_8B, 32, "bf16")
-    # Then no product needs the workspace, one dequantized weight.
+def test_copies_count_as_weights() -> None:
+    packed, copied = predict(JOB), predict(JOB.changed(unpacked_layers=32))
+    assert copied.before.weights - packed.before.weights == dequantized_bytes(LLAMA_8B, 32, "bf16")
+    # With all copies no matmul needs the workspace of one dequantized weight.
     workspace = 14_336 * 4096 * 2
-    assert both.needed - packed.needed == dequantized_bytes(LLAMA_8B, 32, "bf16") - workspace
-    most = predict(JOB.changed(unpacked_layers=31))
-    assert most.needed - packed.needed == dequantized_bytes(LLAMA_8B, 31, "bf16")
+    assert copied.needed - packed.needed == dequantized_bytes(LLAMA_8B, 32, "bf16") - workspace
+    partial = predict(JOB.changed(unpacked_layers=31))
+    assert partial.needed - packed.needed == dequantized_bytes(LLAMA_8B, 31, "bf16")
     assert dequantized_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
     assert predict(JOB.changed(unpacked_layers=16)).before.weights == (
-        (packed.before.weights + both.before.weights) // 2
+        (packed.before.weights + copied.before.weights) // 2
     )
 
 
@@ -90,34 +90,34 @@ def test_their_bytes_stand_with_the_weights() -> None:
         dataclasses.replace(JOB, quantization=None),
         dataclasses.replace(JOB, device="cpu", attention="sdpa_flash", pointwise="reference"),
     ],
-    ids=["nothing packed", "a CPU"],
+    ids=["not quantized", "a CPU"],
 )
-def test_where_there_is_nothing_to_gain(job: Job) -> None:
+def test_no_copies_without_quantization_or_gpu(job: Job) -> None:
     assert chosen(job, 140 * 10**9).unpacked_layers == 0
 
 
-def test_only_where_nothing_is_computed_again() -> None:
+def test_copies_only_without_recomputation() -> None:
     for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
         assert plan(override).resolved.memory_plan.unpacked_layers == 0
     for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
         assert plan(override).resolved.memory_plan.unpacked_layers == 32
 
 
-def test_the_choice_is_said() -> None:
-    made = plan()
-    assert made.job.unpacked_layers == 32
-    assert made.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also dequantized"
-    assert made.resolved.memory_plan.reason.startswith("everything fits the")
-    check_fits(made)
+def test_the_plan_describes_the_copies() -> None:
+    result = plan()
+    assert result.job.unpacked_layers == 32
+    assert result.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also dequantized"
+    assert result.resolved.memory_plan.reason.startswith("everything fits the")
+    check_fits(result)
     assert plan("dequantized_layers=0").resolved.memory_plan.description == "none in all 32 layers"
 
 
-def test_a_number_by_hand_is_taken_from_what_layers_keep() -> None:
-    made = plan("dequantized_layers=32", "memory_limit=24GB")
-    assert made.job.unpacked_layers == 32
-    assert made.memory.needed <= 24 * 10**9
-    assert set(made.job.layers) != {"none"}
-    assert made.resolved.memory_plan.description.endswith("; weights of 32 also dequantized")
+def test_an_explicit_number_reduces_saved_activations() -> None:
+    result = plan("dequantized_layers=32", "memory_limit=24GB")
+    assert result.job.unpacked_layers == 32
+    assert result.memory.needed <= 24 * 10**9
+    assert set(result.job.layers) != {"none"}
+    assert result.resolved.memory_plan.description.endswith("; weights of 32 also dequantized")
     assert plan("dequantized_layers=4", "recompute=block").job.unpacked_layers == 4
     assert plan("dequantized_layers=4", device=LAPTOP).job.unpacked_layers == 4
 
@@ -131,12 +131,12 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
         plan("dequantized_layers=33")
 
 
-def test_memory_plans_of_before_mean_none() -> None:
+def test_earlier_memory_plans_have_no_copies() -> None:
     memory = {"recompute": ["none"] * 32, "mlp_tiles": 1, "loss_memory": None}
     assert plan(memory=memory_from_dict(memory)).job.unpacked_layers == 0
 
 
-def test_the_longest_window_unpacks_nothing() -> None:
+def test_the_longest_sequence_has_no_copies() -> None:
     limit = 24 * 10**9
     assert longest_context(JOB.changed(unpacked_layers=32), GPU, limit) == longest_context(JOB, GPU, limit)
 
