@@ -74,7 +74,7 @@ def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
         with pytest.raises(RecipeError, match="give at least 1"):
             asked(**wrong)
     for seconds in (0.0, -1.0, float("nan")):
-        with pytest.raises(RecipeError, match="give more than 0"):
+        with pytest.raises(RecipeError, match="use more than 0"):
             asked(seconds=seconds)
     with pytest.raises(RecipeError, match="did you mean plain"):
         compile_choice("plane")
@@ -232,7 +232,7 @@ def test_the_report_has_every_outcome_and_keeps_predicted_apart() -> None:
     text = page(study())
     assert "triton (own) | bf16 " in text
     assert "dq: rms error 1" in text, "a wrong backend is named, without a time"
-    assert "more than all memory of the device: 1 of 16 cells" in text
+    assert "exceeds the device's memory: 1 of 16 cells" in text
     assert "The first to run out was reference (plain) at 4096 tokens" in text
 
 

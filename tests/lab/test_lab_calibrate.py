@@ -160,7 +160,7 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
     measuring._measure(ProbeGroup("a long one", lambda: [long]))
     assert measuring.left_out == 1
     measuring._measure(ProbeGroup("a large one", full))
-    assert measuring.warnings == ["a large one was left out: it does not fit into the memory that is free"]
+    assert measuring.warnings == ["a large one was skipped: it does not fit into free memory"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 
 def test_nothing_to_measure_is_an_error_with_a_remedy() -> None:
     measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
-    with pytest.raises(ResourceError, match="too little free memory to be measured; end other programs"):
+    with pytest.raises(ResourceError, match="too little free memory for a calibration; end other programs"):
         measuring._best_copy()
     with pytest.raises(RecipeError, match="threads is 0; give at least 1"):
         calibrate("cpu", 0)

@@ -112,8 +112,8 @@ class TestCells:
             ({"claims": ["zzz"]}, "the claims are weight_decay, replay"),
             ({"steps": 0}, "at least 1"),
             ({"steps": -3}, "at least 1"),
-            ({"seeds": 0}, "from 1 to"),
-            ({"seeds": 10**6}, "from 1 to"),
+            ({"seeds": 0}, "use 1 to"),
+            ({"seeds": 10**6}, "use 1 to"),
         ],
     )
     def test_bad_options_are_refused(self, options: dict, said: str) -> None:
@@ -253,7 +253,7 @@ class TestReport:
             made[0], cell=Cell("claims", {**made[0].cell.settings, "claim": "luck"})
         )
         verdicts, section = sections([*made, strange])
-        assert "does not know the claims luck" in texts(verdicts)
+        assert "has no claims luck" in texts(verdicts)
         assert section.title == CLAIMS["replay"].title
 
     def test_models_have_sections_of_their_own(self) -> None:

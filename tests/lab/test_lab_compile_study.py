@@ -160,7 +160,7 @@ def test_a_recipe_says_its_method_and_precision(tmp_path: Path) -> None:
         ({"lengths": [65537]}, "give at most 65536"),
         ({"batch": 0}, "give at least 1"),
         ({"steps": 0}, "give at least 1"),
-        ({"scopes": ["regions"], "shapes": ["auto"]}, "give --shapes dynamic or --scopes whole"),
+        ({"scopes": ["regions"], "shapes": ["auto"]}, "use --shapes dynamic or --scopes whole"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
@@ -205,7 +205,7 @@ def test_the_whole_model_is_compiled_for_each_length() -> None:
 def test_without_a_compiler_what_still_works_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "compile_obstacle", lambda kind, capability: "there is no C++ compiler")
     (cell,) = cells(device="cpu", sizes=["tiny"], methods=["full"], scopes=["whole"])
-    with pytest.raises(NotSupported, match=r"no C\+\+ compiler; .* without it: --backend aot_eager"):
+    with pytest.raises(NotSupported, match=r"no C\+\+ compiler; --backend aot_eager .* without a compiler"):
         measure(dict(cell.settings))
 
 
@@ -324,7 +324,7 @@ def test_nothing_to_report_is_said() -> None:
     clean = CompileResult(CompileLog(1, 1.0, (), ()), (Length(8, 0, 0, 1.0),), 8, 1.0, 1.0)
     found = {one.title: one for one in sections([measurement(one_cell(), clean.to_dict())])}
     assert text_of(found["Where graphs break"]) == "No graph breaks in any cell."
-    assert text_of(found["Recompilations and their reasons"]) == "Nothing was compiled twice in any cell."
+    assert text_of(found["Recompilations and their reasons"]) == "No recompilation in any cell."
     assert rows_of(found["What compiling gains"])[0][-2:] == ("never", "–")
 
 

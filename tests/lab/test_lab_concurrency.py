@@ -78,8 +78,8 @@ class TestCells:
         [
             ({"ways": ["thread"]}, "did you mean threads"),
             ({"ways": ["xyz"]}, "the ways are one-by-one, batch"),
-            ({"workers": 0}, "from 1 to"),
-            ({"workers": 1000}, "from 1 to"),
+            ({"workers": 0}, "use 1 to"),
+            ({"workers": 1000}, "use 1 to"),
             ({"max_new_tokens": 0}, "at least 1"),
         ],
     )
@@ -167,7 +167,7 @@ class TestReport:
         assert table.rows[1][:4] == ("batch", "1.00", "200", "4.00×")
         assert table.rows[2][0] == "processes"
         text = self.text(found)
-        assert "All ways gave the same completions" in text
+        assert "All ways returned the same completions" in text
         assert "Processes: 1.60× the speed of one by one, with 1.9× the memory." in text
         assert "Fastest here: batch, 1.00 s." in text
         assert "Threads:" not in text  # not measured

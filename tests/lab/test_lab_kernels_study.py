@@ -66,7 +66,7 @@ def test_defaults_are_the_references_and_both_sets_of_kernels() -> None:
         ({"contexts": [65537]}, "give at most 65536"),
         ({"batch": 0}, "give at least 1"),
         ({"rounds": -1}, "give at least 1"),
-        ({"nvtx": True, "trace": Path("x")}, "give --nvtx or --trace"),
+        ({"nvtx": True, "trace": Path("x")}, "use --nvtx or --trace"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
@@ -239,12 +239,12 @@ def test_sections_of_any_profiles() -> None:
     both = kernel_sections({"forward": profile(0.8, 0.2), "full step": profile(2.0, 0.2, 0.3)}, id="mine")
     kinds, kernels, clock = both
     assert "80.0 % of the time of the forward and 80.0 % of that of the full step" in text_of(kinds)
-    assert "The largest gain of the other kinds is that of other: 0.0 % → 12.0 %" in text_of(kinds)
+    assert "Among the other kinds the share of other grows most: 0.0 % → 12.0 %" in text_of(kinds)
     assert [row[0] for row in tables(kernels.blocks)[1].rows] == ["softmax_warp_forward", "unnamed"]
     assert "CUDA graphs are off while profiling" in text_of(clock)
     one = kernel_sections({"full step": Profile((Entry.of("aten::mm", 1, 1.0),), 1.0, 1.0)}, id="one")
     assert "Matrix products take 100.0 % of the time of the full step." in text_of(one[0])
-    assert "Nothing but matrix products takes 1 %" in text_of(one[1])
+    assert "Only matrix products take 1 %" in text_of(one[1])
     assert "CUDA graphs" not in text_of(one[2])
     empty = kernel_sections({"full step": Profile((), 0.0)}, id="none")
     assert "has no operators" in text_of(empty[1])

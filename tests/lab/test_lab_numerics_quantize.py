@@ -188,7 +188,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not a header")
     cases = [
-        (DataError, f"{tmp_path}/missing.safetensors:weight", "is not there"),
+        (DataError, f"{tmp_path}/missing.safetensors:weight", "does not exist"),
         (DataError, f"{broken}:weight", "cannot be read"),
         (
             RecipeError,
@@ -215,7 +215,7 @@ def test_bad_blocks() -> None:
         with pytest.raises(RecipeError, match="give some of 32, 64"):
             check_blocks(blocks)
     for word in ("a", "3.5", "--5", "9" * 5000):
-        with pytest.raises(RecipeError, match="give whole numbers"):
+        with pytest.raises(RecipeError, match="use whole numbers"):
             parse_blocks([word])
 
 
@@ -232,6 +232,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert {sweep["clipping"]["bits"] for sweep in records if "clipping" in sweep} == {8, 4}
     assert call("numerics", "quantize", "--blocks", "-64") == (
         2,
-        "error: there are no blocks of -64 values; give some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
+        "error: NF4 has no blocks of -64 values; use some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
     )
     assert call("numerics", "quantize", "--data", f"{tmp_path}/no.safetensors:x")[0] == 3

@@ -120,10 +120,10 @@ def test_the_report_draws_the_running_sums(thousand: AccumulateStudy) -> None:
 
 def test_bad_input() -> None:
     for count in (0, -3, 100_001):
-        with pytest.raises(RecipeError, match="give 1 to 100000"):
+        with pytest.raises(RecipeError, match="use 1 to 100000"):
             study_accumulation(count=count)
     for value in ("0", "nan", "-inf", "1e301", "1e-301"):
-        with pytest.raises(RecipeError, match="give a magnitude between"):
+        with pytest.raises(RecipeError, match="use a magnitude between"):
             study_accumulation(value)
     with pytest.raises(RecipeError, match="is not a number"):
         study_accumulation("a lot")
@@ -141,4 +141,4 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert len(lines) == len(records)
     assert (tmp_path / "report.md").is_file()
     code, shown = call("numerics", "accumulate", "--count", 0)
-    assert (code, shown) == (2, "error: --count 0 additions; give 1 to 100000\n")
+    assert (code, shown) == (2, "error: --count 0 is out of range; use 1 to 100000\n")

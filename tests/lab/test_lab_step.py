@@ -220,7 +220,7 @@ def test_noise_is_said_and_nothing_is_claimed_from_it() -> None:
     noisy = text_of(sections([made(one, times[one["part"]], cpu_share=0.5) for one in asked]))
     assert "The optimizer takes" not in noisy, "31 ± 6 is not clearly more than 30 ± 3"
     assert "standard deviations reach 28 % of the mean" in noisy
-    assert "this process had it for 50 % of the time" in noisy
+    assert "this process ran 50 % of the time" in noisy
     assert "above 100 %" not in noisy
     quiet = [made(one, [PART_MS[one["part"]]] * 2, cpu_share=0.99, ceiling_flops=1e10) for one in asked]
     text = text_of(sections(quiet))
@@ -324,7 +324,7 @@ def test_the_command_measures_reports_and_resumes(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--contexts", "128,x"], "no list of whole numbers"),
+        (["--contexts", "128,x"], "not a list of whole numbers"),
         (["--sizes", "smal"], "did you mean small"),
         (["--steps", "0"], "give at least 1"),
         (["--device", "cuda"], "no CUDA GPU"),

@@ -63,7 +63,7 @@ def test_every_end_of_a_cell_is_a_result_and_the_sweep_goes_on(tmp_path: Path) -
     assert ends["raise as torch"] == (oom, "CUDA out of memory. Tried to allocate 20 GiB.")
     assert ends["refuse"] == (Outcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
     assert ends["predict"] == (Outcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
-    assert ends["kill"] == (oom, "the process was killed, as when memory is full")
+    assert ends["kill"] == (oom, "the process was killed, as the kernel does when memory is full")
     assert ends["abort"] == (failed, f"the process was ended by SIGABRT; see {tmp_path / LOG}")
     assert ends["exit"] == (failed, f"the process ended with code 7; see {tmp_path / LOG}")
     assert ends["fail"] == (failed, "ValueError: no such backend")
@@ -233,7 +233,7 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
 def test_paths_without_records_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Dear diary,\n")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"text\.txt has no measurement in it"):
+    with pytest.raises(DataError, match=r"text\.txt has no measurements"):
         read_measurements([tmp_path / "text.txt"])
     with pytest.raises(DataError, match=r"empty has no records\.jsonl"):
         read_measurements([tmp_path / "empty"])

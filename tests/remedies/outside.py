@@ -68,7 +68,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
     ),
     GPU: (
-        "lab/profiling.py:_Profiling._details: give --nvtx for NVIDIA's own tools, or see `trimtab doctor`",
+        "lab/profiling.py:_Profiling._details: use --nvtx for NVIDIA's own tools, or run `trimtab doctor`",
         "cli/commands.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
         "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",

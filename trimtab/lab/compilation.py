@@ -1,7 +1,7 @@
-"""Records what torch.compile does: graph breaks with their places, compilations with their reasons and seconds.
+"""Records torch.compile at work: graph breaks with their places, compilations with their reasons and seconds.
 
-Everything comes from what torch itself keeps of each compilation (`torch._dynamo.utils`), so that nothing is compiled
-otherwise than without the record.
+All of it comes from the metrics that torch keeps of each compilation (`torch._dynamo.utils`), so that recording does
+not change what is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import _dynamo as dynamo
 from trimtab.lab.compile_data import Compilation, CompileLog, GraphBreak
 
 MOST_COMPILATIONS = 10_000
-"""torch keeps 64 of them, unless it is given another number."""
+"""Limit of torch's compilation metrics, instead of its default of 64."""
 LONGEST_REASON = 300
 
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"^\d+/\d+: ")
 
 @contextmanager
 def record_compilations() -> Iterator[Callable[[], CompileLog]]:
-    """Inside, everything that torch compiles is recorded; what was compiled before is forgotten.
+    """Records every compilation inside; resets compiled code from before.
 
     Yields a function that returns the record so far.
 
@@ -74,7 +74,7 @@ def _read(before: float) -> CompileLog:
 
 
 def _breaks(reasons: list[Any]) -> tuple[GraphBreak, ...]:
-    """By place: a break in a function that was inlined is met again where that function is compiled alone."""
+    """Graph breaks by place: one in an inlined function occurs again when that function is compiled alone."""
     found: dict[str, list[str]] = {}
     for one in reasons:
         if not one.graph_break:
@@ -98,7 +98,7 @@ def break_reason(text: str) -> str:
 
 
 def _compilations(metrics: list[Any]) -> tuple[Compilation, ...]:
-    """Functions in the order of compiling; the seconds of a backward pass are added to its forward's."""
+    """Functions in the order of compilation; seconds of a backward pass are added to its forward pass."""
     seconds: dict[str, float] = {}
     for one in metrics:
         seconds[one.compile_id] = seconds.get(one.compile_id, 0.0) + (one.duration_us or 0) / 1e6
@@ -116,7 +116,7 @@ def _compilations(metrics: list[Any]) -> tuple[Compilation, ...]:
 
 
 def recompile_reason(text: str | None) -> str:
-    """Why a function was compiled again, in one line, without torch's number of the program before.
+    """The reason of a recompilation in one line, without torch's id of the previous program.
 
     Example:
         >>> recompile_reason("0/0: tensor 'x' size mismatch at index 0. expected 8, actual 16")
@@ -127,7 +127,7 @@ def recompile_reason(text: str | None) -> str:
 
 
 def place_of(file: str, line: int | None) -> str:
-    """file:line, from the package or the current folder on.
+    """file:line, relative to site-packages, the checkout or the current folder.
 
     Example:
         >>> place_of("/usr/lib/python3/site-packages/torch/nn/functional.py", 12)

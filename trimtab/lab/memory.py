@@ -2,7 +2,7 @@
 
 Both come from the allocation events of torch's profiler, on a CPU as on a GPU, where torch's caching allocator reports
 to the profiler: bytes are those that the allocator counts as allocated, so that the peak of a timeline is
-`torch.cuda.max_memory_allocated`. `memory_recorder.py` adds to each allocation what it is for and where it was made.
+`torch.cuda.max_memory_allocated`. `memory_recorder.py` adds role, module and source line to each allocation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from trimtab.lab.timing import synchronize
 
 LABEL = "allocates: "
-"""Begins the name of a profiler's range that says which operation allocates; a number follows."""
+"""Prefix of the name of a profiler range around an operation; the operation's number follows."""
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "AccumulateGrad"
 _OPERATION = ("aten::", "trimtab::")
@@ -26,20 +26,20 @@ _OPERATION = ("aten::", "trimtab::")
 
 @dataclass(frozen=True)
 class Around:
-    """The profiler's ranges around an event, by their ids."""
+    """The profiler's ranges that enclose an event, by their ids."""
 
     label: int | None = None
     """The number of the innermost range whose name begins with `LABEL`."""
     after: int | None = None
     """The number of the last such range that began before the event."""
     node: int | None = None
-    """The node of the backward pass."""
+    """The enclosing autograd node of the backward pass."""
     sequence: int | None = None
-    """Autograd's number of that node, which the forward operation that made it knows as well."""
+    """Autograd's sequence number of that node, which the forward operation that created it has as well."""
     accumulates: bool = False
     """Whether the node accumulates a parameter's gradient."""
     call: int | None = None
-    """The outermost of torch's operations inside of label or node."""
+    """The outermost torch operation inside of label or node."""
     operation: str = ""
     """Its name."""
 
@@ -57,7 +57,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Allocations and releases of a run in their order, counted from what was allocated before it."""
+    """Allocations and releases of a run in their order, relative to the memory allocated before it."""
 
     events: tuple[MemoryEvent, ...]
 
@@ -76,7 +76,7 @@ class MemoryTimeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated at once.
+        """Peak bytes.
 
         Example:
             >>> MemoryTimeline((MemoryEvent(0.0, 8), MemoryEvent(0.1, -8), MemoryEvent(0.2, 4))).peak_bytes
@@ -86,7 +86,7 @@ class MemoryTimeline:
 
 
 def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
-    """The most bytes that tensors of a run had at once, above what was allocated before it.
+    """Peak bytes of a run's tensors, relative to the memory allocated before it.
 
     Example:
         >>> peak_bytes(lambda: torch.empty(1024, dtype=torch.uint8), "cpu")
@@ -105,8 +105,8 @@ def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
 
 
 def kept_bytes(run: Callable[[], object], device: str = "cuda") -> int:
-    """Bytes of tensors that a run leaves allocated while its result is alive: of a forward pass, its output and what it
-    saved for the backward pass.
+    """Bytes still allocated after a run while its result is alive: of a forward pass, its output and saved
+    activations.
 
     Example:
         >>> kept_bytes(lambda: torch.empty(256).exp(), "cpu")
@@ -124,7 +124,7 @@ def kept_bytes(run: Callable[[], object], device: str = "cuda") -> int:
 
 
 def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
-    """Every allocation and release of a run; what it returns counts as released after it.
+    """Records every allocation and release of a run; its result is released at the end.
 
     Example:
         >>> timeline = memory_timeline(lambda: torch.empty(256).clone(), "cpu")
@@ -142,11 +142,11 @@ def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
 
 
 def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
-    """The allocations and releases on a device in the profiler's tree of events, in their order.
+    """The allocations and releases on a device from the profiler's event tree, in their order.
 
     Args:
         roots: from `experimental_event_tree()`.
-        device: cpu or cuda; of several GPUs torch's current one.
+        device: cpu or cuda; with several GPUs, torch's current one.
     """
     kind = "cuda" if device.startswith("cuda") else "cpu"
     index = torch.cuda.current_device() if kind == "cuda" else None
@@ -168,7 +168,7 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
 
 
 def _inside(event: Any, around: Around) -> Around:
-    """What is around the children of a range."""
+    """The ranges that enclose the children of an event."""
     name: str = event.name
     if name.startswith(LABEL):
         return replace(around, label=int(name.removeprefix(LABEL)), call=None, operation="")
@@ -181,7 +181,7 @@ def _inside(event: Any, around: Around) -> Around:
 
 
 def _in_order(found: list[tuple[int, Any, Around]]) -> Iterator[MemoryEvent]:
-    """Events from (nanoseconds, fields of an allocation, ranges), and from the beginnings of labelled ranges, without
+    """Memory events from (nanoseconds, fields of an allocation, ranges); the start of a labelled range has no
     fields."""
     first = next((nanoseconds for nanoseconds, fields, _ in found if fields is not None), 0)
     after = None

@@ -1,4 +1,4 @@
-"""Blocks of memory from the profiler's allocation events and from what was recorded of the operations around them."""
+"""Attributes the profiler's allocation events to the recorded operations around them."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
 
 @dataclass(frozen=True)
 class Made:
-    """A tensor that an operation returned."""
+    """A tensor returned by an operation."""
 
     address: int
     nbytes: int
     index: int
-    """Which of the operation's results it is."""
+    """Index among the operation's results."""
     text: str
-    """Its shape and format."""
+    """Its shape and dtype."""
 
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation that ran."""
+    """An executed operation."""
 
     name: str
     origin: Origin
@@ -45,7 +45,7 @@ class OperationRecord:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of an address from outside of operations, after some number of them."""
+    """The named tensor that is stored at an address after a number of operations."""
 
     address: int
     operations: int
@@ -65,9 +65,9 @@ def attribute(
     Args:
         events: allocations and releases with the ranges around them, whose labels are numbers of operations.
         operations: in order.
-        forward: where nodes of the backward pass were made, by autograd's numbers.
-        known: what some addresses were seen to hold, in order.
-        standing: blocks that were there before.
+        forward: the forward operation of each backward node, by autograd's sequence number.
+        known: named tensors at some addresses, in order.
+        standing: blocks that were allocated before the run.
     """
     blocks = list(standing)
     alive = {block.address: index for index, block in enumerate(blocks)}
@@ -82,7 +82,7 @@ def attribute(
             blocks.append(_block(event, number, phases[-1], operations, forward))
             continue
         index = alive.pop(event.address, None)
-        if index is None:  # unknown, and it was there before
+        if index is None:  # an unknown block that was allocated before the run
             blocks.append(replace(UNNAMED, nbytes=-event.nbytes, end=number, address=event.address))
         else:
             start = blocks[index].start
@@ -114,7 +114,7 @@ def _block(
         return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=made.line)
     operation = operations[around.label]
     block = replace(block, module=operation.origin.module, line=operation.origin.line)
-    if operation.place.phase is RunPhase.BACKWARD:  # recomputed: its results are not looked at
+    if operation.place.phase is RunPhase.BACKWARD:  # recomputation: results are not recorded
         return replace(block, role=role_of(operation.place, around.operation, 0))
     result = next((one for one in operation.made if one.address == event.address), None)
     role = role_of(operation.place, operation.name, None if result is None else result.index)
@@ -124,7 +124,7 @@ def _block(
 
 
 def _released(block: Block, made: Around | None, released: Around) -> Block:
-    """What the place of its release says of a block: scratch, or a gradient of a parameter that was not kept."""
+    """Refines a block's role by the place of its release: scratch, or a temporary gradient of a parameter."""
     if made is None or block.role.kind is not TensorKind.ACTIVATIONS:
         return block
     if made.label is None and made.node is not None and made.node == released.node:
@@ -137,13 +137,13 @@ def _released(block: Block, made: Around | None, released: Around) -> Block:
 
 
 def _latest(made: Sequence[tuple[int, int]], operations: int) -> int | None:
-    """The last block at an address that one of the first operations made."""
+    """The last block at an address that was allocated before operation number `operations`."""
     found = [block for operation, block in made if operation < operations]
     return found[-1] if found else None
 
 
 def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
-    """What is there before: on a GPU every block of the allocator, on a CPU what has a name."""
+    """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     found: dict[int, Block] = {}
     for one in named_tensors(model, optimizer):
@@ -164,7 +164,7 @@ def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: st
 
 
 def _allocated(segments: Any, device: int, named: dict[int, Block]) -> Iterator[Block]:
-    """The allocated blocks of a snapshot of torch's CUDA allocator, with the names that are known."""
+    """The allocated blocks of a snapshot of torch's CUDA allocator, named where possible."""
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:

@@ -1,4 +1,4 @@
-"""The report of a recipe's profile: sections from what was measured. Imports no torch."""
+"""The report of a recipe's profile. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.report.document import Block, Document, Section, Table, Text
 
 NOTHING = "–"
 SMALL = 0.005
-"""Operations below this share of the time are added up in the last row."""
+"""Operations below this share of the time are summed in the last row."""
 
 
 def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) -> Document:
@@ -30,7 +30,7 @@ def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) 
 
 
 def profile_sections(result: ProfileResult) -> list[Section]:
-    """Everything, the summary first."""
+    """All sections, the summary first."""
     found = [
         Section("At a glance", tuple(_glance(result))),
         Section("What would help most", tuple(_suggestions(result))),
@@ -79,24 +79,24 @@ def _glance(result: ProfileResult) -> Iterator[Block]:
 
 
 def _ceiling_words(result: ProfileResult) -> tuple[str, str]:
-    """What the share of the device's ceiling is called in a table and at the beginning of a sentence."""
+    """The name of the share of the device's peak rate, in a table and at the beginning of a sentence."""
     if result.ceiling.is_data_sheet:
         return "MFU", "MFU"
-    product = f"of a large {result.ceiling.dtype} product"
-    return f"arithmetic, {product}", f"The share {product}"
+    product = f"of a large {result.ceiling.dtype} matrix product"
+    return f"FLOP/s, share {product}", f"The share {product}"
 
 
 def _step_text(result: ProfileResult) -> str:
     times, ceiling = result.times.host, result.ceiling
     text = (
         f"The step is the median of {times.repetitions}, synchronized before and after each; 10th to 90th percentile "
-        f"{ms(times.low_ms / 1e3)} to {ms(times.high_ms / 1e3)} ms. {_ceiling_words(result)[1]} is the arithmetic of "
-        f"forward and backward ({result.model_flops:.3g} FLOPs per step, nothing recomputed) over what the device "
-        f"could do in that time: {ceiling.flops_per_second:.3g} FLOP/s, {ceiling.source}."
+        f"{ms(times.low_ms / 1e3)} to {ms(times.high_ms / 1e3)} ms. {_ceiling_words(result)[1]} is the FLOPs of "
+        f"forward and backward ({result.model_flops:.3g} per step, without recomputation) divided by those that the "
+        f"device could do in that time: {ceiling.flops_per_second:.3g} FLOP/s, {ceiling.source}."
     )
     if ceiling.dtype != result.job.dtype:
         text += (
-            f" Products of this run are in {result.job.dtype} and the large one in {ceiling.dtype}: the share compares "
+            f" This run computes in {result.job.dtype}, the large product in {ceiling.dtype}: the share compares "
             "two dtypes and is no utilization."
         )
     return text
@@ -112,7 +112,7 @@ def _rate(result: ProfileResult) -> str:
 
 
 def _error(measured: float, predicted: float | None) -> str:
-    """Of the prediction, as a share of what was measured."""
+    """The error of the prediction, relative to the measurement."""
     if predicted is None or not measured:
         return NOTHING
     return f"{predicted / measured - 1:+.1%}".replace("%", " %")
@@ -122,13 +122,13 @@ def _suggestions(result: ProfileResult) -> Iterator[Block]:
     peak = result.predicted_peak
     used = (peak.total + peak.outside) / peak.limit if peak.limit else 0.0
     yield Text(
-        f"The run is predicted to need {percent(used, 0)} of the {format_bytes(peak.limit)} that it may take, what the "
-        "process holds besides tensors included. Changes that save time come first; where the recipe fixes what is "
-        "recomputed and memory is tight, those that save memory. Each is predicted alone, for as many tokens per step, "
-        "by the planner: `trimtab plan --what-if` lists all of them. None was measured."
+        f"The run is predicted to need {percent(used, 0)} of its memory limit, {format_bytes(peak.limit)}, memory "
+        "outside tensors included. Changes that save time come first; where the recipe fixes the recomputation and "
+        "memory is tight, those that save memory. The planner predicts each change alone, for the same number of "
+        "tokens per step: `trimtab plan --what-if` lists all of them. None was measured."
     )
     if not result.suggestions:
-        yield Text("No change of the recipe is predicted to save a hundredth of the time or of the memory.")
+        yield Text("No change of the recipe is predicted to save 1 % of the time or of the memory.")
         return
     rows = tuple(_suggestion_row(result, one) for one in result.suggestions)
     head = ("change", "recipe", "step, predicted", "memory, predicted", "same training")
@@ -164,8 +164,8 @@ def _operations(result: ProfileResult, details: Details) -> Iterator[Block]:
     rest = [row for row in rows if row not in shown]
     yield Text(
         "Forward and backward of one microbatch, all layers together, by the operations that the planner predicts. "
-        f"{percent(details.attributed)} of the measured time has such a name. torch.compile and CUDA graphs are off "
-        "for this measurement, and the profiler slows short operations down."
+        f"{percent(details.attributed)} of the measured time belongs to one of them. torch.compile and CUDA graphs "
+        "are off for this measurement, and the profiler slows short operations down."
     )
     predicted = any(row.predicted is not None for row in rows)
     head: tuple[str, ...] = (
@@ -173,7 +173,7 @@ def _operations(result: ProfileResult, details: Details) -> Iterator[Block]:
         "forward, ms",
         "recompute, ms",
         "backward, ms",
-        "together, ms",
+        "total, ms",
         "share",
     )
     head += ("predicted, ms", "error of the prediction") if predicted else ()
@@ -204,13 +204,13 @@ def _memory(result: ProfileResult, details: Details) -> Iterator[Block]:
         )
         for kind in TensorKind
     )
-    rows += (("together", format_bytes(memory.peak_bytes), format_bytes(peak.total)),)
+    rows += (("total", format_bytes(memory.peak_bytes), format_bytes(peak.total)),)
     yield Text(peak_sentence("The recorded step", memory))
     yield Table("At the peak", ("bucket", "measured", "predicted"), rows)
     recorded = "one microbatch" if details.microbatches == 1 else f"{details.microbatches} microbatches"
     yield Text(
-        f"The prediction is for {peak.moment}, and counts all gradients from the first moment on, as they are in every "
-        f"microbatch but a step's first. Recorded was a step of {recorded}."
+        f"The prediction is for {peak.moment}, and includes all gradients, which exist throughout every microbatch "
+        f"but the first of a step. The recorded step had {recorded}."
     )
     limit = peak.limit if peak.limit < 2 * memory.peak_bytes else None
     yield timeline_chart(memory, id="profile-memory", title="Memory over one step", limit=limit)
@@ -222,12 +222,12 @@ def _job(result: ProfileResult) -> Iterator[Block]:
     rows = [
         (
             "model",
-            f"{job.model}, {format_count(job.parameters)} parameters, {format_count(job.trained)} trained",
+            f"{job.model}, {format_count(job.parameters)} parameters, {format_count(job.trained)} trainable",
         ),
         *job.settings.items(),
     ]
-    yield Table("", ("", "as it ran"), tuple(rows))
+    yield Table("", ("", "value"), tuple(rows))
     yield Text(
-        "Built by the functions that `trimtab train` calls, over random tokens of the recipe's length: no training "
-        "data is read. Gradient clipping, evaluation and checkpoints are not part of the step."
+        "Built by the functions that `trimtab train` calls, with random tokens at the recipe's sequence length: no "
+        "training data is read. Gradient clipping, evaluation and checkpoints are not part of the step."
     )

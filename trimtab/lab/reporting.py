@@ -27,7 +27,7 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
 
     Args:
         measurements: of one or several studies, on one or several machines.
-        command: what made them, for the footer.
+        command: the command that measured them, for the footer.
         title: of the report; the study's own by default.
 
     Raises:
@@ -64,7 +64,7 @@ def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[M
     measurements, damaged = read_measurements(paths)
     try:
         return study_document(measurements, command), measurements, damaged
-    except (KeyError, TypeError) as error:  # what a study of this version reports is not in its records
+    except (KeyError, TypeError) as error:  # the records lack a field that this version reports
         raise DataError(
             f"the records are of another version of trimtab: {type(error).__name__}: {error}",
             "measure again with this version and another --out",
@@ -72,7 +72,7 @@ def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[M
 
 
 def _of_machine(section: Section, machine: str) -> Section:
-    """The section with its machine in the heading and in the ids of its charts."""
+    """The section with the machine's name in the heading and in the ids of its charts."""
     suffix = f"-{file_name(machine).replace('.', '-')}"
     return Section(
         f"{section.title} ({machine})", tuple(_with_id(block, suffix=suffix) for block in section.blocks)
@@ -80,7 +80,7 @@ def _of_machine(section: Section, machine: str) -> Section:
 
 
 def _distinct_ids(sections: Sequence[Section]) -> list[Section]:
-    """Charts of several studies in one document may have one id: later ones get a number."""
+    """Makes chart ids unique: charts of several studies may share an id, and later ones get a number."""
     counts: dict[str, int] = {}
     found = []
     for section in sections:

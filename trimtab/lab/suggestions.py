@@ -13,13 +13,13 @@ from trimtab.plan.what_if import Effect, list_effects
 
 COUNT = 3
 TIGHT = 0.85
-"""From this share of the memory on that a run may take, saving memory comes before saving time."""
+"""Used share of the memory limit above which saving memory comes before saving time."""
 WORTH = 0.01
-"""Of a step's time or of the memory it needs: what changes less is no suggestion."""
+"""Minimum effect of a suggestion, as a share of a step's time or of the memory it needs."""
 
 
 class Goal(enum.Enum):
-    """What a change is suggested for."""
+    """The purpose of a suggestion."""
 
     TIME = "time"
     MEMORY = "memory"
@@ -31,16 +31,16 @@ class Suggestion:
 
     name: str
     lines: tuple[str, ...]
-    """Of the recipe, to paste."""
+    """Lines of the recipe, to paste."""
     goal: Goal
     same_training: bool
     """Whether the same updates are computed, up to rounding."""
     seconds: float | None
-    """By which an optimizer step changes, for as many tokens; None where the device's rates are not known."""
+    """Change of the time of an optimizer step, for the same tokens; None if the device's rates are unknown."""
     saved: int
-    """Bytes that the peak has less; negative where it has more."""
+    """Bytes by which the peak falls; negative if it rises."""
     needed: int
-    """Bytes that the run then needs of its device."""
+    """Device memory in bytes that the run then needs."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -48,16 +48,16 @@ class Suggestion:
 
 
 def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestion, ...]:
-    """The changes that would help most, each alone and with everything else as planned.
+    """The changes that would help most, each applied alone.
 
-    Where memory is left, or chosen by the planner, those that save time come first; where the recipe fixes what is
-    recomputed and memory is tight, those that save memory. Changes that compute the same updates come before those that
-    train something else. Of several values of one key the best is suggested.
+    If memory is free, or the planner chooses the recompute policy, changes that save time come first; if the recipe
+    fixes the policy and memory is tight, those that save memory. Changes that compute the same updates come before
+    those that change training. Of several values of one key only the best is suggested.
 
     Args:
-        plan: of the recipe on its device.
+        plan: the plan of the recipe on its device.
         planner: plans another recipe for the same model (`trimtab.run.target.Target.plan_for`).
-        count: how many.
+        count: the maximum number of suggestions.
 
     Example:
         >>> suggest(target.plan, target.plan_for)[0].lines                           # doctest: +SKIP
@@ -84,7 +84,7 @@ def _suggestion(effect: Effect) -> Suggestion:
 
 
 def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
-    """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
+    """The per-device batch with the most tokens per second for the same global batch, with memory keys chosen anew."""
     now = plan.time.tokens_per_second
     if now is None:
         return
@@ -106,14 +106,14 @@ def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
 
 
 def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Those that make a step faster, the fastest first."""
+    """Suggestions that make a step faster, the fastest first."""
     least = -WORTH * (plan.time.step_seconds or 0.0)
     faster = [(one.seconds, one) for one in found if one.seconds is not None and one.seconds < least]
     return [one for _, one in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))]
 
 
 def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Those that save memory, the cheapest in seconds per byte first; where times are not known, the largest."""
+    """Suggestions that save memory, those with the fewest seconds per byte first; without times, the largest first."""
     saving = [one for one in found if one.saved > WORTH * plan.memory.needed]
 
     def price(one: Suggestion) -> float:

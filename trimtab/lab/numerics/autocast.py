@@ -50,11 +50,11 @@ class ToyModel(nn.Module):
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Formats of one step under autocast."""
+    """Dtypes of one step under autocast."""
 
     name: str
     parameters: str
-    """Inside of the autocast region."""
+    """Parameters, inside of the autocast region."""
     first_layer: str
     """Output of the first linear layer."""
     norm: str
@@ -63,12 +63,12 @@ class TracedModel:
     loss: str
     gradients: str
     operations: tuple[tuple[Operation, int], ...]
-    """With how often each ran, in the order of the pass."""
+    """(operation, count), in the order of execution."""
 
 
 @dataclass(frozen=True)
 class AutocastStudy:
-    """What autocast does on one device."""
+    """Dtypes under autocast on one device."""
 
     device: str
     dtype: str
@@ -106,7 +106,7 @@ class AutocastStudy:
 
 
 def study_autocast(dtype: str = "bf16", device: str = "cpu") -> AutocastStudy:
-    """Runs forward and backward of both models under autocast and notes the format of everything.
+    """Runs forward and backward of both models under autocast and records all dtypes.
 
     Args:
         dtype: bf16 or fp16.

@@ -1,4 +1,4 @@
-"""What formats store, as a document."""
+"""The report on how each format stores a number."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def _introduction(number: NumberBits) -> str:
     value = number.number.value
     if value is None:
         return (
-            "Not a finite number: floating-point formats have patterns of their own for it, where they have any, "
-            "and codes of a block have none."
+            "Not a finite number: some floating-point formats have bit patterns for it; quantized blocks have no "
+            "code for it."
         )
     stored = [row.name for row in number.floats if row.outcome is Outcome.EXACT]
     kept = f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
-    # By bits: Python refuses to write integers of more than 4300 digits.
+    # Compared by bit length: Python refuses to write integers of more than 4300 digits.
     if len(number.text) > 40 or value.numerator.bit_length() + value.denominator.bit_length() > 120:
         return f"The number is {kept}."
     if str(value) == number.text:
@@ -75,7 +75,7 @@ def _introduction(number: NumberBits) -> str:
 
 
 def _bit_lines(row: StoredFloat | StoredCode) -> list[str]:
-    """The pattern, and what it means."""
+    """The bit pattern, and its meaning."""
     if isinstance(row, StoredCode):
         if row.place is None:
             return [f"{row.name:10}no code"]
@@ -136,7 +136,7 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
     if row.outcome is Outcome.EXACT:
         return "nothing"
     if row.outcome is Outcome.NOT_STORED:
-        return "everything: a block with it has no scale"
+        return "everything: a block that contains it has no scale"
     if isinstance(row, StoredCode):
         return "everything: 0 is the nearest level" if row.outcome is Outcome.TO_ZERO else _lost_share(row)
     if row.outcome in (Outcome.TO_INFINITY, Outcome.SATURATED):
@@ -152,7 +152,7 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
 
 
 def _lost_share(row: Stored) -> str:
-    """The error in spacings on its side; next to infinity, in those of the other."""
+    """The error as a share of the spacing on its side; next to infinity, of that on the other side."""
     assert row.error is not None
     below, above = row.spacings
     spacing = (above or below) if row.error < 0 else (below or above)
@@ -187,14 +187,14 @@ def _formats_section(study: BitsStudy) -> Section:
                     "smallest subnormal",
                     "spacing at 1",
                     "decimal digits",
-                    "what is too large",
+                    "on overflow",
                 ),
                 tuple(_format_row(one) for one in study.floats),
             ),
             Text(
                 "Exponent bits decide the range, mantissa bits how close numbers lie. The spacing doubles at every "
                 "power of two, so that the relative error of rounding is at most half of the spacing at 1 for every "
-                "normal number; below the smallest normal one the spacing stays and the relative error grows."
+                "normal number; below the smallest normal one the spacing is constant and the relative error grows."
             ),
             _spacing_chart(study.floats),
         ]
@@ -243,8 +243,8 @@ def _notes(study: BitsStudy) -> list[Block]:
     if "tf32" in names:
         notes.append(
             Text(
-                "tf32 is what tensor cores read of fp32 operands, in a 32-bit word; sums stay fp32. Its rounding is "
-                "the instruction's: to nearest even here, ties away from zero in PTX's cvt.rna.tf32."
+                "tf32 has the bits that tensor cores read of fp32 operands, in a 32-bit word; sums stay fp32. Rounding "
+                "depends on the instruction: to nearest even here, ties away from zero in PTX's cvt.rna.tf32."
             )
         )
     if "fp8_e4m3" in names:
@@ -260,16 +260,17 @@ def _notes(study: BitsStudy) -> list[Block]:
             levels = " ".join(f"{float(level):+.4f}" for level in code.levels)
             notes += [
                 Text(
-                    "nf4 stores which of 16 levels is nearest to value / absmax, the largest magnitude of its block "
-                    f"of weights ({short_decimal(study.absmax, 9)} here). Levels are quantiles of a normal "
-                    "distribution, dense where weights are."
+                    "nf4 stores the index of the level, of 16, that is nearest to value / absmax; absmax is the "
+                    f"largest magnitude of the block ({short_decimal(study.absmax, 9)} here). Levels are quantiles "
+                    "of a normal distribution, dense where weights are."
                 ),
                 Code(levels),
             ]
         if code.name == "int8":
             notes.append(
                 Text(
-                    "int8 stores round(127 · value / absmax): 255 levels at equal distances, of a block or a row."
+                    "int8 stores round(127 · value / absmax): 255 equally spaced levels; absmax is that of a block or "
+                    "a row."
                 )
             )
     return notes

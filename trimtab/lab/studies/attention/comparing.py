@@ -1,4 +1,4 @@
-"""Which of two variants is faster, and from which length on. Imports no torch."""
+"""Compares the times of two variants, and finds the crossover length. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EAGER_PLAIN = Variant.of(PLAIN)
 
 
 class Verdict(enum.Enum):
-    """Of a comparison of two variants at one length."""
+    """The result of comparing two variants at one length."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
 
 
 def compare(times: PassTimes, base: PassTimes) -> Verdict:
-    """Forward and backward together against those of another variant.
+    """Compares forward + backward with those of another variant.
 
     Example:
         >>> from trimtab.lab.samples import CacheState, Samples
@@ -40,7 +40,7 @@ def compare(times: PassTimes, base: PassTimes) -> Verdict:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From which length on a variant is faster than plain attention.
+    """The length from which on a variant is faster than plain attention.
 
     Args:
         verdicts: of each length that was measured with both, ascending.
@@ -98,7 +98,7 @@ class Crossover:
 
 
 def crossover(readings: Readings, group: Group, head_dim: int, variant: Variant) -> Crossover:
-    """A variant against eager plain attention over all lengths of a group."""
+    """Compares a variant with eager plain attention over all lengths of a group."""
     verdicts, alone = {}, {}
     for length in readings.lengths(group):
         own = readings.result(group, length, head_dim, variant)

@@ -31,22 +31,22 @@ class _Pair:
 
     @property
     def saved_ms(self) -> float:
-        """Of one forward and backward pass."""
+        """Time saved per forward and backward pass."""
         return self.eager.times.total_ms - self.compiled.times.total_ms
 
 
 def compiled_section(readings: Readings) -> Section | None:
-    """Compiled against eager; None where no pair of them was measured."""
+    """Compares compiled with eager; None where no pair of them was measured."""
     pairs = _pairs(readings)
     if not pairs:
         return None
     table = Table(
         "Compiled against eager",
         ("backend", "settings", "head dim", "length", "eager, ms", "compiled, ms", "gain, forward", "gain, backward",
-         "before backward, MiB", "compiling, s", "passes to pay for it"),
+         "before backward, MiB", "compiling, s", "passes to break even"),
         tuple(_row(pair) for pair in pairs),
-        "ms: forward / backward. MiB: eager → compiled. Compiling is not part of any time; cached: the code was found "
-        "on disk. Passes to pay for it: seconds of compiling divided by what one forward and backward pass saves.",
+        "ms: forward / backward. MiB: eager → compiled. Times exclude compiling; cached: the code was found on disk. "
+        "Passes to break even: seconds of compiling divided by the time that one forward and backward pass saves.",
     )  # fmt: skip
     return Section("torch.compile", (Text(_text(pairs)), table))
 

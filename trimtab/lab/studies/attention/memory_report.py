@@ -17,11 +17,11 @@ from trimtab.lab.study import Outcome
 from trimtab.report.document import Block, Section, Table, Text
 
 FORMULA = (
-    "Plain attention keeps the probabilities for backward: one number for each pair of query and key, B · H · N² of "
+    "Plain attention saves the probabilities for backward: one element for each pair of query and key, B · H · N² of "
     "them for B sequences, H heads and N tokens. The softmax is in fp32, so that each takes {fp32} bytes in fp32 and "
-    "{bf16} bytes in bf16 or fp16, where the rounded copy that multiplies v is kept too; a causal mask adds N² bytes. "
-    "Everything else grows with N. A tiled backend (FlashAttention) keeps one number per query instead of N, and "
-    "computes the scores once more in backward."
+    "{bf16} bytes in bf16 or fp16, where the rounded copy that multiplies v is saved too; a causal mask adds N² bytes. "
+    "Everything else grows with N. A tiled backend (FlashAttention) saves one element per query instead of N, and "
+    "recomputes the scores in backward."
 )
 
 
@@ -40,16 +40,16 @@ def memory_section(readings: Readings) -> Section | None:
     )
     table = Table(
         "Before backward at the longest measured length",
-        ("settings", "backend", "head dim", "length", "formula, MiB", "of it N²", "measured, MiB", "measured / formula",
-         "growth by the last doubling"),
+        ("settings", "backend", "head dim", "length", "formula, MiB", "share of N²", "measured, MiB",
+         "measured / formula", "growth by the last doubling"),
         tuple(rows),
-        "A growth of 4 is quadratic, one of 2 linear. torch.compile decides itself what it saves: there is no formula.",
+        "A growth of 4 is quadratic, one of 2 linear. torch.compile chooses what to save: there is no formula.",
     )  # fmt: skip
     return Section("Memory before backward, by the formula and measured", (Text(text), table))
 
 
 def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[str, ...] | None:
-    """At the longest length that was measured, and there at the largest head dimension."""
+    """The row of the longest measured length, at its largest head dimension."""
     own = [
         one
         for one in readings.all
@@ -91,8 +91,8 @@ def limits_section(readings: Readings) -> Section | None:
             ("settings", "backend", "head dims", "longest measured", "out of memory, measured",
              "out of memory, predicted", "longest by the formula"),
             rows,
-            "Longest by the formula: where what is allocated before backward alone fills the memory. Backward needs "
-            "more, so that memory runs out at a shorter length. Compiled: where one matrix of scores fills it.",
+            "Longest by the formula: where the memory before backward alone fills the device. Backward needs more, so "
+            "that memory runs out at a shorter length. Compiled: where one matrix of scores fills it.",
         )
     )  # fmt: skip
     return Section("Where memory runs out", tuple(blocks))
@@ -133,7 +133,7 @@ def _first(lengths: list[int] | None) -> str:
 
 
 def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes: int) -> str:
-    """By the formula, from the largest head dimension to the smallest."""
+    """The longest lengths by the formula, over the head dimensions."""
     mode = Mode.COMPILED if variant.compiled else Mode.EAGER
     lengths = sorted(
         {
@@ -154,14 +154,14 @@ def _limits_text(readings: Readings, usable_bytes: int) -> str:
     stopped = [one for one in readings.all if one.outcome is Outcome.OUT_OF_MEMORY]
     predicted = [one for one in readings.all if one.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
     measured = [one.settings.length for one in readings.all if one.result is not None]
-    found = [f"A cell could use {format_bytes(usable_bytes)}."]
+    found = [f"A cell could allocate {format_bytes(usable_bytes)}."]
     if not stopped and not predicted:
         found.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
     if stopped:
         found.append(_stopped_text(stopped))
     if predicted:
         found.append(
-            f"Not tried, since they need at least more than all memory of the device: {len(predicted)} of "
+            f"Not tried, because the formula alone exceeds the device's memory: {len(predicted)} of "
             f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
         )
     flash = [one.result.peak_bytes for one in readings.all if _is_longest_flash(one, max(measured))]  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """What one table has in common; its rows are lengths and head dimensions."""
+    """The settings that all cells of a table share; its rows are lengths and head dimensions."""
 
     dtype: str
     batch: int
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def slug(self) -> str:
-        """For ids of charts."""
+        """The name in ids of charts."""
         return f"{self.dtype}-b{self.batch}-h{self.heads}-{self.visibility}"
 
 
@@ -73,21 +73,21 @@ class Reading:
 
     @property
     def variant(self) -> Variant:
-        """Its column."""
+        """The column of this cell in its table."""
         return Variant.of(self.settings.backend, self.settings.mode)
 
     @property
     def group(self) -> Group:
-        """Its table."""
+        """The settings that identify its table."""
         s = self.settings
         return Group(s.dtype, s.batch, s.heads, s.visibility.value)
 
 
 class Readings:
-    """All measurements of attention on one machine, found by what they measure.
+    """All measurements of attention on one machine, looked up by their settings.
 
-    Of a cell that was measured with different repetitions the last one counts, and of one that was predicted to run out
-    of memory and tried all the same, what came of it.
+    If a cell was measured with different repetitions, the last measurement counts. If it was predicted to run out of
+    memory and was tried all the same, the measured outcome counts.
     """
 
     def __init__(self, measurements: Iterable[Measurement]) -> None:
@@ -105,16 +105,16 @@ class Readings:
 
     @property
     def all(self) -> list[Reading]:
-        """In the order of measuring."""
+        """All readings, in the order of measurement."""
         return list(self._found.values())
 
     @property
     def groups(self) -> list[Group]:
-        """In the order of measuring."""
+        """All groups, in the order of measurement."""
         return list(dict.fromkeys(one.group for one in self.all))
 
     def find(self, group: Group, length: int, head_dim: int, variant: Variant) -> Reading | None:
-        """The reading of one cell; None where it was not asked for."""
+        """The reading of one cell; None if it was not requested."""
         return self._found.get((group, length, head_dim, variant))
 
     def result(self, group: Group, length: int, head_dim: int, variant: Variant) -> AttentionResult | None:
@@ -123,20 +123,20 @@ class Readings:
         return None if found is None else found.result
 
     def lengths(self, group: Group) -> list[int]:
-        """Ascending."""
+        """Sequence lengths of a group, ascending."""
         return sorted({one.settings.length for one in self.all if one.group == group})
 
     def head_dims(self, group: Group) -> list[int]:
-        """Ascending."""
+        """Head dimensions of a group, ascending."""
         return sorted({one.settings.head_dim for one in self.all if one.group == group})
 
     def variants(self, group: Group) -> list[Variant]:
-        """Those that ran at least once, or were stopped by memory alone; in the order of `BACKENDS`."""
+        """Variants that ran at least once or ran out of memory, in the order of `BACKENDS`."""
         ran = (Outcome.MEASURED, Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
         return sorted({one.variant for one in self.all if one.group == group and one.outcome in ran})
 
     def obstacles(self) -> list[tuple[Variant, str, str, str]]:
-        """(variant, dtypes, outcome, reason) of cells that ended otherwise, those with the same reason together."""
+        """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
         found: dict[tuple[Variant, str, str], list[str]] = {}
         for one in self.all:
             if one.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):

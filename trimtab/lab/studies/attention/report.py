@@ -1,4 +1,4 @@
-"""The report of the study: tables, charts, and what they show, computed from the measurements. Imports no torch."""
+"""The report of the attention study: tables, charts and conclusions, computed from the measurements. No torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from trimtab.report.document import Block, Section, Table, Text
 
 CACHES = {
     CacheState.CLEARED: "Before each repetition a buffer larger than the L2 cache is written, so that inputs come from "
-    "the GPU's memory; times are the device's own, without the host's launches.",
+    "the GPU's memory; times are from CUDA events, without the host's launches.",
     CacheState.AS_LEFT: "Nothing is evicted from the CPU's caches before a repetition.",
 }
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
-    """Times and memory of each group of settings, then what they have to say together."""
+    """Times and memory of each group of settings, then the comparisons."""
     readings = Readings(measurements)
     found: list[Section | None] = []
     if readings.all:
@@ -93,7 +93,7 @@ def _fastest_text(readings: Readings, group: Group) -> str:
 
 
 def _flash_section(readings: Readings) -> Section | None:
-    """FlashAttention against plain attention: speed-ups, and from which length on it pays."""
+    """FlashAttention against plain attention: speed-ups and crossover lengths."""
     blocks: list[Block] = []
     for group in readings.groups:
         table = speed_up_table(readings, group)
@@ -113,9 +113,9 @@ def _flash_section(readings: Readings) -> Section | None:
     if not blocks:
         return None
     text = (
-        "FlashAttention computes the same numbers tile by tile and never writes the matrix of scores to memory. It "
-        "saves memory traffic, which grows with the square of the length, and computes the scores a second time in "
-        "backward: at short lengths, where that traffic is small, it need not pay. A length counts as faster or slower "
+        "FlashAttention computes the same result tile by tile and never writes the matrix of scores to memory. It "
+        "saves memory traffic, which grows with the square of the length, and recomputes the scores in backward: at "
+        "short lengths, where that traffic is small, it may be slower. A length counts as faster or slower "
         "only where the ranges from the first to the third quartile do not overlap; the crossover is the first length "
         "from which on every measured one is faster."
     )
@@ -147,8 +147,8 @@ def _weighted_sum_section(measurements: Sequence[Measurement]) -> Section | None
         rows.append((*place, format_ms(forward), format_ms(backward), f"{rate:,.1f}"))
     text = (
         "The smallest kernel here, a weighted sum over each row, is the one that docs/writing-a-kernel.md builds step "
-        "by step. It reads each number once and computes next to nothing, so that the rate of memory decides: GB/s are "
-        "the bytes that have to be moved, divided by the time of forward."
+        "by step. It reads each element once and computes little, so that memory bandwidth is the limit: GB/s are the "
+        "bytes that have to be moved, divided by the time of forward."
     )
     head = (
         "implementation",

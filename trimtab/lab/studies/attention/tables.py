@@ -13,7 +13,7 @@ from trimtab.report.document import LineChart, Series, Table
 
 MIB = 2**20
 CHARTED_HEAD_DIM = 64
-"""Of the charts, where it was measured; otherwise the largest one."""
+"""Head dimension of the charts, if it was measured; otherwise the largest one."""
 NOTHING = "–"
 
 
@@ -95,12 +95,12 @@ def _shown(reading: Reading | None, show: Callable[[AttentionResult], str]) -> s
 
 
 def flash_variants(readings: Readings, group: Group) -> list[Variant]:
-    """Those that never store the matrix of scores."""
+    """Variants that never store the matrix of scores."""
     return [one for one in readings.variants(group) if not is_quadratic(one.backend)]
 
 
 def speed_up_table(readings: Readings, group: Group) -> Table | None:
-    """Plain attention's time divided by that of each FlashAttention, by length; None where neither can be compared."""
+    """Plain attention's time divided by that of each FlashAttention, by length; None where none can be compared."""
     lengths, variants = readings.lengths(group), flash_variants(readings, group)
     rows = []
     for variant in variants:
@@ -128,7 +128,7 @@ def _ratio(readings: Readings, group: Group, head_dim: int, length: int, ratio: 
 
 
 def charts(readings: Readings, group: Group) -> list[LineChart]:
-    """Time and memory over length on logarithmic axes, at one head dimension."""
+    """Charts of time and memory over length on logarithmic axes, at one head dimension."""
     head_dims = readings.head_dims(group)
     head_dim = CHARTED_HEAD_DIM if CHARTED_HEAD_DIM in head_dims else head_dims[-1]
     if len(readings.lengths(group)) < 2:
@@ -143,7 +143,7 @@ def charts(readings: Readings, group: Group) -> list[LineChart]:
             _series(readings, group, head_dim, value),
             log_x=True,
             log_y=True,
-            note="A curve ends where its backend runs out of memory, or where no longer length was asked for.",
+            note="A curve ends where its backend runs out of memory, or at the longest requested length.",
         )
 
     return [

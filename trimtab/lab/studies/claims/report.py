@@ -30,7 +30,7 @@ METHOD = (
     "hypothesis names its smallest effect of interest beforehand. It is confirmed where the whole interval lies on its "
     "side of that effect, refuted where the whole interval lies on the other side, and not detectable where the "
     f"interval has both, or where there are fewer than {FEWEST_SEEDS} seeds. Seeds change the order of the data and "
-    "the bits of stochastic rounding; the model and the held-out texts are always the same, so nothing is said of "
+    "the bits of stochastic rounding; the model and the held-out texts are always the same, so verdicts do not cover "
     "others. Intervals are not corrected for the number of hypotheses: of twenty, one may miss by chance."
 )
 
@@ -73,14 +73,12 @@ def _verdicts(groups: Sequence[Group], others: Set[str]) -> Section:
     )
     text = f"{len(rulings)} hypotheses: {counts}."
     if others:
-        text += (
-            f" This version does not know the claims {', '.join(sorted(others))}; their runs are left out."
-        )
+        text += f" This version has no claims {', '.join(sorted(others))}; their runs are left out."
     return Section("Verdicts", (Text(text), Table("", head, tuple(rows)), Text(METHOD)))
 
 
 def _suffix(group: Group, groups: Sequence[Group]) -> str:
-    """What tells two sections of one claim apart."""
+    """Distinguishes the sections of one claim: model, steps, device."""
     same = [other for other in groups if other.claim is group.claim]
     parts = (
         group.model if len({other.model for other in same}) > 1 else "",
@@ -102,7 +100,7 @@ def _section(group: Group, suffix: str) -> Section:
 
 
 def _setup(group: Group) -> str:
-    """Model, length and batch of the runs, and the metrics before them."""
+    """Describes the runs, and the metrics before them."""
     claim, size = group.claim, ON_CUDA if group.device.startswith("cuda") else ON_CPU
     tokens = claim.keys.get("max_seq_length", size.tokens)
     rates = {Trial(claim.name, v.name, 0, group.model, group.steps, "").learning_rate for v in claim.variants}
@@ -156,8 +154,8 @@ def _values_table(group: Group) -> Table:
     note = "Mean over seeds ± half of its 95 % interval."
     if speeds:
         note += (
-            " Tokens that are trained on, padding not counted, over the second half of each run. Other programs on "
-            "the machine change speeds, and not losses."
+            " Speed counts trained tokens, without padding, over the second half of each run. Other programs on the "
+            "machine change speeds, not losses."
         )
     return Table("After training", head, tuple(rows), note)
 
@@ -204,7 +202,7 @@ def _failures_table(group: Group) -> Table:
 
 
 def _extremes(group: Group) -> str:
-    """Which variant was best at what, by the means."""
+    """The best variant by each metric, compared by means."""
     sentences = []
     for metric in group.claim.metrics:
         means = {
@@ -216,10 +214,10 @@ def _extremes(group: Group) -> str:
             continue
         pick = min if metric.scale == "loss" else max
         best = pick(means, key=means.__getitem__)
-        what = "Lowest" if metric.scale == "loss" else "Highest"
+        adjective = "Lowest" if metric.scale == "loss" else "Highest"
         first = group.any_result.before(metric) if group.any_result else None
         before = "" if first is None else f", before training {with_unit(metric, first)}"
-        sentences.append(f"{what} {metric.value}: {best} ({with_unit(metric, means[best])}{before}).")
+        sentences.append(f"{adjective} {metric.value}: {best} ({with_unit(metric, means[best])}{before}).")
     return " ".join(sentences)
 
 

@@ -1,4 +1,4 @@
-"""The table of ways, and what it teaches about threads, coroutines, processes and batches."""
+"""The report of the concurrency study: threads, coroutines, processes and batches compared."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ MISSING = "–"
 WHY = {
     Way.THREADS: (
         "Python runs the bytecode of one thread at a time (the global interpreter lock, GIL); torch releases it inside "
-        "its kernels. Threads therefore overlap only where kernels are long, and a small model spends much of a token "
-        "between them. They share one model, so memory hardly grows."
+        "its kernels. Threads therefore overlap only where kernels are long, and a small model spends much of its "
+        "time between kernels. Threads share one model, so memory hardly grows."
     ),
     Way.ASYNCIO: (
-        "Coroutines change places only where they wait for something. Generating waits for nothing, so coroutines that "
-        "call the model directly run one after the other; asyncio helps where a model is behind a network."
+        "Coroutines switch only where they await something. Generation awaits nothing, so coroutines that call the "
+        "model directly run one after the other; asyncio helps where a model is behind a network."
     ),
     Way.ASYNCIO_THREADS: (
         "Coroutines that hand each call to a pool of threads and await it (`run_in_executor`) are threads again, with "
-        "an event loop that is free for other work meanwhile."
+        "an event loop that stays free for other work."
     ),
     Way.PROCESSES: (
-        "Processes have an interpreter and a GIL each, and overlap fully, but each one loads the model: memory is "
-        "multiplied by their number, and so is the work of starting."
+        "Each process has its own interpreter and GIL, so processes overlap fully, but each loads the model: memory "
+        "and startup work are multiplied by their number."
     ),
     Way.BATCH: (
         "A batch needs no concurrency at all: one pass through the model adds a token to every row. Reading the "
-        "weights and going through Python costs the same for one row as for many, so the cost per token falls."
+        "weights and running Python code costs the same for one row as for many, so the cost per token falls."
     ),
 }
-"""What is true of each way on any machine."""
+"""Properties of each way that hold on any machine."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class _Group:
         return [way for way in Way if way in self.results or way in self.failures]
 
     def speed_up(self, way: Way) -> float | None:
-        """Against one by one; None where one of the two is missing."""
+        """Speed-up over one by one; None where one of the two is missing."""
         first, found = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
         return None if first is None or found is None else first.seconds / found.seconds
 
     def different(self, way: Way) -> int:
-        """Completions that differ from those of the first way."""
+        """Number of completions that differ from those of the first way."""
         first = next(iter(self.results.values())).digests
         return sum(a != b for a, b in zip(first, self.results[way].digests, strict=True))
 
@@ -89,13 +89,13 @@ def _section(group: _Group) -> Section:
     blocks: list[Block] = [
         Text(
             f"Model {job.model} on {job.device}, prompts from {source}, at most {job.max_new_tokens} new tokens each, "
-            f"always the likeliest token; {job.workers} workers on {job.cores} CPU cores. Each way was timed once, "
-            "after loading and one prompt to warm up."
+            f"greedy decoding; {job.workers} workers on {job.cores} CPU cores. Each way was timed once, after loading "
+            "the model and one warm-up prompt."
         ),
         _table(group),
     ]
     if group.results:
-        blocks += [_chart(group), Text(_sameness(group))]
+        blocks += [_chart(group), Text(_compare_completions(group))]
         blocks += [Text(f"{_measured(group, way)} {why}") for way, why in WHY.items() if way in group.results]
         blocks.append(Text(_conclusion(group)))
     return Section(f"{job.model}: {len(group.results)} ways to generate one file", tuple(blocks))
@@ -137,8 +137,8 @@ def _table(group: _Group) -> Table:
             )
         )
     note = (
-        "Speed-up against one by one. Start: until all processes have loaded the model, not part of the seconds. Peak "
-        "memory: resident memory of all processes; libraries that they share are counted in each."
+        "Speed-up over one by one. Start: until all processes have loaded the model; not part of the seconds. Peak "
+        "memory: resident memory of all processes; shared libraries are counted in each."
     )
     return Table("", head, tuple(rows), note)
 
@@ -155,20 +155,20 @@ def _chart(group: _Group) -> BarChart:
     return BarChart(f"concurrency-{group.job.digest}", "Seconds for all prompts", "s", bars)
 
 
-def _sameness(group: _Group) -> str:
+def _compare_completions(group: _Group) -> str:
     different = {way: group.different(way) for way in group.results if group.different(way)}
     if not different:
-        return "All ways gave the same completions, character by character."
+        return "All ways returned the same completions, character by character."
     first = next(iter(group.results)).value
     listed = ", ".join(f"{way.value} {count}" for way, count in different.items())
     return (
-        f"Completions that differ from those of {first}: {listed}. Sums of other shapes or on another number of "
-        "threads are added up in another order; where two tokens are almost equally likely, that decides."
+        f"Completions that differ from those of {first}: {listed}. Other batch shapes or thread counts add in another "
+        "order; where two tokens are almost equally likely, rounding decides."
     )
 
 
 def _measured(group: _Group, way: Way) -> str:
-    """The way's own figures."""
+    """The measured speed-up and memory of a way."""
     factor, found = group.speed_up(way), group.results[way]
     name = f"{way.value[0].upper()}{way.value[1:]}"
     if factor is None:

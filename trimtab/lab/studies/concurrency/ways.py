@@ -1,4 +1,4 @@
-"""The ways to generate for a list of prompts; no torch."""
+"""The ways to generate for a list of prompts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Completion = TypeVar("Completion")
 
 
 class Way(enum.Enum):
-    """How prompts are generated."""
+    """A way to generate for several prompts."""
 
     ONE_BY_ONE = "one-by-one"
     """A loop."""
@@ -25,7 +25,7 @@ class Way(enum.Enum):
     ASYNCIO_THREADS = "asyncio-threads"
     """Coroutines that hand each call to a pool of threads and await it (`run_in_executor`)."""
     PROCESSES = "processes"
-    """Processes with a model each; prompts are dealt out in turns."""
+    """Processes with a model each; prompts are distributed round-robin."""
 
     @property
     def is_concurrent(self) -> bool:
@@ -33,11 +33,11 @@ class Way(enum.Enum):
         return self in (Way.THREADS, Way.ASYNCIO_THREADS, Way.PROCESSES)
 
     def processes(self, workers: int) -> int:
-        """How many processes load the model."""
+        """The number of processes that load the model."""
         return workers if self is Way.PROCESSES else 1
 
     def torch_threads(self, cores: int, workers: int) -> int:
-        """CPU threads of torch's operations for each worker: the cores are shared out, none is used twice.
+        """torch's CPU threads of each worker: concurrent workers divide the cores.
 
         Example:
             >>> Way.PROCESSES.torch_threads(8, 4), Way.BATCH.torch_threads(8, 4)
@@ -56,9 +56,9 @@ def generate_all(
     """The completions of all prompts, in their order.
 
     Args:
-        way: how; a single process of `Way.PROCESSES` goes through its share one by one.
-        prompts: texts.
-        workers: threads at most.
+        way: the way; each process of `Way.PROCESSES` completes its share one by one.
+        prompts: the prompts.
+        workers: the maximum number of threads.
         one: completes one prompt.
         many: completes a list of prompts in batches.
 
@@ -80,7 +80,7 @@ def generate_all(
 
 async def _direct(prompts: Sequence[str], one: Callable[[str], Completion]) -> list[Completion]:
     async def complete(prompt: str) -> Completion:
-        await asyncio.sleep(0)  # gives way to the other coroutines, as awaited input or output would
+        await asyncio.sleep(0)  # yields to the other coroutines, as awaited I/O would
         return one(prompt)
 
     return list(await asyncio.gather(*map(complete, prompts)))

@@ -1,4 +1,4 @@
-"""The report of the memory study: peaks by context, what fills them, timelines, allocations, the residual stream.
+"""The report of the memory study: peaks by context, their buckets, timelines, allocations, the residual stream.
 
 Imports no torch.
 """
@@ -20,13 +20,13 @@ from trimtab.report.document import Block, LineChart, Section, Series, Table, Te
 
 GIB, MIB = 2**30, 2**20
 NOTHING = "–"
-STANDING = 4 * BYTES["fp32"]
+PERSISTENT_BYTES = 4 * BYTES["fp32"]
 """Bytes per parameter of weights, gradients and AdamW's two moments in fp32."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A cell and what came of it."""
+    """A cell with its outcome."""
 
     settings: MemorySettings
     outcome: Outcome
@@ -35,18 +35,18 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """In a table: the peak, or how it ended."""
+        """The peak or, where there is none, the outcome."""
         return self.outcome.value if self.result is None else format_bytes(self.result.measured_peak)
 
     @property
     def name(self) -> str:
-        """In a table or chart."""
+        """The name in tables and charts."""
         step = self.settings.step
         return f"{step.size}, {step.context} tokens, {step.precision.value}, {self.settings.part.value}"
 
     @property
     def id(self) -> str:
-        """Of its chart."""
+        """The id of its chart."""
         step = self.settings.step
         words = f"memory-{step.size}-{step.context}-{step.precision.value}-{self.settings.part.value}"
         return "".join(letter if letter.isalnum() else "-" for letter in words).lower()
@@ -83,9 +83,9 @@ def _peak_blocks(readings: Sequence[Reading], measured: Sequence[Measured]) -> I
     kinds = {(one.settings.step.kernels.value, one.settings.step.loss.value) for one in readings}
     kernels = "; ".join(f"{kernels} kernels, loss {loss}" for kernels, loss in sorted(kinds))
     yield Text(
-        "Bytes of all tensors at the peak, of a run that is not recorded. Forward is inference: nothing is saved for a "
+        "Peak memory of all tensors, in a run without the recorder. Forward is inference: nothing is saved for a "
         "backward pass, and there is no optimizer. A full step is forward, backward and AdamW. Weights are fp32 in "
-        f"every precision; 16-bit formats compute under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
+        f"every precision; bf16 and fp16 run under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
     )
     contexts = sorted({one.settings.step.context for one in readings})
     for part in Pass:
@@ -126,7 +126,7 @@ def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
 
 
 def _growth(measured: Sequence[Measured]) -> Iterator[str]:
-    """How peaks grow with the context, and what 16 bits save."""
+    """How peaks grow with the context, and how much memory 16 bits save."""
     groups: dict[tuple[str, Precision, Pass], list[Measured]] = {}
     for one in measured:
         step = one[0].settings.step
@@ -160,7 +160,7 @@ def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]
             continue
         narrow, full = max(both, key=lambda pair: pair[0][0].settings.step.context)
         activations = [one[1].memory.buckets[TensorKind.ACTIVATIONS.value] for one in (narrow, full)]
-        standing = [
+        persistent = [
             sum(one[1].memory.buckets[kind.value] for kind in (TensorKind.WEIGHTS, TensorKind.OPTIMIZER))
             for one in (narrow, full)
         ]
@@ -168,7 +168,7 @@ def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]
             f"{narrow[0].name}: {format_bytes(narrow[1].measured_peak)} against "
             f"{format_bytes(full[1].measured_peak)} in fp32. Activations, copies of weights in 16 bits included, take "
             f"{format_bytes(activations[0])} against {format_bytes(activations[1])}; weights and optimizer states take "
-            f"{format_bytes(standing[0])} against {format_bytes(standing[1])}."
+            f"{format_bytes(persistent[0])} against {format_bytes(persistent[1])}."
         )
 
 
@@ -181,8 +181,8 @@ def _bucket_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
         row = (one.name, *bucket_cells(result.memory), one.text, result.memory.phase)
         rows.append(row + (_predicted_cells(result) if predicted else ()))
     yield Text(
-        "The same run once more, recorded block by block. Gradients are those that the backward pass has made by the "
-        "moment of the peak, so that a peak at the start of the backward pass has few of them."
+        "The same run, repeated with every block recorded. Gradients are those that exist at the moment of the peak, "
+        "so that a peak at the start of the backward pass has few of them."
     )
     yield Table("", head, tuple(rows))
     for one, result in measured:
@@ -190,16 +190,16 @@ def _bucket_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
         if abs(difference) > MIB:
             yield Text(
                 f"{one.name}: the recorded run peaks {format_bytes(abs(difference))} "
-                f"{'above' if difference > 0 else 'below'} the run that is not recorded."
+                f"{'above' if difference > 0 else 'below'} the run without the recorder."
             )
     full = [(one, result) for one, result in measured if one.settings.part is Pass.FULL]
     if full:
         one, result = full[-1]
-        standing = result.parameters * STANDING
+        persistent = result.parameters * PERSISTENT_BYTES
         yield Text(
-            f"Weights, gradients and AdamW's two moments in fp32 take {STANDING} bytes per parameter: "
-            f"{format_bytes(standing)} for the {result.parameters:,} parameters of {one.settings.step.size}, whatever "
-            "the context."
+            f"Weights, gradients and AdamW's two moments in fp32 take {PERSISTENT_BYTES} bytes per parameter: "
+            f"{format_bytes(persistent)} for the {result.parameters:,} parameters of {one.settings.step.size}, at any "
+            "context."
         )
 
 
@@ -211,7 +211,7 @@ def _predicted_cells(result: MemoryResult) -> tuple[str, str]:
 
 
 def _shown(measured: Sequence[Measured]) -> list[Measured]:
-    """The cells that are drawn: of each model, precision and pass the longest context that was measured."""
+    """Selects the cells to draw: the longest measured context of each model, precision and pass."""
     longest: dict[tuple[str, Precision, Pass], Measured] = {}
     for one in measured:
         step = one[0].settings.step
@@ -223,9 +223,9 @@ def _shown(measured: Sequence[Measured]) -> list[Measured]:
 
 def _timeline_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "Stacked from the bottom: what is there all the time, then gradients, then activations by part. The axis "
-        "counts allocations and releases, not time, which recording distorts; small ones are part of the levels and "
-        "take no place on it. Of each model, precision and pass the longest context that was measured is drawn."
+        "Stacked from the bottom: persistent memory, then gradients, then activations by part. The axis counts "
+        "allocations and releases, not time, which recording distorts; small ones count in the levels, but not on the "
+        "axis. The chart shows the longest measured context of each model, precision and pass."
     )
     for one, result in shown:
         yield timeline_chart(result.memory, id=one.id, title=f"Memory of {one.name}")
@@ -234,9 +234,9 @@ def _timeline_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
 
 def _largest_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "Equal allocations that are alive at the peak are counted together; * stands for the number of the layer. The "
-        "line is the innermost one of trimtab that ran the operation; a block of the backward pass has the line of the "
-        "forward operation that it belongs to."
+        "Equal allocations that are live at the peak share a row; * stands for the layer index. The line is the "
+        "innermost one in trimtab that ran the operation; a block of the backward pass has the line of its forward "
+        "operation."
     )
     for one, result in shown:
         yield largest_table(one.name, result.memory.largest, result.memory.peak_bytes)
@@ -246,10 +246,18 @@ def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
         "One tensor of the residual stream has batch × context × d_model × bytes per element: the stream is in fp32, "
         "under autocast too, because the weights are. The embedding makes the first such tensor and each layer two "
-        "more, behind attention and behind the feed-forward: 1 + 2 × layers. Norms, projections and gradients of the "
-        "stream have the same size, so that the run makes many more allocations of exactly that many bytes."
+        "more, after attention and after the feed-forward: 1 + 2 × layers. Norms, projections and gradients of the "
+        "stream have the same size, so that the run makes many more allocations of exactly that size."
     )
-    head = ("cell", "computed", "bytes", "the stream itself", "1 + 2 × layers", "all of that size", "most by")
+    head = (
+        "cell",
+        "computed",
+        "bytes",
+        "the stream itself",
+        "1 + 2 × layers",
+        "all of that size",
+        "most by module",
+    )
     rows = []
     for one, result in measured:
         stream = result.residual
@@ -273,8 +281,8 @@ def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
 
 def _allocator_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "torch's allocator takes memory from the GPU in segments, cuts blocks from them and keeps what is released. "
-        "What it reserved beyond the peak of the tensors is rounding, free blocks between others, and what it keeps."
+        "torch's caching allocator reserves GPU memory in segments, cuts blocks from them and caches released blocks. "
+        "Memory reserved beyond the peak of the tensors is rounding, fragmentation and cached blocks."
     )
     head = (
         "cell",

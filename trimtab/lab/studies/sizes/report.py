@@ -1,4 +1,4 @@
-"""The report of sizes: what the models are, their parameters by part, the formula's error, bytes of training."""
+"""The report of sizes: the models, their parameters by part, the formula's error, bytes of training."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _parts(models: Sequence[Sized]) -> Table:
 
 
 def _share_text(models: Sequence[Sized]) -> Text:
-    """Which part leads, and how the vocabulary's share moves with size."""
+    """Names the largest part, and the smallest and largest share of the vocabulary."""
     shares = {name: _vocabulary_share(one) for name, one in models}
     most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
     leading = sorted({_leading(one) for _, one in models})
@@ -157,7 +157,7 @@ def _bytes_text(models: Sequence[Sized]) -> Text:
     return Text(
         f"Training in fp32 with AdamW takes four times the weights before any activation: {format_bytes(weights)} of "
         f"weights become {format_bytes(total)} for {largest}. Mixed precision by autocast keeps fp32 weights and "
-        "gradients, so that it saves activations and not these."
+        "gradients: it reduces activations, not these."
     )
 
 

@@ -1,4 +1,4 @@
-"""What a change of one setting brings: precision, mode, kernels. Imports no torch."""
+"""Compares steps that differ in one setting: precision, mode or kernels. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _section(
 def _pairs(
     entries: Sequence[Entry], axis: Callable[[Entry], enum.Enum], base: enum.Enum
 ) -> list[tuple[Entry, Entry]]:
-    """(entry at the base value, entry at another) of cells that differ in nothing else."""
+    """(entry at the base value, entry at another value) of cells that are otherwise equal."""
     found = []
     for same in grouped(entries, lambda e: _identity(e, axis)).values():
         before = next((e for e in same if axis(e) is base), None)
@@ -154,7 +154,7 @@ def _mode(entry: Entry) -> Mode:
 
 
 def _compiling(entries: Sequence[Entry]) -> list[Block]:
-    """Seconds of compiling, and after how many steps they are won back; proof that the modes compute the same."""
+    """Seconds of compiling, steps to break even, and the largest difference to eager mode."""
     compiled = [e for e in entries if e.result and e.result.compile_seconds is not None]
     rows = []
     for (row, setting), same in grouped(compiled, lambda e: (e.row, _setting(e, _mode))).items():
@@ -164,12 +164,18 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
         seconds = longest.compile_seconds or 0.0
         cached = " (kernels from the cache)" if longest.from_cache else ""
         rows.append(
-            (row[0], str(row[1]), setting, f"{seconds:.1f}{cached}", _steps_to_win(entries, same, seconds))
+            (
+                row[0],
+                str(row[1]),
+                setting,
+                f"{seconds:.1f}{cached}",
+                _steps_to_break_even(entries, same, seconds),
+            )
         )
     blocks: list[Block] = []
     if rows:
-        head = ("size", "context", "setting", "first step with compiling, s", "steps until it pays")
-        note = "A step is forward + backward. Programs are kept on the disk: a second process finds their kernels."
+        head = ("size", "context", "setting", "first step with compiling, s", "steps to break even")
+        note = "A step is forward + backward. Programs are cached on disk: a second process reuses their kernels."
         blocks.append(Table("Compiling", head, tuple(rows), note))
     changed = [e.result for e in entries if e.result and e.timed.mode is not Mode.EAGER]
     differences = [one.difference for one in changed if one.difference is not None]
@@ -184,8 +190,8 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
     return blocks
 
 
-def _steps_to_win(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
-    """After how many steps compiling has taken less time than it saved."""
+def _steps_to_break_even(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
+    """The number of steps after which compiling has saved as much time as it took."""
     both = next((e for e in compiled if e.timed.part is Part.FORWARD_BACKWARD), None)
     if both is None:
         return NOTHING

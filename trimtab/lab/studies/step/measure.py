@@ -21,7 +21,7 @@ from trimtab.lab.timing import Ceilings, ceilings
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Times of the part, with model FLOPs and the device's ceilings.
+    """Measures one cell: times of the part, with model FLOPs and the device's peak rates.
 
     Example:
         >>> from trimtab.lab.studies.step.cells import cells
@@ -35,7 +35,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     times, preparation, attention, cpu_share = _time(wanted)
     _release(wanted.mode)
     step, shape = wanted.step, named_shape(wanted.step.size)
-    # Behind the timed steps: a product before them would warm up what a warm-up study wants cold.
+    # After the timed steps: a product before them would be a warm-up, which a warm-up study must not have.
     found = _measured_ceilings(step.device, step.precision)
     result = StepResult(
         times=times,
@@ -57,7 +57,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _time(wanted: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]:
-    """The model lives in this function alone: what is measured behind it has the memory."""
+    """Times the step; the model is freed at the end, so that later measurements have its memory."""
     step = StudyStep(wanted.step)
     ready = ready_step(step, wanted.mode, wanted.part)
     started, ran = time.perf_counter(), time.process_time()
@@ -69,7 +69,7 @@ def _time(wanted: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]
         budget_s=wanted.budget_s,
     )
     attention = dict.fromkeys(layer.unpacked_attention for layer in step.decoder.kernels)
-    # All threads count, so that a share above 1 is one of several threads that were not disturbed, or not much.
+    # CPU time counts all threads: the share can exceed 1, which means that there was little disturbance.
     share = min(1.0, (time.process_time() - ran) / max(time.perf_counter() - started, 1e-9))
     cpu_share = None if wanted.step.device.startswith("cuda") else share
     return times, ready.preparation, ", ".join(attention), cpu_share
@@ -77,7 +77,7 @@ def _time(wanted: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]
 
 @functools.cache
 def _measured_ceilings(device: str, precision: Precision) -> Ceilings:
-    """Once per process and precision."""
+    """Peak rates, measured once per process and precision."""
     return ceilings(device, precision.value)
 
 
@@ -90,7 +90,7 @@ def _sheet_flops(device: str, precision: Precision) -> float | None:
 
 
 def _release(mode: Mode) -> None:
-    """Gives back the memory of the cell before."""
+    """Frees the memory of the previous cell."""
     if mode is Mode.COMPILED:
         from torch import _dynamo as dynamo
 

@@ -1,4 +1,4 @@
-"""The report of steps: a section per configuration, what each setting brings, the two clocks, the warm-up."""
+"""The report of steps: a section per configuration, comparisons of settings, the two clocks, the warm-up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.report.document import Section
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
-    """All that was timed on one machine; cells of a warm-up study are reported apart.
+    """All sections of one machine; cells of a warm-up study have their own.
 
     Raises:
         DataError: a record is damaged.

@@ -24,13 +24,13 @@ LOSS_NAMES = {Loss.LOGITS_SUM: "the sum of the logits", Loss.CROSS_ENTROPY: "the
 
 
 NOISY = 0.1
-"""Standard deviation as a share of the mean, from which a reader is warned."""
+"""Standard deviation as a share of the mean, above which the report warns."""
 UNDISTURBED = 0.9
-"""Share of the time that a process runs on a machine that has nothing else to do, at least."""
+"""Minimum CPU share of a process on an otherwise idle machine."""
 
 
 def group_section(group: Group, grid: Grid) -> Section:
-    """Times of one configuration, what they say, how well the device is used."""
+    """Times of one configuration, conclusions from them, and utilization of the device."""
     blocks: list[Block] = [_times(group, grid)]
     text = _times_text(grid)
     if text:
@@ -88,7 +88,7 @@ def _times_note(grid: Grid) -> str:
 
 
 def _times_text(grid: Grid) -> str:
-    """What the times show: backward against forward, the optimizer's share, the real loss, growth with context."""
+    """Conclusions from the times: backward against forward, the optimizer's share, the other loss, growth."""
     ratios, shares, losses = [], [], []
     other = next((loss for _, loss in grid.columns if loss is not grid.loss), None)
     for row in grid.rows:
@@ -117,23 +117,23 @@ def _times_text(grid: Grid) -> str:
 
 
 def _doubts(grid: Grid) -> list[str]:
-    """What makes these times doubtful."""
+    """Warnings about noisy times."""
     results = [entry.result for entry in grid.entries if entry.result]
     found = []
     spread = max((one.times.host.std_ms / one.times.host.mean_ms for one in results), default=0.0)
     if spread > NOISY:
         found.append(
-            f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and differences smaller "
-            "than that say nothing. Measure on an idle machine, with more steps."
+            f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and smaller "
+            "differences mean nothing. Measure on an idle machine, with more steps."
         )
     shares = [one.cpu_share for one in results if one.cpu_share is not None]
     if shares and min(shares) < UNDISTURBED:
         found.append(
-            f"Other programs used the processor: this process had it for {between(shares, percent)} of the time."
+            f"Other programs used the processor: this process ran {between(shares, percent)} of the time."
         )
     if any(one.ceiling_share > 1 for one in results):
         found.append(
-            "A share of the measured peak above 100 % means that the peak was measured while they did."
+            "A share of the measured peak above 100 % means that other programs disturbed the measurement of the peak."
         )
     return found
 
@@ -262,7 +262,7 @@ def _ceiling_text(grid: Grid) -> str:
     )
     sheets = {one.sheet_flops for one in results if one.sheet_flops}
     if sheets:
-        text += f" Its data sheet promises {between(sorted(sheets), flops_rate)}; MFU is the share of that."
+        text += f" Its data sheet gives {between(sorted(sheets), flops_rate)}; MFU is the share of that."
         return text
     threads = between([one.threads for one in results], "{:.0f}".format)
     return f"{text} Threads of the host: {threads}."
