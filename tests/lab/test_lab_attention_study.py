@@ -71,7 +71,7 @@ def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
     with pytest.raises(RecipeError, match="no dtype 'fp8'"):
         asked(dtypes=["fp8"])
     for wrong in ({"lengths": [0]}, {"head_dims": [-1]}, {"batches": [0]}, {"heads": 0}, {"repetitions": 0}):
-        with pytest.raises(RecipeError, match="give at least 1"):
+        with pytest.raises(RecipeError, match="use at least 1"):
             asked(**wrong)
     for seconds in (0.0, -1.0, float("nan")):
         with pytest.raises(RecipeError, match="use more than 0"):
@@ -138,7 +138,7 @@ def test_the_page_has_the_memory_of_the_formula() -> None:
     flash = before_backward(replace(plain, backend=FLASH))
     assert f"{short.total / 2**20:.0f} MiB allocated before backward" in page
     assert f"FlashAttention {flash.total / 2**20:.1f} MiB" in page.replace("\n", " ")
-    assert f"gives {long.total / GIB:.2f} GiB before backward" in page.replace("\n  ", " ")
+    assert f"predicts {long.total / GIB:.2f} GiB before backward" in page.replace("\n  ", " ")
 
 
 def times(ms: float, spread: float = 0.0) -> PassTimes:

@@ -212,7 +212,7 @@ def test_bad_blocks() -> None:
     assert check_blocks([64, 32, 64]) == (32, 64)
     assert parse_blocks(["-32"]) == [-32]
     for blocks in ([], [-32], [0], [33], [8192]):
-        with pytest.raises(RecipeError, match="give some of 32, 64"):
+        with pytest.raises(RecipeError, match="use some of 32, 64"):
             check_blocks(blocks)
     for word in ("a", "3.5", "--5", "9" * 5000):
         with pytest.raises(RecipeError, match="use whole numbers"):

@@ -77,13 +77,13 @@ def test_a_warm_up_study_has_fresh_processes() -> None:
         ({"kernels": ["quick"]}, "choose from reference, fast"),
         ({"losses": ["crossentropy"]}, "did you mean cross_entropy"),
         ({"parts": ["forwards"]}, "did you mean forward"),
-        ({"steps": 0}, "--steps 0 is too small; give at least 1"),
+        ({"steps": 0}, "--steps 0 is too small; use at least 1"),
         ({"batch": 0}, "--batch 0"),
         ({"contexts": [-1]}, "--contexts -1"),
-        ({"warm_up": [-1]}, "--warm-up -1 is too small; give at least 0"),
+        ({"warm_up": [-1]}, "--warm-up -1 is too small; use at least 0"),
         ({"budget_s": 0.0}, "--budget 0"),
         ({"budget_s": float("nan")}, "--budget nan"),
-        ({"contexts": [16, 70_000]}, "longer than the 65536 positions of tiny; give at most 65536"),
+        ({"contexts": [16, 70_000]}, "longer than the 65536 positions of tiny; use at most 65536"),
     ],
 )
 def test_bad_options_are_errors_with_a_remedy(changes: dict[str, Any], message: str) -> None:
@@ -326,7 +326,7 @@ def test_the_command_measures_reports_and_resumes(
     [
         (["--contexts", "128,x"], "not a list of whole numbers"),
         (["--sizes", "smal"], "did you mean small"),
-        (["--steps", "0"], "give at least 1"),
+        (["--steps", "0"], "use at least 1"),
         (["--device", "cuda"], "no CUDA GPU"),
     ],
 )

@@ -76,12 +76,12 @@ def _read(before: float) -> CompileLog:
 def _breaks(reasons: list[Any]) -> tuple[GraphBreak, ...]:
     """Graph breaks by place: one in an inlined function occurs again when that function is compiled alone."""
     found: dict[str, list[str]] = {}
-    for one in reasons:
-        if not one.graph_break:
+    for entry in reasons:
+        if not entry.graph_break:
             continue
-        frame = one.user_stack[-1] if one.user_stack else None
+        frame = entry.user_stack[-1] if entry.user_stack else None
         place = "unknown" if frame is None else place_of(frame.filename, frame.lineno)
-        found.setdefault(place, []).append(break_reason(one.reason))
+        found.setdefault(place, []).append(break_reason(entry.reason))
     return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in found.items())
 
 
@@ -100,18 +100,18 @@ def break_reason(text: str) -> str:
 def _compilations(metrics: list[Any]) -> tuple[Compilation, ...]:
     """Functions in the order of compilation; seconds of a backward pass are added to its forward pass."""
     seconds: dict[str, float] = {}
-    for one in metrics:
-        seconds[one.compile_id] = seconds.get(one.compile_id, 0.0) + (one.duration_us or 0) / 1e6
+    for metric in metrics:
+        seconds[metric.compile_id] = seconds.get(metric.compile_id, 0.0) + (metric.duration_us or 0) / 1e6
     return tuple(
         Compilation(
-            one.co_name,
-            place_of(one.co_filename or "", one.co_firstlineno),
-            recompile_reason(getattr(one, "recompile_reason", None)),
-            round(seconds[one.compile_id], 6),
-            one.graph_op_count or 0,
+            metric.co_name,
+            place_of(metric.co_filename or "", metric.co_firstlineno),
+            recompile_reason(getattr(metric, "recompile_reason", None)),
+            round(seconds[metric.compile_id], 6),
+            metric.graph_op_count or 0,
         )
-        for one in metrics
-        if one.co_name is not None and one.fail_type is None
+        for metric in metrics
+        if metric.co_name is not None and metric.fail_type is None
     )
 
 

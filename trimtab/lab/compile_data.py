@@ -64,7 +64,7 @@ class CompileLog:
             >>> CompileLog(1, 1.0, (), (once,)).recompilations
             ()
         """
-        return tuple(one for one in self.compilations if one.is_again)
+        return tuple(compilation for compilation in self.compilations if compilation.is_again)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON.
@@ -83,8 +83,8 @@ class CompileLog:
             return CompileLog(
                 int(data["graphs"]),
                 float(data["seconds"]),
-                tuple(GraphBreak(**one) for one in data["breaks"]),
-                tuple(Compilation(**one) for one in data["compilations"]),
+                tuple(GraphBreak(**entry) for entry in data["breaks"]),
+                tuple(Compilation(**entry) for entry in data["compilations"]),
                 int(data["cached"]),
             )
         except (KeyError, TypeError, ValueError) as error:

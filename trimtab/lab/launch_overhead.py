@@ -65,7 +65,7 @@ def _declared_launches(block: BlockShape, hidden_size: int, choices: Choices, im
     """Declared launches of forward and backward, with all weights trainable."""
     run = Execution(1, TOKENS, choices.dtype, impl, device=choices.kind, pointwise=choices.pointwise)
     total = 0
-    for one in block_operations(block, hidden_size, run):
-        total += one.forward.launches + one.backward.launches
-        total += one.parameter_backward.launches if one.kind is Kind.PRODUCT else 0
+    for operation in block_operations(block, hidden_size, run):
+        total += operation.forward.launches + operation.backward.launches
+        total += operation.parameter_backward.launches if operation.kind is Kind.PRODUCT else 0
     return total

@@ -47,7 +47,11 @@ def load_warnings(device: str) -> list[str]:
         used = _nvidia_smi("utilization.gpu")
         if used is not None and used.isdigit() and int(used) > BUSY_GPU:
             found.append(f"the GPU is busy: {used} % utilization before the measurement")
-        names = [one.describe() for one in other_processes(torch.cuda.current_device()) if not one.graphics]
+        names = [
+            process.describe()
+            for process in other_processes(torch.cuda.current_device())
+            if not process.graphics
+        ]
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
         if names:

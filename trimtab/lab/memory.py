@@ -163,7 +163,7 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
             if fields.device.type == kind and (index is None or fields.device.index == index):
                 found.append((event.start_time_ns, fields, around))
         waiting += [(child, around) for child in event.children]
-    found.sort(key=lambda one: one[0])
+    found.sort(key=lambda entry: entry[0])
     return list(_in_order(found))
 
 

@@ -88,10 +88,10 @@ def attribute(
             start = blocks[index].start
             made = None if start is None else events[start].around
             blocks[index] = replace(_released(blocks[index], made, event.around), end=number)
-    for one in known:
-        index = _latest(makers.get(one.address, []), one.operations)
+    for entry in known:
+        index = _latest(makers.get(entry.address, []), entry.operations)
         if index is not None:
-            blocks[index] = replace(blocks[index], role=Role(one.kind), name=one.name)
+            blocks[index] = replace(blocks[index], role=Role(entry.kind), name=entry.name)
     return AttributedTimeline(tuple(blocks), spans(phases), len(events))
 
 
@@ -116,7 +116,7 @@ def _block(
     block = replace(block, module=operation.origin.module, line=operation.origin.line)
     if operation.place.phase is RunPhase.BACKWARD:  # recomputation: results are not recorded
         return replace(block, role=role_of(operation.place, around.operation, 0))
-    result = next((one for one in operation.made if one.address == event.address), None)
+    result = next((tensor for tensor in operation.made if tensor.address == event.address), None)
     role = role_of(operation.place, operation.name, None if result is None else result.index)
     if result is None:
         return replace(block, role=role, name=f"scratch of {short}")
@@ -146,14 +146,14 @@ def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: st
     """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     found: dict[int, Block] = {}
-    for one in named_tensors(model, optimizer):
-        storage = one.tensor.untyped_storage()
-        if one.tensor.device.type == kind and storage.nbytes():
+    for named in named_tensors(model, optimizer):
+        storage = named.tensor.untyped_storage()
+        if named.tensor.device.type == kind and storage.nbytes():
             block = Block(
                 storage.nbytes(),
-                Role(one.kind),
-                one.name,
-                one.module,
+                Role(named.kind),
+                named.name,
+                named.module,
                 tensor_bytes=storage.nbytes(),
                 address=storage.data_ptr(),
             )

@@ -171,7 +171,7 @@ class AttributedTimeline:
 
     def phase_at(self, event: int) -> RunPhase | None:
         """The phase of an event; None before the first."""
-        return next((one.phase for one in self.phases if one.start <= event < one.end), None)
+        return next((span.phase for span in self.phases if span.start <= event < span.end), None)
 
     def alive_at(self, event: int) -> list[Block]:
         """The blocks that are allocated after an event."""
@@ -181,7 +181,7 @@ class AttributedTimeline:
         """Writes every block as JSON: trimtab's own snapshot, which is no pickle."""
         plain = {
             "events": self.num_events,
-            "phases": [{**dataclasses.asdict(one), "phase": one.phase.value} for one in self.phases],
+            "phases": [{**dataclasses.asdict(span), "phase": span.phase.value} for span in self.phases],
             "blocks": [block.to_dict() for block in self.blocks],
         }
         path.parent.mkdir(parents=True, exist_ok=True)

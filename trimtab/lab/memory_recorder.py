@@ -51,7 +51,7 @@ class MemoryRecorder(AllocationRecorder):
         """Addresses of gradients and optimizer states, in the order in which they were seen."""
         self._phase = RunPhase.OTHER
         self._after_norm = False
-        self._weights = {one.data_ptr() for one in model.parameters()}
+        self._weights = {parameter.data_ptr() for parameter in model.parameters()}
 
     @property
     def forward(self) -> Mapping[int, Origin]:
@@ -69,7 +69,7 @@ class MemoryRecorder(AllocationRecorder):
                 yield
         finally:
             if phase is RunPhase.BACKWARD:
-                self._note(one for one in named_tensors(self.model) if one.kind is TensorKind.GRADIENTS)
+                self._note(named for named in named_tensors(self.model) if named.kind is TensorKind.GRADIENTS)
             self._phase = before
 
     @contextmanager
@@ -132,9 +132,9 @@ class MemoryRecorder(AllocationRecorder):
             yield
 
     def _note(self, tensors: Iterable[NamedTensor]) -> None:
-        for one in tensors:
-            address = one.tensor.untyped_storage().data_ptr()
-            self.known.append(Known(address, len(self.operations), one.kind, one.name))
+        for named in tensors:
+            address = named.tensor.untyped_storage().data_ptr()
+            self.known.append(Known(address, len(self.operations), named.kind, named.name))
 
 
 def record_memory(

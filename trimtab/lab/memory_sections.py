@@ -59,16 +59,16 @@ def largest_table(title: str, largest: Sequence[Allocations], peak_bytes: int) -
     """
     rows = tuple(
         (
-            one.name,
-            f"{one.count} × {format_bytes(one.nbytes)}",
-            format_bytes(one.total),
-            f"{one.total / peak_bytes:.1%}".replace("%", " %"),
-            one.role,
-            one.phase,
-            one.module or UNKNOWN_LINE,
-            one.line or UNKNOWN_LINE,
+            group.name,
+            f"{group.count} × {format_bytes(group.nbytes)}",
+            format_bytes(group.total),
+            f"{group.total / peak_bytes:.1%}".replace("%", " %"),
+            group.role,
+            group.phase,
+            group.module or UNKNOWN_LINE,
+            group.line or UNKNOWN_LINE,
         )
-        for one in largest
+        for group in largest
     )
     head = ("allocation", "at the peak", "total", "of the peak", "role", "phase", "module", "line")
     return Table(title, head, rows)
@@ -101,7 +101,7 @@ def peak_sentence(name: str, summary: MemorySummary) -> str:
         f"{_BUCKETS[largest]}, {share:.0%} of it."
     ).replace("%", " %")
     if summary.parts:
-        part = max(summary.parts, key=lambda one: summary.parts[one])
+        part = max(summary.parts, key=lambda role: summary.parts[role])
         text += f" The largest part of the activations is {part} ({format_bytes(summary.parts[part])})."
     return text
 

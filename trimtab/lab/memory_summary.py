@@ -106,7 +106,7 @@ class MemorySummary:
                 int(drawn["end"]),
                 int(drawn["least"]),
             )
-            largest = tuple(Allocations(**one) for one in record["largest"])
+            largest = tuple(Allocations(**entry) for entry in record["largest"])
             known = {**record, "timeline": timeline, "largest": largest}
             return MemorySummary(**known)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -176,7 +176,7 @@ def group_allocations(blocks: Iterable[Block]) -> tuple[Allocations, ...]:
         if block.start is not None
     )
     found = [Allocations(nbytes, count, *rest) for (nbytes, *rest), count in counts.items()]
-    return tuple(sorted(found, key=lambda one: -one.total))
+    return tuple(sorted(found, key=lambda group: -group.total))
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,10 @@ def _drawn(
     chosen = _largest_of_stretches(moments, events, points)
     series = {role.name: tuple(moment.roles[role] for _, moment in chosen) for role in ROLES}
     phases = [
-        Span(one.phase.value, bisect.bisect_left(events, one.start), bisect.bisect_left(events, one.end))
-        for one in timeline.phases
+        Span(
+            phase.phase.value, bisect.bisect_left(events, phase.start), bisect.bisect_left(events, phase.end)
+        )
+        for phase in timeline.phases
     ]
     return DrawnTimeline(
         tuple(number for number, _ in chosen),

@@ -148,5 +148,5 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list | tuple):
-        return [tensor for one in result for tensor in _tensors(one)]
+        return [tensor for item in result for tensor in _tensors(item)]
     return []

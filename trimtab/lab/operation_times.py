@@ -69,18 +69,18 @@ class OperationTimes:
             (0.75, 0.5, 0.75)
         """
         return sum(
-            one.seconds for one in self.rows if one.operation == operation and phase in (None, one.phase)
+            row.seconds for row in self.rows if row.operation == operation and phase in (None, row.phase)
         )
 
     @property
     def attributed(self) -> float:
         """The share of the step that is attributed to an operation other than "other"."""
-        named = sum(one.seconds for one in self.rows if one.operation != OTHER)
+        named = sum(row.seconds for row in self.rows if row.operation != OTHER)
         return named / self.step_seconds if self.step_seconds else 0.0
 
     def table(self) -> str:
         """A text table of operations by phase, in milliseconds."""
-        names = dict.fromkeys(one.operation for one in self.rows)
+        names = dict.fromkeys(row.operation for row in self.rows)
         rows = [["operation", *PHASES]]
         rows += [[name, *(f"{1e3 * self.seconds(name, phase):.3f}" for phase in PHASES)] for name in names]
         return aligned_table(rows)
@@ -114,7 +114,7 @@ def measure_operations(
     step()
     parts = labelled_attention_parts if attention_parts else nullcontext
     found = (_profiled(decoder, step, device, parts()) for _ in range(rounds))
-    return min(found, key=lambda one: one.step_seconds)
+    return min(found, key=lambda times: times.step_seconds)
 
 
 def _profiled(
@@ -154,12 +154,12 @@ def attribute(events: Iterable[Any], *, cuda: bool) -> OperationTimes:
     walk = _Walk(cuda)
     # The thread with the outermost label first: it creates the nodes that other threads run.
     main = next(event.thread for event in on_host if event.name == PREFIX + OTHER)
-    for thread in sorted({event.thread for event in on_host}, key=lambda one: one != main):
+    for thread in sorted({event.thread for event in on_host}, key=lambda ident: ident != main):
         walk.thread([event for event in on_host if event.thread == thread])
     if cuda:
         walk.kernels([event for event in everything if event.device_type == kinds.CUDA])
     rows = [MeasuredTime(*key, us / 1e6) for key, us in walk.times.items() if us > 0]
-    rows.sort(key=lambda one: one.operation in UNDECLARED)
+    rows.sort(key=lambda row: row.operation in UNDECLARED)
     return OperationTimes(tuple(rows), walk.total / 1e6)
 
 
@@ -180,7 +180,7 @@ class _Walk:
     def thread(self, events: Sequence[Any]) -> None:
         """Attributes the events of one thread, outer ones before inner ones."""
         stack: list[_Scope] = []
-        for event in sorted(events, key=lambda one: (one.time_range.start, -one.time_range.end)):
+        for event in sorted(events, key=lambda entry: (entry.time_range.start, -entry.time_range.end)):
             while stack and stack[-1].end <= event.time_range.start:
                 self._close(stack)
             scope = self._opened(event, stack)

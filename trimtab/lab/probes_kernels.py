@@ -202,7 +202,7 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
         parameter = torch.nn.Parameter(choices.random(size, size) * 0.02)
         parameter.grad = choices.random(size, size) * 1e-3
         parameters.append((str(number), parameter))
-    one, no = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
+    grad_scale, skip = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
     found = []
     for name in OPTIMIZERS:
         step = build(name, parameters, lr=1e-5, impl=impl).step
@@ -214,7 +214,7 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
                 dtype,
                 float(flops),
                 float(optim_spec.bytes_moved(name, shape, dtype, dtype) * len(parameters)),
-                partial(step, lr=1e-5, grad_scale=one, skip=no),
+                partial(step, lr=1e-5, grad_scale=grad_scale, skip=skip),
                 impl=impl if name == "adamw_8bit" else name,
                 dims=(elements,),
             )

@@ -91,7 +91,7 @@ class Profile:
             own = [entry for entry in self.entries if entry.kind is kind]
             seconds = sum(entry.seconds for entry in own)
             found.append(KindTime(kind, sum(entry.count for entry in own), seconds, self.share(seconds)))
-        return sorted(found, key=lambda one: -one.seconds)
+        return sorted(found, key=lambda kind_time: -kind_time.seconds)
 
     def kind_share(self, kind: KernelKind) -> float:
         """Share of a kind in the time of all entries.

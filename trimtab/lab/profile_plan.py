@@ -74,7 +74,7 @@ def predicted_step(plan: Plan) -> PredictedStep | None:
     step = plan.time.step
     if step is None:
         return None
-    update = sum(one.total for one in step.operations if one.phase == UPDATE)
+    update = sum(operation.total for operation in step.operations if operation.phase == UPDATE)
     return PredictedStep(step.seconds, step.low_seconds, step.high_seconds, update, step.basis)
 
 
@@ -108,9 +108,11 @@ def operation_rows(
 def _predicted(plan: Plan) -> dict[str, float]:
     """Predicted seconds of each operation in one microbatch; empty if the device's rates are unknown."""
     found: dict[str, float] = {}
-    for one in plan.time.step.operations if plan.time.step is not None else ():
-        if one.phase == UPDATE:
+    for operation in plan.time.step.operations if plan.time.step is not None else ():
+        if operation.phase == UPDATE:
             continue
-        name = ADDITIONS if one.kind is Kind.ADD and one.name.endswith(".grad") else one.name
-        found[name] = found.get(name, 0.0) + one.total / plan.job.accumulation
+        name = (
+            ADDITIONS if operation.kind is Kind.ADD and operation.name.endswith(".grad") else operation.name
+        )
+        found[name] = found.get(name, 0.0) + operation.total / plan.job.accumulation
     return found

@@ -130,7 +130,7 @@ def _suggestions(result: ProfileResult) -> Iterator[Block]:
     if not result.suggestions:
         yield Text("No change of the recipe is predicted to save 1 % of the time or of the memory.")
         return
-    rows = tuple(_suggestion_row(result, one) for one in result.suggestions)
+    rows = tuple(_suggestion_row(result, suggestion) for suggestion in result.suggestions)
     head = ("change", "recipe", "step, predicted", "memory, predicted", "same training")
     yield Table("", head, rows)
     if result.predicted_step is None:
@@ -138,22 +138,26 @@ def _suggestions(result: ProfileResult) -> Iterator[Block]:
             "Without rates of this device only memory is predicted; `trimtab plan --calibrate` measures them in a "
             "minute, and the next profile predicts times as well."
         )
-    elif all(one.goal is Goal.MEMORY for one in result.suggestions):
+    elif all(suggestion.goal is Goal.MEMORY for suggestion in result.suggestions):
         yield Text("No change is predicted to make the step faster: these save memory.")
 
 
-def _suggestion_row(result: ProfileResult, one: Suggestion) -> tuple[str, ...]:
+def _suggestion_row(result: ProfileResult, suggestion: Suggestion) -> tuple[str, ...]:
     step = _seconds(result)
     time = NOTHING
-    if one.seconds is not None and step:
-        time = f"{1e3 * one.seconds:+,.3g} ms ({one.seconds / step:+.0%})".replace("%", " %")
-    memory = f"{'−' if one.saved > 0 else '+'}{format_bytes(abs(one.saved))}" if one.saved else "±0"
+    if suggestion.seconds is not None and step:
+        time = f"{1e3 * suggestion.seconds:+,.3g} ms ({suggestion.seconds / step:+.0%})".replace("%", " %")
+    memory = (
+        f"{'−' if suggestion.saved > 0 else '+'}{format_bytes(abs(suggestion.saved))}"
+        if suggestion.saved
+        else "±0"
+    )
     return (
-        one.name,
-        ", ".join(one.lines),
+        suggestion.name,
+        ", ".join(suggestion.lines),
         time,
         memory,
-        "yes" if one.same_training else "no: trains differently",
+        "yes" if suggestion.same_training else "no: trains differently",
     )
 
 

@@ -161,8 +161,8 @@ class ProfileResult:
             "peak_bytes": self.peak_bytes,
             "predicted_peak": asdict(self.predicted_peak),
             "kernels": None if details is None else details.kernels.to_dict(),
-            "operations": [] if details is None else [asdict(one) for one in details.operations],
+            "operations": [] if details is None else [asdict(item) for item in details.operations],
             "memory": None if details is None else details.memory.to_dict(),
-            "suggestions": [one.to_dict() for one in self.suggestions],
+            "suggestions": [item.to_dict() for item in self.suggestions],
             "notes": list(self.notes),
         }

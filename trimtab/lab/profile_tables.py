@@ -46,7 +46,10 @@ def kind_blocks(profiles: Mapping[str, Profile], *, id: str) -> tuple[Block, ...
     """Milliseconds, calls and share of each kind, a column for each profile, with a chart of the shares."""
     present = [k for k in KINDS if any(e.kind is k for p in profiles.values() for e in p.entries)]
     present.sort(key=lambda kind: -max(profile.kind_share(kind) for profile in profiles.values()))
-    by_name = {name: {one.kind: one for one in profile.by_kind()} for name, profile in profiles.items()}
+    by_name = {
+        name: {kind_time.kind: kind_time for kind_time in profile.by_kind()}
+        for name, profile in profiles.items()
+    }
     head = ["kind"]
     for name in profiles:
         head += [f"{name}, ms", "calls", "share"]
@@ -89,7 +92,7 @@ def gemm_sentence(profiles: Mapping[str, Profile]) -> str:
 def _gained(first: Profile, last: Profile) -> str:
     """The kind, other than products, whose share grows most from one profile to another."""
     gains = {k: last.kind_share(k) - first.kind_share(k) for k in KINDS if k is not KernelKind.GEMM}
-    kind = max(gains, key=lambda one: gains[one])
+    kind = max(gains, key=lambda candidate: gains[candidate])
     if gains[kind] < 0.0005:
         return "The share of no other kind grows."
     return (

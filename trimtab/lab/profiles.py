@@ -63,9 +63,9 @@ def profile_run(
     """
     check_profiler(device)
     found = [_profiled(run, device)]
-    while len(found) < rounds and sum(one.host_seconds for one in found) < budget_seconds:
+    while len(found) < rounds and sum(result.host_seconds for result in found) < budget_seconds:
         found.append(_profiled(run, device))
-    return min(found, key=lambda one: one.host_seconds)
+    return min(found, key=lambda result: result.host_seconds)
 
 
 def _profiled(run: Callable[[], object], device: str) -> Profile:

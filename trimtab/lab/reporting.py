@@ -50,7 +50,7 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
         for name in studies:
             own = [m for m in measurements if m.cell.study == name and m.machine.name == machine]
             found = find_study(name).sections(own) if own else []
-            sections += [_of_machine(one, machine) for one in found] if len(machines) > 1 else found
+            sections += [_of_machine(section, machine) for section in found] if len(machines) > 1 else found
     heading = title or (TITLES[studies[0]] if len(studies) == 1 else "Studies")
     return Document(heading, _facts(measurements), tuple(_distinct_ids(sections)), command)
 

@@ -61,8 +61,8 @@ class StudyModel:
 
 
 STUDY_MODELS = {
-    one.name: one
-    for one in (
+    model.name: model
+    for model in (
         StudyModel("small", 768, 3072, 12, 12),
         StudyModel("medium", 1024, 4096, 24, 16),
         StudyModel("large", 1280, 5120, 36, 20),

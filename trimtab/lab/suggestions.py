@@ -64,12 +64,12 @@ def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestio
         ('recompute: none',)
     """
     limit, recipe = min(plan.limit, plan.device.available_bytes), plan.recipe
-    found = [_suggestion(one) for one in list_effects(plan) if one.change.keys]
-    found = [one for one in [*found, *_fastest_batch(plan, planner)] if one.needed <= limit]
+    found = [_suggestion(effect) for effect in list_effects(plan) if effect.change.keys]
+    found = [change for change in [*found, *_fastest_batch(plan, planner)] if change.needed <= limit]
     by_time, by_memory = _by_time(plan, found), _by_memory(plan, found)
     is_fixed = recipe.recompute != "auto" or recipe.gradient_checkpointing is not None
     if is_fixed and plan.memory.needed > TIGHT * limit:
-        largest = sorted(by_memory, key=lambda one: (not one.same_training, -one.saved))
+        largest = sorted(by_memory, key=lambda change: (not change.same_training, -change.saved))
         return tuple(_one_per_key([*largest, *by_time]))[:count]
     return tuple(_one_per_key([*by_time, *by_memory]))[:count]
 
@@ -108,25 +108,35 @@ def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
 def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
     """Suggestions that make a step faster, the fastest first."""
     least = -WORTH * (plan.time.step_seconds or 0.0)
-    faster = [(one.seconds, one) for one in found if one.seconds is not None and one.seconds < least]
-    return [one for _, one in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))]
+    faster = [
+        (suggestion.seconds, suggestion)
+        for suggestion in found
+        if suggestion.seconds is not None and suggestion.seconds < least
+    ]
+    return [
+        suggestion for _, suggestion in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))
+    ]
 
 
 def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
     """Suggestions that save memory, those with the fewest seconds per byte first; without times, the largest first."""
-    saving = [one for one in found if one.saved > WORTH * plan.memory.needed]
+    saving = [suggestion for suggestion in found if suggestion.saved > WORTH * plan.memory.needed]
 
-    def price(one: Suggestion) -> float:
-        return -one.saved if one.seconds is None else max(one.seconds, 0.0) / one.saved
+    def price(suggestion: Suggestion) -> float:
+        return (
+            -suggestion.saved
+            if suggestion.seconds is None
+            else max(suggestion.seconds, 0.0) / suggestion.saved
+        )
 
-    return sorted(saving, key=lambda one: (not one.same_training, price(one)))
+    return sorted(saving, key=lambda suggestion: (not suggestion.same_training, price(suggestion)))
 
 
 def _one_per_key(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
     """The first suggestion of each recipe key."""
     seen: set[str] = set()
-    for one in found:
-        key = one.lines[0].partition(":")[0]
+    for suggestion in found:
+        key = suggestion.lines[0].partition(":")[0]
         if key not in seen:
             seen.add(key)
-            yield one
+            yield suggestion

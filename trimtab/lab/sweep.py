@@ -121,10 +121,10 @@ def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
         for file in record_files(path):
             measurements, torn = _read_file(file)
             damaged += torn
-            for one in measurements:
-                key = (one.cell.key, one.machine.name)
-                if key not in found or found[key].time <= one.time:
-                    found[key] = one
+            for measurement in measurements:
+                key = (measurement.cell.key, measurement.machine.name)
+                if key not in found or found[key].time <= measurement.time:
+                    found[key] = measurement
     return list(found.values()), damaged
 
 
@@ -171,8 +171,10 @@ def _known(path: Path, machine: Machine) -> dict[str, Measurement]:
         measurements, _ = read_measurements([path])
     except DataError:
         return {}
-    tried = {one.cell.key: one for one in measurements if one.machine == machine}
-    return {key: one for key, one in tried.items() if one.outcome not in UNFINISHED}
+    tried = {
+        measurement.cell.key: measurement for measurement in measurements if measurement.machine == machine
+    }
+    return {key: measurement for key, measurement in tried.items() if measurement.outcome not in UNFINISHED}
 
 
 class _Worker:

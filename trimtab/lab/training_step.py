@@ -74,7 +74,11 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
     optimizer = build_optimizer(recipe, resolved, parameters)
     microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing, during=during)
     in_backward = build_in_backward(recipe, resolved, optimizer, mesh)
-    lr, one, no = recipe.learning_rate, torch.ones((), device=device), torch.zeros((), device=device).bool()
+    lr, grad_scale, skip = (
+        recipe.learning_rate,
+        torch.ones((), device=device),
+        torch.zeros((), device=device).bool(),
+    )
     masks = set_masks(decoder, device)  # of adapters with dropout
     decoder.train()
 
@@ -82,14 +86,14 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
         if masks is not None:
             masks.set(recipe.seed, 0, 0, batch.input_ids_BT.shape[1])
         if in_backward is not None:
-            in_backward.begin(lr=lr, skip=no)
+            in_backward.begin(lr=lr, skip=skip)
         return microstep.backward(batch, 1 / batch.num_targets) / batch.num_targets
 
     def update() -> None:
         if in_backward is not None:
             return
         with during(RunPhase.OPTIMIZER_STEP):
-            optimizer.step(lr=lr, grad_scale=one, skip=no)
+            optimizer.step(lr=lr, grad_scale=grad_scale, skip=skip)
             for parameter in parameters.values():
                 parameter.grad = None
 

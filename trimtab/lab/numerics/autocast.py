@@ -90,14 +90,14 @@ class AutocastStudy:
                 "gradients": model.gradients,
                 "operations": [
                     {
-                        "module": one.module,
-                        "pass": "backward" if one.backward else "forward",
-                        "operation": one.name,
-                        "inputs": one.inputs,
-                        "output": one.output,
+                        "module": operation.module,
+                        "pass": "backward" if operation.backward else "forward",
+                        "operation": operation.name,
+                        "inputs": operation.inputs,
+                        "output": operation.output,
                         "times": times,
                     }
-                    for one, times in model.operations
+                    for operation, times in model.operations
                 ],
             }
             for model in self.models

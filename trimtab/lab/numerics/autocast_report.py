@@ -92,22 +92,28 @@ def _decoder_answer(decoder: TracedModel) -> str:
 
 def _stays_wide(decoder: TracedModel) -> bool:
     names = ("rsqrt", "_softmax", "_log_softmax")
-    seen = [one for one, _ in decoder.operations if one.name in names and not one.backward]
-    return bool(seen) and all(one.output == "fp32" for one in seen)
+    seen = [
+        operation for operation, _ in decoder.operations if operation.name in names and not operation.backward
+    ]
+    return bool(seen) and all(operation.output == "fp32" for operation in seen)
 
 
-def _computes(one: Operation) -> bool:
-    return not one.is_view and one.name not in MOVES
+def _computes(operation: Operation) -> bool:
+    return not operation.is_view and operation.name not in MOVES
 
 
 def _forward(model: TracedModel) -> Table:
     """A row for each operation of each module; modules with the same operations share their rows."""
     modules: dict[str, list[tuple[str, str, str, int]]] = {}
-    for one, times in model.operations:
-        other_block = one.module.startswith(BLOCKS) and not f"{one.module}.".startswith(f"{FIRST_BLOCK}.")
-        if one.backward or other_block or not _computes(one):
+    for operation, times in model.operations:
+        other_block = operation.module.startswith(BLOCKS) and not f"{operation.module}.".startswith(
+            f"{FIRST_BLOCK}."
+        )
+        if operation.backward or other_block or not _computes(operation):
             continue
-        modules.setdefault(one.module, []).append((one.name, one.inputs, one.output, times))
+        modules.setdefault(operation.module, []).append(
+            (operation.name, operation.inputs, operation.output, times)
+        )
     alike: dict[Signature, list[str]] = {}
     for module, operations in modules.items():
         alike.setdefault(tuple(operations), []).append(_short(module))
@@ -134,9 +140,9 @@ def _operation(name: str) -> str:
 
 def _backward(model: TracedModel) -> Table:
     counts: dict[tuple[str, str, str], int] = {}
-    for one, times in model.operations:
-        if one.backward and _computes(one):
-            key = (_operation(one.name), one.inputs, one.output)
+    for operation, times in model.operations:
+        if operation.backward and _computes(operation):
+            key = (_operation(operation.name), operation.inputs, operation.output)
             counts[key] = counts.get(key, 0) + times
     rows = tuple((*key, str(times)) for key, times in sorted(counts.items()))
     return Table(

@@ -83,8 +83,8 @@ def study_bits(
         NumberBits(
             text.strip(),
             number,
-            tuple(store_float(number, one) for one in floats),
-            tuple(store_code(number, one, largest) for one in codes),
+            tuple(store_float(number, float_format) for float_format in floats),
+            tuple(store_code(number, code, largest) for code in codes),
         )
         for text, number in zip(values, numbers, strict=True)
     )

@@ -161,7 +161,7 @@ def _lost_share(row: Stored) -> str:
 
 
 def _neighbour_row(row: StoredFloat | StoredCode) -> tuple[str, ...]:
-    spacings = ("" if one is None else short_decimal(one, 4) for one in row.spacings)
+    spacings = ("" if spacing is None else short_decimal(spacing, 4) for spacing in row.spacings)
     return (
         row.name,
         show_number(row.below) or "none",
@@ -189,7 +189,7 @@ def _formats_section(study: BitsStudy) -> Section:
                     "decimal digits",
                     "on overflow",
                 ),
-                tuple(_format_row(one) for one in study.floats),
+                tuple(_format_row(float_format) for float_format in study.floats),
             ),
             Text(
                 "Exponent bits decide the range, mantissa bits how close numbers lie. The spacing doubles at every "
@@ -201,19 +201,19 @@ def _formats_section(study: BitsStudy) -> Section:
     return Section("The formats", (*blocks, *_notes(study)))
 
 
-def _format_row(one: FloatFormat) -> tuple[str, ...]:
-    digits = f"{(one.mantissa_bits + 1) * math.log10(2):.1f}"
+def _format_row(float_format: FloatFormat) -> tuple[str, ...]:
+    digits = f"{(float_format.mantissa_bits + 1) * math.log10(2):.1f}"
     return (
-        one.name,
-        str(one.num_bits),
-        str(one.exponent_bits),
-        str(one.mantissa_bits),
-        short_decimal(one.largest, 5),
-        short_decimal(one.smallest_normal, 4),
-        short_decimal(one.smallest_subnormal, 4),
-        short_decimal(one.epsilon, 4),
+        float_format.name,
+        str(float_format.num_bits),
+        str(float_format.exponent_bits),
+        str(float_format.mantissa_bits),
+        short_decimal(float_format.largest, 5),
+        short_decimal(float_format.smallest_normal, 4),
+        short_decimal(float_format.smallest_subnormal, 4),
+        short_decimal(float_format.epsilon, 4),
         digits,
-        "infinity" if one.has_infinity else "the largest, or NaN",
+        "infinity" if float_format.has_infinity else "the largest, or NaN",
     )
 
 
@@ -221,9 +221,13 @@ def _spacing_chart(formats: tuple[FloatFormat, ...]) -> LineChart:
     points = [power_of_two(exponent) for exponent in CHART_EXPONENTS]
     series = tuple(
         Series(
-            one.name, tuple((float(x), float(one.spacing(x)) if x <= one.largest else None) for x in points)
+            float_format.name,
+            tuple(
+                (float(x), float(float_format.spacing(x)) if x <= float_format.largest else None)
+                for x in points
+            ),
         )
-        for one in formats
+        for float_format in formats
     )
     return LineChart(
         "spacing",
@@ -238,7 +242,7 @@ def _spacing_chart(formats: tuple[FloatFormat, ...]) -> LineChart:
 
 
 def _notes(study: BitsStudy) -> list[Block]:
-    names = [one.name for one in study.floats]
+    names = [float_format.name for float_format in study.floats]
     notes: list[Block] = []
     if "tf32" in names:
         notes.append(

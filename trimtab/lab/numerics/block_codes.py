@@ -51,8 +51,8 @@ def _nearest_int8(relative: Fraction) -> int:
 
 
 CODES = {
-    one.name: one
-    for one in (
+    block_code.name: block_code
+    for block_code in (
         BlockCode("nf4", 4, tuple(map(Fraction, nf4.TABLE)), 0, _nearest_nf4),
         BlockCode(
             "int8",

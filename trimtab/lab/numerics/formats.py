@@ -225,8 +225,8 @@ class FloatFormat:
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    float_format.name: float_format
+    for float_format in (
         FloatFormat("fp64", 11, 52),
         FloatFormat("fp32", 8, 23),
         FloatFormat("tf32", 8, 10, unused_bits=13),

@@ -40,7 +40,9 @@ def _ratio(a: float, b: float) -> float:
 
 
 def _histogram(id: str, title: str, label: str, found: Distribution) -> Histogram:
-    return Histogram(id, title, label, found.edges, tuple((one.name, one.counts) for one in found.counts))
+    return Histogram(
+        id, title, label, found.edges, tuple((histogram.name, histogram.counts) for histogram in found.counts)
+    )
 
 
 def _find(study: QuantizeStudy, scheme: Scheme, shared_by: str) -> ErrorRow:
@@ -92,8 +94,8 @@ def _lesson(study: QuantizeStudy) -> str:
     tensor, row = (_find(study, Scheme.INT8_ABSMAX, word) for word in ("tensor", "row"))
     affine = _find(study, Scheme.INT8_AFFINE, "tensor")
     step = study.spread.absmax / LARGEST_CODES[8]
-    blocks = [one for one in study.rows if one.scheme is Scheme.NF4]
-    doubled = [one for one in study.rows if one.scheme is Scheme.NF4_DOUBLE]
+    blocks = [entry for entry in study.rows if entry.scheme is Scheme.NF4]
+    doubled = [entry for entry in study.rows if entry.scheme is Scheme.NF4_DOUBLE]
     lost = max(-_gain(b, a) for a, b in zip(blocks, doubled, strict=True))
     saved = max(a.bytes_per_value - b.bytes_per_value for a, b in zip(blocks, doubled, strict=True))
     return (

@@ -30,9 +30,9 @@ def plain_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain_json(one) for key, one in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(one) for one in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Fraction):

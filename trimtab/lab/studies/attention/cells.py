@@ -49,7 +49,7 @@ def compile_choice(name: str) -> Compile:
         >>> compile_choice("all")
         <Compile.ALL: 'all'>
     """
-    return Compile(_known("choice of --compile", [name], [one.value for one in Compile])[0])
+    return Compile(_known("choice of --compile", [name], [choice.value for choice in Compile])[0])
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: 
     options = options or Options()
     checked = _checked(options, device)
     settings = _attention(checked, device, memory_bytes, long_tiled=TILED in options.backends)
-    found = [Cell(STUDY, one.to_dict()) for one in settings]
+    found = [Cell(STUDY, entry.to_dict()) for entry in settings]
     if checked.weighted_sum:
         found += [
             Cell(STUDY, WeightedSumSettings(

@@ -84,7 +84,7 @@ class Crossover:
             rest = ", ".join(self._others(start))
             found = f"no crossover {span}: {rest}" if start is None else f"faster from {start} on, {rest}"
         for outcome in dict.fromkeys(self.alone.values()):
-            lengths = ", ".join(str(length) for length, one in self.alone.items() if one is outcome)
+            lengths = ", ".join(str(length) for length, ending in self.alone.items() if ending is outcome)
             found += f"; runs at {lengths}, where plain is {outcome.value}"
         return found
 
@@ -93,7 +93,7 @@ class Crossover:
         return [
             f"{verdict.value} at {', '.join(str(length) for length in lengths)}"
             for verdict in (Verdict.SLOWER, Verdict.UNCLEAR, Verdict.FASTER)
-            if (lengths := [length for length, one in before.items() if one is verdict])
+            if (lengths := [length for length, own_verdict in before.items() if own_verdict is verdict])
         ]
 
 

@@ -53,21 +53,21 @@ def compiled_section(readings: Readings) -> Section | None:
 
 def _pairs(readings: Readings) -> list[_Pair]:
     found = []
-    for one in sorted(readings.all, key=_order(readings)):
-        s = one.settings
-        if s.mode is Mode.EAGER or one.result is None:
+    for reading in sorted(readings.all, key=_order(readings)):
+        s = reading.settings
+        if s.mode is Mode.EAGER or reading.result is None:
             continue
-        eager = readings.result(one.group, s.length, s.head_dim, Variant.of(s.backend))
+        eager = readings.result(reading.group, s.length, s.head_dim, Variant.of(s.backend))
         if eager is not None:
-            place = (one.group.title, str(s.head_dim), str(s.length))
-            found.append(_Pair(str(Variant.of(s.backend)), place, eager, one.result))
+            place = (reading.group.title, str(s.head_dim), str(s.length))
+            found.append(_Pair(str(Variant.of(s.backend)), place, eager, reading.result))
     return found
 
 
 def _order(readings: Readings) -> Callable[[Reading], tuple[int, int, int, int]]:
     groups = readings.groups
-    return lambda one: (
-        one.variant.position, groups.index(one.group), one.settings.head_dim, one.settings.length,
+    return lambda reading: (
+        reading.variant.position, groups.index(reading.group), reading.settings.head_dim, reading.settings.length,
     )  # fmt: skip
 
 

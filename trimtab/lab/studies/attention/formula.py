@@ -54,12 +54,12 @@ def before_backward(settings: AttentionSettings) -> Predicted | None:
     if settings.mode is Mode.COMPILED:
         return None
     s, width = settings, BYTES[settings.dtype]
-    one = s.batch * s.length * s.heads * s.head_dim * width
+    tensor_bytes = s.batch * s.length * s.heads * s.head_dim * width
     impl = "triton" if s.backend == TILED else s.backend
     saved = saved_bytes(impl, s.batch, s.length, s.length, s.heads, s.heads, s.head_dim, s.dtype)
     if not is_quadratic(s.backend):
         # heads are interleaved in q, k and v; `tiled` reshapes them into separate sequences, which copies
-        copies = 3 * one if s.backend == TILED and s.heads > 1 else 0
+        copies = 3 * tensor_bytes if s.backend == TILED and s.heads > 1 else 0
         return Predicted(saved + copies, 0)
     matrices = matrix_bytes(s) * bytes_per_score(s.backend, s.dtype)
     # Saved tensors are copies here: the reference saves k and v, sdpa_math q, k and v in fp32. The caller's tensors and
@@ -67,9 +67,9 @@ def before_backward(settings: AttentionSettings) -> Predicted | None:
     # saves an fp32 v without a copy; with several, the reference saves a copy of q too.
     several = s.heads > 1
     if s.backend == PLAIN:
-        alive = (4 if several else 3) * one
+        alive = (4 if several else 3) * tensor_bytes
     else:
-        alive = (4 if several or width != FP32 else 3) * one
+        alive = (4 if several or width != FP32 else 3) * tensor_bytes
     mask = s.length**2 if s.backend == PLAIN and s.causal else 0
     return Predicted(saved - matrices + alive, matrices + mask)
 

@@ -51,13 +51,13 @@ def memory_section(readings: Readings) -> Section | None:
 def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[str, ...] | None:
     """The row of the longest measured length, at its largest head dimension."""
     own = [
-        one
-        for one in readings.all
-        if one.group == group and one.variant == variant and one.result is not None
+        reading
+        for reading in readings.all
+        if reading.group == group and reading.variant == variant and reading.result is not None
     ]
     if not own:
         return None
-    last = max(own, key=lambda one: (one.settings.length, one.settings.head_dim))
+    last = max(own, key=lambda reading: (reading.settings.length, reading.settings.head_dim))
     s, result = last.settings, last.result
     assert result is not None
     measured, predicted = result.before_backward_bytes, before_backward(s)
@@ -75,7 +75,9 @@ def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[st
 
 def limits_section(readings: Readings) -> Section | None:
     """The length at which each backend runs out of memory; None where nothing was measured."""
-    usable = min((one.result.usable_bytes for one in readings.all if one.result is not None), default=None)
+    usable = min(
+        (reading.result.usable_bytes for reading in readings.all if reading.result is not None), default=None
+    )
     if usable is None:
         return None
     rows = tuple(
@@ -106,9 +108,9 @@ def _limit_rows(
     for head_dim in readings.head_dims(group):
         ends: dict[Outcome, list[int]] = {}
         for length in readings.lengths(group):
-            one = readings.find(group, length, head_dim, variant)
-            if one is not None:
-                ends.setdefault(one.outcome, []).append(length)
+            reading = readings.find(group, length, head_dim, variant)
+            if reading is not None:
+                ends.setdefault(reading.outcome, []).append(length)
         measured = ends.get(Outcome.MEASURED)
         key = (
             str(max(measured)) if measured else NOTHING,
@@ -151,9 +153,9 @@ def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes:
 
 
 def _limits_text(readings: Readings, usable_bytes: int) -> str:
-    stopped = [one for one in readings.all if one.outcome is Outcome.OUT_OF_MEMORY]
-    predicted = [one for one in readings.all if one.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
-    measured = [one.settings.length for one in readings.all if one.result is not None]
+    stopped = [reading for reading in readings.all if reading.outcome is Outcome.OUT_OF_MEMORY]
+    predicted = [reading for reading in readings.all if reading.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
+    measured = [reading.settings.length for reading in readings.all if reading.result is not None]
     found = [f"A cell could allocate {format_bytes(usable_bytes)}."]
     if not stopped and not predicted:
         found.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
@@ -164,7 +166,9 @@ def _limits_text(readings: Readings, usable_bytes: int) -> str:
             f"Not tried, because the formula alone exceeds the device's memory: {len(predicted)} of "
             f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
         )
-    flash = [one.result.peak_bytes for one in readings.all if _is_longest_flash(one, max(measured))]  # type: ignore[union-attr]
+    flash = [
+        reading.result.peak_bytes for reading in readings.all if _is_longest_flash(reading, max(measured))
+    ]  # type: ignore[union-attr]
     if flash:
         found.append(
             f"At {max(measured)} tokens the tiled backends had at most {format_bytes(max(flash))} allocated in both "
@@ -174,12 +178,16 @@ def _limits_text(readings: Readings, usable_bytes: int) -> str:
 
 
 def _stopped_text(stopped: list[Reading]) -> str:
-    first = min(stopped, key=lambda one: (one.settings.length, one.settings.batch))
+    first = min(stopped, key=lambda reading: (reading.settings.length, reading.settings.batch))
     s, predicted = first.settings, before_backward(first.settings)
     needs = f", where the formula gives {format_bytes(predicted.total)} before backward" if predicted else ""
     return f"The first to run out was {first.variant} at {s.length} tokens ({first.group.title}){needs}."
 
 
-def _is_longest_flash(one: Reading, length: int) -> bool:
-    result: AttentionResult | None = one.result
-    return result is not None and one.settings.length == length and not is_quadratic(one.settings.backend)
+def _is_longest_flash(reading: Reading, length: int) -> bool:
+    result: AttentionResult | None = reading.result
+    return (
+        result is not None
+        and reading.settings.length == length
+        and not is_quadratic(reading.settings.backend)
+    )

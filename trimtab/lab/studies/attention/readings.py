@@ -92,13 +92,13 @@ class Readings:
 
     def __init__(self, measurements: Iterable[Measurement]) -> None:
         self._found: dict[tuple[Group, int, int, Variant], Reading] = {}
-        for one in measurements:
-            if is_weighted_sum(one.cell.settings):
+        for measurement in measurements:
+            if is_weighted_sum(measurement.cell.settings):
                 continue
-            settings = AttentionSettings.from_dict(one.cell.settings)
-            measured = one.outcome is Outcome.MEASURED
-            result = AttentionResult.from_dict(one.result) if measured else None
-            reading = Reading(settings, one.outcome, result, one.message)
+            settings = AttentionSettings.from_dict(measurement.cell.settings)
+            measured = measurement.outcome is Outcome.MEASURED
+            result = AttentionResult.from_dict(measurement.result) if measured else None
+            reading = Reading(settings, measurement.outcome, result, measurement.message)
             key = (reading.group, settings.length, settings.head_dim, reading.variant)
             if settings.tried or key not in self._found:
                 self._found[key] = reading
@@ -111,7 +111,7 @@ class Readings:
     @property
     def groups(self) -> list[Group]:
         """All groups, in the order of measurement."""
-        return list(dict.fromkeys(one.group for one in self.all))
+        return list(dict.fromkeys(reading.group for reading in self.all))
 
     def find(self, group: Group, length: int, head_dim: int, variant: Variant) -> Reading | None:
         """The reading of one cell; None if it was not requested."""
@@ -124,23 +124,27 @@ class Readings:
 
     def lengths(self, group: Group) -> list[int]:
         """Sequence lengths of a group, ascending."""
-        return sorted({one.settings.length for one in self.all if one.group == group})
+        return sorted({reading.settings.length for reading in self.all if reading.group == group})
 
     def head_dims(self, group: Group) -> list[int]:
         """Head dimensions of a group, ascending."""
-        return sorted({one.settings.head_dim for one in self.all if one.group == group})
+        return sorted({reading.settings.head_dim for reading in self.all if reading.group == group})
 
     def variants(self, group: Group) -> list[Variant]:
         """Variants that ran at least once or ran out of memory, in the order of `BACKENDS`."""
         ran = (Outcome.MEASURED, Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
-        return sorted({one.variant for one in self.all if one.group == group and one.outcome in ran})
+        return sorted(
+            {reading.variant for reading in self.all if reading.group == group and reading.outcome in ran}
+        )
 
     def obstacles(self) -> list[tuple[Variant, str, str, str]]:
         """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
         found: dict[tuple[Variant, str, str], list[str]] = {}
-        for one in self.all:
-            if one.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
-                found.setdefault((one.variant, one.outcome.value, one.message), []).append(one.settings.dtype)
+        for reading in self.all:
+            if reading.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
+                found.setdefault((reading.variant, reading.outcome.value, reading.message), []).append(
+                    reading.settings.dtype
+                )
         return [
             (variant, ", ".join(dict.fromkeys(dtypes)), outcome, message)
             for (variant, outcome, message), dtypes in sorted(found.items(), key=lambda item: item[0])

@@ -50,7 +50,9 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
 
 
 def _reading_section(readings: Readings) -> Section:
-    caches = list(dict.fromkeys(one.result.times.cache for one in readings.all if one.result is not None))
+    caches = list(
+        dict.fromkeys(reading.result.times.cache for reading in readings.all if reading.result is not None)
+    )
     text = (
         "Forward is one call with gradients enabled. Backward is the gradient of q, k and v; the forward pass that "
         "each repetition of it needs is made outside the timed part. Each backend was first compared with plain "
@@ -58,7 +60,8 @@ def _reading_section(readings: Readings) -> Section:
         "share, gets no time."
     )
     return Section(
-        "What was measured", tuple(Text(one) for one in (text, *(CACHES[cache] for cache in caches)))
+        "What was measured",
+        tuple(Text(sentence) for sentence in (text, *(CACHES[cache] for cache in caches))),
     )
 
 
@@ -83,7 +86,7 @@ def _fastest_text(readings: Readings, group: Group) -> str:
                 if (result := readings.result(group, length, head_dim, variant)) is not None
             }
             if times:
-                winners.append(str(min(times, key=lambda one: times[one])))
+                winners.append(str(min(times, key=lambda candidate: times[candidate])))
         if winners:
             lengths.setdefault(" or ".join(dict.fromkeys(winners)), []).append(str(length))
     if not lengths:
@@ -135,13 +138,13 @@ def _weighted_sum_section(measurements: Sequence[Measurement]) -> Section | None
     if not measurements:
         return None
     rows = []
-    for one in measurements:
-        s = WeightedSumSettings.from_dict(one.cell.settings)
+    for measurement in measurements:
+        s = WeightedSumSettings.from_dict(measurement.cell.settings)
         place = (s.impl, s.dtype, f"{s.rows} × {s.columns}")
-        if one.outcome is not Outcome.MEASURED:
-            rows.append((*place, one.outcome.value, NOTHING, NOTHING))
+        if measurement.outcome is not Outcome.MEASURED:
+            rows.append((*place, measurement.outcome.value, NOTHING, NOTHING))
             continue
-        times = PassTimes.from_dict(one.result)
+        times = PassTimes.from_dict(measurement.result)
         forward, backward = times.forward.median_ms, times.backward.median_ms
         rate = bytes_moved(s.rows, s.columns, s.dtype) / forward / 1e6
         rows.append((*place, format_ms(forward), format_ms(backward), f"{rate:,.1f}"))

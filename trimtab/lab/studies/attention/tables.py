@@ -41,9 +41,9 @@ def times_table(readings: Readings, group: Group) -> Table:
     """Forward / backward, a row per head dimension and length, a column per variant."""
     counts = [
         samples.repetitions
-        for one in readings.all
-        if one.group == group and one.result is not None
-        for samples in (one.result.times.forward, one.result.times.backward)
+        for reading in readings.all
+        if reading.group == group and reading.result is not None
+        for samples in (reading.result.times.forward, reading.result.times.backward)
     ]
     made = (
         f"{min(counts)} to {max(counts)}"
@@ -96,7 +96,7 @@ def _shown(reading: Reading | None, show: Callable[[AttentionResult], str]) -> s
 
 def flash_variants(readings: Readings, group: Group) -> list[Variant]:
     """Variants that never store the matrix of scores."""
-    return [one for one in readings.variants(group) if not is_quadratic(one.backend)]
+    return [variant for variant in readings.variants(group) if not is_quadratic(variant.backend)]
 
 
 def speed_up_table(readings: Readings, group: Group) -> Table | None:

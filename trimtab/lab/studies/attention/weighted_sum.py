@@ -65,8 +65,8 @@ def measure_weighted_sum(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _verify(impl: str, dtype: str, device: str) -> None:
     """Compares the sum and its gradients with torch's in fp64; raises WrongSum if the error is too large."""
     truth, own, got = (
-        _results(one, precision, device)
-        for one, precision in (("reference", "fp64"), ("reference", dtype), (impl, dtype))
+        _results(implementation, precision, device)
+        for implementation, precision in (("reference", "fp64"), ("reference", dtype), (impl, dtype))
     )
     sentence = disagreement(RESULTS, got, truth, own, dtype)
     if sentence is not None:

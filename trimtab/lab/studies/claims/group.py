@@ -50,12 +50,12 @@ class Group:
         """Variant − baseline of each seed that has both; seeds for which both diverged are skipped."""
         found = []
         for seed in self.seeds:
-            one, other = (
+            variant_value, baseline_value = (
                 self.results[name, seed].after(metric) if (name, seed) in self.results else None
                 for name in (variant, baseline)
             )
-            if one is not None and other is not None:
-                found.append(metric.difference(one, other))
+            if variant_value is not None and baseline_value is not None:
+                found.append(metric.difference(variant_value, baseline_value))
         return [value for value in found if not math.isnan(value)]
 
     def interval(self, variant: str, baseline: str, metric: Metric) -> Interval | None:
@@ -84,12 +84,20 @@ class Group:
     def too_weak(self, hypothesis: Hypothesis) -> str:
         """The reason why no effect could show; empty if one could."""
         least = self.claim.least_shrink
-        one, other = self.shrinkage(hypothesis.variant), self.shrinkage(hypothesis.baseline)
-        if least is None or one is None or other is None or abs(one - other) >= least:
+        variant_shrinkage, baseline_shrinkage = (
+            self.shrinkage(hypothesis.variant),
+            self.shrinkage(hypothesis.baseline),
+        )
+        if (
+            least is None
+            or variant_shrinkage is None
+            or baseline_shrinkage is None
+            or abs(variant_shrinkage - baseline_shrinkage) >= least
+        ):
             return ""
         return (
-            f"decay shrinks weights by {percent(one)} against {percent(other)}; rounding to bf16 changes them more "
-            f"({percent(least)}), so no effect could show: raise --steps"
+            f"decay shrinks weights by {percent(variant_shrinkage)} against {percent(baseline_shrinkage)}; rounding to "
+            f"bf16 changes them more ({percent(least)}), so no effect could show: raise --steps"
         )
 
 
@@ -106,18 +114,20 @@ def percent(share: float) -> str:
 def grouped(measurements: Sequence[Measurement]) -> list[Group]:
     """Groups runs, in the order of the claims and then of appearance."""
     found: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
-    for one in measurements:
-        trial = Trial.of(one.cell.settings)
-        found.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append((trial, one))
+    for measurement in measurements:
+        trial = Trial.of(measurement.cell.settings)
+        found.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append(
+            (trial, measurement)
+        )
     order = list(CLAIMS)
     groups = []
     for (claim, model, steps, device), pairs in sorted(
         found.items(), key=lambda item: order.index(item[0][0])
     ):
         results = {
-            (trial.variant, trial.seed): Result.from_dict(one.result)
-            for trial, one in pairs
-            if one.outcome is Outcome.MEASURED
+            (trial.variant, trial.seed): Result.from_dict(measurement.result)
+            for trial, measurement in pairs
+            if measurement.outcome is Outcome.MEASURED
         }
         failures = tuple(pair for pair in pairs if pair[1].outcome is not Outcome.MEASURED)
         groups.append(Group(CLAIMS[claim], model, steps, device, results, failures))

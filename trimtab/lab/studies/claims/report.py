@@ -37,9 +37,13 @@ METHOD = (
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """The table of verdicts, and one section per claim, model and number of steps."""
-    known = [one for one in measurements if one.cell.settings.get("claim") in CLAIMS]
+    known = [measurement for measurement in measurements if measurement.cell.settings.get("claim") in CLAIMS]
     groups = grouped(known)
-    others = {str(one.cell.settings.get("claim")) for one in measurements if one not in known}
+    others = {
+        str(measurement.cell.settings.get("claim"))
+        for measurement in measurements
+        if measurement not in known
+    }
     return [_verdicts(groups, others), *(_section(group, _suffix(group, groups)) for group in groups)]
 
 
@@ -95,7 +99,9 @@ def _section(group: Group, suffix: str) -> Section:
         blocks += [_values_table(group), _differences_table(group), Text(_extremes(group)), *_charts(group)]
     if group.failures:
         blocks.append(_failures_table(group))
-    blocks += [Text(verdict_sentence(one, group.verdict(one))) for one in claim.hypotheses]
+    blocks += [
+        Text(verdict_sentence(hypothesis, group.verdict(hypothesis))) for hypothesis in claim.hypotheses
+    ]
     return Section(claim.title + suffix, tuple(blocks))
 
 
@@ -118,7 +124,9 @@ def _setup(group: Group) -> str:
     if first is None:
         return text
     before = [(metric, first.before(metric)) for metric in claim.metrics if metric is not Metric.SPEED]
-    known = ", ".join(f"{metric.value} {with_unit(metric, one)}" for metric, one in before if one is not None)
+    known = ", ".join(
+        f"{metric.value} {with_unit(metric, value)}" for metric, value in before if value is not None
+    )
     if any(variant.replay for variant in claim.variants) and group.model != STARTER:
         text += (
             " The replayed text is like the held-out general text, and is not what this model was pretrained on: where "
@@ -196,7 +204,8 @@ def _differences_table(group: Group) -> Table:
 
 def _failures_table(group: Group) -> Table:
     rows = tuple(
-        (trial.variant, str(trial.seed), one.outcome.value, one.message) for trial, one in group.failures
+        (trial.variant, str(trial.seed), measurement.outcome.value, measurement.message)
+        for trial, measurement in group.failures
     )
     return Table("Runs without a result", ("variant", "seed", "outcome", "message"), rows)
 
@@ -229,12 +238,14 @@ def _charts(group: Group) -> list[LineChart]:
         (
             "mathematics",
             "Held-out mathematics",
-            lambda result: tuple((one.step, one.mathematics) for one in result.evaluations),
+            lambda result: tuple(
+                (evaluation.step, evaluation.mathematics) for evaluation in result.evaluations
+            ),
         ),
         (
             "general",
             "Held-out general text",
-            lambda result: tuple((one.step, one.general) for one in result.evaluations),
+            lambda result: tuple((evaluation.step, evaluation.general) for evaluation in result.evaluations),
         ),
     )
     return [

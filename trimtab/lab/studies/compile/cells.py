@@ -105,7 +105,7 @@ def _shapes(scope: Scope, words: Sequence[str]) -> list[Shapes]:
     chosen = choose_members(Shapes, words, "--shapes")
     if not chosen:
         chosen = [Shapes.DYNAMIC, Shapes.STATIC] if scope is Scope.REGIONS else [Shapes.AUTO]
-    return [one for one in chosen if one is not Shapes.AUTO or scope is Scope.WHOLE]
+    return [shape for shape in chosen if shape is not Shapes.AUTO or scope is Scope.WHOLE]
 
 
 def _model(name: str) -> dict[str, str]:

@@ -113,7 +113,9 @@ def _programs_section(rows: Sequence[Row]) -> Section:
 
 def _breaks_section(rows: Sequence[Row]) -> Section:
     table = tuple(
-        (row.name, one.place, one.reason, str(one.count)) for row in rows for one in row.result.cold.breaks
+        (row.name, graph_break.place, graph_break.reason, str(graph_break.count))
+        for row in rows
+        for graph_break in row.result.cold.breaks
     )
     if not table:
         return Section("Where graphs break", (Text("No graph breaks in any cell."),))
@@ -128,11 +130,17 @@ def _reasons_section(rows: Sequence[Row]) -> Section:
     """Every recompilation by function and reason; equal ones are counted."""
     table: list[tuple[str, ...]] = []
     for row in rows:
-        again = row.result.cold.recompilations
-        counted = Counter((one.function, one.place, one.reason) for one in again)
+        recompilations = row.result.cold.recompilations
+        counted = Counter(
+            (compilation.function, compilation.place, compilation.reason) for compilation in recompilations
+        )
         for key, count in list(counted.items())[:SHOWN_REASONS]:
             function, place, reason = key
-            seconds = sum(one.seconds for one in again if (one.function, one.place, one.reason) == key)
+            seconds = sum(
+                compilation.seconds
+                for compilation in recompilations
+                if (compilation.function, compilation.place, compilation.reason) == key
+            )
             table.append((row.name, f"{function} ({place})", reason, str(count), f"{seconds:.1f}"))
         if len(counted) > SHOWN_REASONS:
             table.append((row.name, f"{len(counted) - SHOWN_REASONS} more reasons", "", "", ""))
@@ -149,10 +157,10 @@ def _reasons_section(rows: Sequence[Row]) -> Section:
 
 def _lengths_section(rows: Sequence[Row]) -> Section:
     """Seconds of the first step at each length."""
-    lengths = list(dict.fromkeys(one.tokens for row in rows for one in row.result.lengths))
+    lengths = list(dict.fromkeys(length.tokens for row in rows for length in row.result.lengths))
     table = []
     for row in rows:
-        seconds = {one.tokens: f"{one.first_seconds:.2f}" for one in row.result.lengths}
+        seconds = {length.tokens: f"{length.first_seconds:.2f}" for length in row.result.lengths}
         table.append((row.name, *(seconds.get(tokens, "–") for tokens in lengths)))
     head = ("cell", *(f"{tokens} tokens, s" for tokens in lengths))
     each = [r for r in rows if len(r.result.cold.recompilations) >= len(r.result.lengths) - 1 > 0]

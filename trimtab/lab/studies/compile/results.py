@@ -59,12 +59,12 @@ class CompileResult:
     @property
     def loss_difference(self) -> float:
         """The largest over all lengths."""
-        return max((one.loss_difference for one in self.lengths), default=0.0)
+        return max((length.loss_difference for length in self.lengths), default=0.0)
 
     @property
     def gradient_difference(self) -> float:
         """The largest over all lengths."""
-        return max((one.gradient_difference for one in self.lengths), default=0.0)
+        return max((length.gradient_difference for length in self.lengths), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -76,7 +76,7 @@ class CompileResult:
         try:
             return CompileResult(
                 CompileLog.from_dict(data["cold"]),
-                tuple(Length(**one) for one in data["lengths"]),
+                tuple(Length(**length) for length in data["lengths"]),
                 int(data["timed_tokens"]),
                 float(data["eager_ms"]),
                 float(data["compiled_ms"]),

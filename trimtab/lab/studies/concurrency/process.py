@@ -56,8 +56,8 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
             lambda texts: model.complete(texts, **limit),
         )
         return {
-            "digests": [digest(one.text) for one in found],
-            "tokens": sum(len(one.ids) for one in found),
+            "digests": [digest(completion.text) for completion in found],
+            "tokens": sum(len(completion.ids) for completion in found),
             "bytes": peak_bytes_of_process(),
         }
 

@@ -65,20 +65,20 @@ class _Group:
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """One section per model, file and settings."""
     found: dict[tuple[object, ...], list[Measurement]] = {}
-    for one in measurements:
-        key = tuple(value for name, value in one.cell.settings.items() if name != "way")
-        found.setdefault(key, []).append(one)
+    for measurement in measurements:
+        key = tuple(value for name, value in measurement.cell.settings.items() if name != "way")
+        found.setdefault(key, []).append(measurement)
     return [_section(_group(ones)) for ones in found.values()]
 
 
 def _group(measurements: Sequence[Measurement]) -> _Group:
     results, failures = {}, {}
-    for one in measurements:
-        way = Way(one.cell.settings["way"])
-        if one.outcome is Outcome.MEASURED:
-            results[way] = Generated(**one.result)
+    for measurement in measurements:
+        way = Way(measurement.cell.settings["way"])
+        if measurement.outcome is Outcome.MEASURED:
+            results[way] = Generated(**measurement.result)
         else:
-            failures[way] = one
+            failures[way] = measurement
     ordered = {way: results[way] for way in Way if way in results}
     return _Group(Job(**measurements[0].cell.settings), ordered, failures)
 

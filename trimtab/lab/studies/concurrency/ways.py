@@ -50,8 +50,8 @@ def generate_all(
     way: Way,
     prompts: Sequence[str],
     workers: int,
-    one: Callable[[str], Completion],
-    many: Callable[[list[str]], list[Completion]],
+    complete_one: Callable[[str], Completion],
+    complete_many: Callable[[list[str]], list[Completion]],
 ) -> list[Completion]:
     """The completions of all prompts, in their order.
 
@@ -67,28 +67,30 @@ def generate_all(
         ['A', 'B']
     """
     if way is Way.BATCH:
-        return many(list(prompts))
+        return complete_many(list(prompts))
     if way is Way.THREADS:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(one, prompts))
+            return list(pool.map(complete_one, prompts))
     if way is Way.ASYNCIO:
-        return asyncio.run(_direct(prompts, one))
+        return asyncio.run(_direct(prompts, complete_one))
     if way is Way.ASYNCIO_THREADS:
-        return asyncio.run(_in_threads(prompts, workers, one))
-    return [one(prompt) for prompt in prompts]
+        return asyncio.run(_in_threads(prompts, workers, complete_one))
+    return [complete_one(prompt) for prompt in prompts]
 
 
-async def _direct(prompts: Sequence[str], one: Callable[[str], Completion]) -> list[Completion]:
+async def _direct(prompts: Sequence[str], complete_one: Callable[[str], Completion]) -> list[Completion]:
     async def complete(prompt: str) -> Completion:
         await asyncio.sleep(0)  # yields to the other coroutines, as awaited I/O would
-        return one(prompt)
+        return complete_one(prompt)
 
     return list(await asyncio.gather(*map(complete, prompts)))
 
 
 async def _in_threads(
-    prompts: Sequence[str], workers: int, one: Callable[[str], Completion]
+    prompts: Sequence[str], workers: int, complete_one: Callable[[str], Completion]
 ) -> list[Completion]:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(workers) as pool:
-        return list(await asyncio.gather(*(loop.run_in_executor(pool, one, prompt) for prompt in prompts)))
+        return list(
+            await asyncio.gather(*(loop.run_in_executor(pool, complete_one, prompt) for prompt in prompts))
+        )

@@ -60,8 +60,8 @@ def profile_step(step: StudyStep, rounds: int, trace: str | None = None) -> Kern
     }
     for _ in range(2):  # warms up compiled kernels, the allocator and optimizer states
         step.full_step()
-    clocks = {one: _clock(run, device, rounds) for one, run in runs.items()}
-    profiles = {one: profile_run(run, device, rounds=rounds) for one, run in runs.items()}
+    clocks = {kind: _clock(run, device, rounds) for kind, run in runs.items()}
+    profiles = {kind: profile_run(run, device, rounds=rounds) for kind, run in runs.items()}
     parts: tuple[AttentionPart, ...] = ()
     if step.settings.kernels is Kernels.REFERENCE:
         parts = attention_parts(step, rounds)
@@ -110,7 +110,9 @@ def attention_parts(step: StudyStep, rounds: int) -> tuple[AttentionPart, ...]:
     product = product_flops(**size, head_dim=attention.head_dim)
     softmax = softmax_flops(**size)
     flops = {SCORES: product, SOFTMAX: softmax, VALUES: product}
-    found = [_part(times, name, one.forward, one.backward) for name, one in flops.items()]
+    found = [
+        _part(times, name, part_flops.forward, part_flops.backward) for name, part_flops in flops.items()
+    ]
     return (*found, _part(times, "attention", 0, 0))
 
 

@@ -108,22 +108,22 @@ def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> t
 
 def _kinds_section(rows: Sequence[Row]) -> Section:
     """A row for each cell and pass, a column for each kind."""
-    profiles = [(row, one, profile) for row in rows for one, profile in row.result.profiles.items()]
+    profiles = [(row, which, profile) for row in rows for which, profile in row.result.profiles.items()]
     kinds = [k for k in KernelKind if any(p.kind_share(k) > 0 for _, _, p in profiles)]
     kinds.sort(key=lambda kind: -max(profile.kind_share(kind) for _, _, profile in profiles))
     table = tuple(
-        (row.name, one.value, ms(profile.busy_seconds), *(percent(profile.kind_share(k)) for k in kinds))
-        for row, one, profile in profiles
+        (row.name, which.value, ms(profile.busy_seconds), *(percent(profile.kind_share(k)) for k in kinds))
+        for row, which, profile in profiles
     )
     head = ("cell", "pass", "sum, ms", *(kind.value for kind in kinds))
     bars = tuple(
         Bar(
-            f"{row.name}: {one.value}",
+            f"{row.name}: {which.value}",
             tuple((kind.value, 100 * profile.kind_share(kind)) for kind in kinds),
             f"{ms(profile.busy_seconds)} ms",
         )
-        for row, one, profile in profiles
-        if one is not Pass.INFERENCE
+        for row, which, profile in profiles
+        if which is not Pass.INFERENCE
     )
     others = max(profile.kind_share(KernelKind.OTHER) for _, _, profile in profiles)
     note = (
@@ -187,21 +187,21 @@ def _products_text(rows: Sequence[Row]) -> str:
         text += "Here the share rises in every cell. "
     else:
         text += f"Here the share falls in {len(fell)} and rises in {len(rose)} of {len(moved)} cells. "
-    name = max(moved, key=lambda one: abs(moved[one]))
+    name = max(moved, key=lambda cell: abs(moved[cell]))
     return text + f"It changes most in {name}: {100 * moved[name]:+.1f} percentage points."
 
 
 def _leading_section(rows: Sequence[Row]) -> Section:
     table = []
     for row in rows:
-        for one, profile in row.result.profiles.items():
+        for which, profile in row.result.profiles.items():
             if not profile.entries:
                 continue
             first = profile.entries[0]
             table.append(
                 (
                     row.name,
-                    one.value,
+                    which.value,
                     short_name(first.name),
                     first.kind.value,
                     f"{first.count:,}",
@@ -223,13 +223,13 @@ def _clock_section(rows: Sequence[Row]) -> Section:
     """Sum and span of each profile, the host's clock for the same run, and the clock without the profiler."""
     table, differences = [], []
     for row in rows:
-        for one, profile in row.result.profiles.items():
-            plain = row.result.unprofiled_seconds[one]
+        for which, profile in row.result.profiles.items():
+            plain = row.result.unprofiled_seconds[which]
             differences.append(abs(_difference(profile)))
             table.append(
                 (
                     row.name,
-                    one.value,
+                    which.value,
                     ms(profile.busy_seconds),
                     ms(profile.span_seconds),
                     ms(profile.host_seconds),
@@ -239,7 +239,7 @@ def _clock_section(rows: Sequence[Row]) -> Section:
                 )
             )
     head = ("cell", "pass", "sum, ms", "span, ms", "clock, ms", "span − clock", "clock, not profiled", "busy")
-    agreeing = sum(one <= CLOCK_TOLERANCE for one in differences)
+    agreeing = sum(difference <= CLOCK_TOLERANCE for difference in differences)
     text = (
         "Sum is the time of all entries; span is from the start of the first to the end of the last; clock is the "
         "host's time for the same run, synchronized before and after. Busy is the sum as a share of the span: the rest "

@@ -57,8 +57,10 @@ class KernelsResult:
             True
         """
         return {
-            "profiles": {one.value: profile.to_dict() for one, profile in self.profiles.items()},
-            "unprofiled_seconds": {one.value: seconds for one, seconds in self.unprofiled_seconds.items()},
+            "profiles": {which.value: profile.to_dict() for which, profile in self.profiles.items()},
+            "unprofiled_seconds": {
+                which.value: seconds for which, seconds in self.unprofiled_seconds.items()
+            },
             "attention": [asdict(part) for part in self.attention],
             "trace": self.trace,
             "ranges": self.ranges,

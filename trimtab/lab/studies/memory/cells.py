@@ -61,10 +61,12 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     on_cpu = not device.startswith("cuda")
     sizes = options.sizes or (CPU_SIZES if on_cpu else tuple(STUDY_MODELS))
     contexts = options.contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS)
-    precisions = _known("precision", options.precisions or PRECISIONS, [one.value for one in Precision])
-    passes = _known("pass", options.passes or [one.value for one in Pass], [one.value for one in Pass])
-    [kernels] = _known("set of kernels", [options.kernels], [one.value for one in Kernels])
-    [loss] = _known("loss", [options.loss], [one.value for one in Loss])
+    precisions = _known("precision", options.precisions or PRECISIONS, [member.value for member in Precision])
+    passes = _known(
+        "pass", options.passes or [member.value for member in Pass], [member.value for member in Pass]
+    )
+    [kernels] = _known("set of kernels", [options.kernels], [member.value for member in Kernels])
+    [loss] = _known("loss", [options.loss], [member.value for member in Loss])
     if options.batch < 1:
         raise RecipeError(f"--batch {options.batch} is too small", "use at least 1")
     found = []
@@ -76,8 +78,8 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
                 size, context, options.batch, Precision(precision), Kernels(kernels), Loss(loss), device
             )
             folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
-            one = MemorySettings(step, Pass(part), model.get("shape"), folder)
-            found.append(Cell(STUDY, one.to_dict()))
+            cell_settings = MemorySettings(step, Pass(part), model.get("shape"), folder)
+            found.append(Cell(STUDY, cell_settings.to_dict()))
     return found
 
 

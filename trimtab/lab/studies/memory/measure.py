@@ -101,7 +101,7 @@ def _predicted(step: StudyStep, chosen: MemorySettings) -> int | None:
         gradient_dtype="fp32",
         optimizer="adamw_torch",
         attention=kernels.unpacked_attention,
-        layer_attention=tuple(one.unpacked_attention for one in decoder.kernels),
+        layer_attention=tuple(layer.unpacked_attention for layer in decoder.kernels),
         device="cuda" if settings.device.startswith("cuda") else "cpu",
         packed=False,
         pointwise=kernels.pointwise,

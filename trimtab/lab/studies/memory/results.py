@@ -38,14 +38,14 @@ class ResidualStream:
     @property
     def count(self) -> int:
         """Number of allocations of exactly that size."""
-        return sum(one.count for one in self.found)
+        return sum(size.count for size in self.found)
 
     @property
     def own(self) -> int:
         """Number of them that are the stream itself, not a norm, a projection or a gradient of the same size."""
         stream = Role(TensorKind.ACTIVATIONS, Part.RESIDUAL).name
         return sum(
-            one.count for one in self.found if one.role == stream and one.phase == RunPhase.FORWARD.value
+            size.count for size in self.found if size.role == stream and size.phase == RunPhase.FORWARD.value
         )
 
 
@@ -82,7 +82,7 @@ class MemoryResult:
         """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             stream = record["residual"]
-            found = tuple(FoundSize(**one) for one in stream["found"])
+            found = tuple(FoundSize(**size) for size in stream["found"])
             residual = ResidualStream(**{**stream, "found": found})
             allocator = None if record["allocator"] is None else Allocator(**record["allocator"])
             memory = MemorySummary.from_dict(record["memory"])

@@ -89,7 +89,7 @@ def cells(
         [{"warm_up": warm} for warm in warm_ups],
     ]
     return [
-        Cell("step", {key: value for one in (*chosen, common) for key, value in one.items()})
+        Cell("step", {key: value for settings in (*chosen, common) for key, value in settings.items()})
         for chosen in itertools.product(*axes)
     ]
 

@@ -31,7 +31,7 @@ def _section(
     pairs = _pairs(entries, axis, base)
     if not values or not pairs:
         return Section(title, tuple(more)) if more else None
-    parts = [part for part in Part if any(one.timed.part is part for one, _ in pairs)]
+    parts = [part for part in Part if any(entry.timed.part is part for entry, _ in pairs)]
     head = ("size", "context", "setting", *(f"{part.label}, {base.value}" for part in parts), *(
         f"{part.label}, {value.value}" for value in values for part in parts
     ))  # fmt: skip
@@ -54,13 +54,15 @@ def _pairs(
 
 def _identity(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> tuple[object, ...]:
     step, own = entry.timed.step, axis(entry)
-    others = [one for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    others = [member for member in (step.precision, entry.timed.mode, step.kernels) if member is not own]
     return (entry.row, entry.column, step.batch, entry.timed.warm_up, *others)
 
 
 def _setting(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> str:
     step, own = entry.timed.step, axis(entry)
-    others = [one.value for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    others = [
+        member.value for member in (step.precision, entry.timed.mode, step.kernels) if member is not own
+    ]
     return ", ".join([*others, step.loss.label])
 
 
@@ -160,7 +162,7 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
     for (row, setting), same in grouped(compiled, lambda e: (e.row, _setting(e, _mode))).items():
         # The first part of a configuration compiles; the others find its kernels in the cache.
         results = [entry.result for entry in same if entry.result]
-        longest = max(results, key=lambda one: one.compile_seconds or 0.0)
+        longest = max(results, key=lambda result: result.compile_seconds or 0.0)
         seconds = longest.compile_seconds or 0.0
         cached = " (kernels from the cache)" if longest.from_cache else ""
         rows.append(
@@ -178,7 +180,7 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
         note = "A step is forward + backward. Programs are cached on disk: a second process reuses their kernels."
         blocks.append(Table("Compiling", head, tuple(rows), note))
     changed = [e.result for e in entries if e.result and e.timed.mode is not Mode.EAGER]
-    differences = [one.difference for one in changed if one.difference is not None]
+    differences = [result.difference for result in changed if result.difference is not None]
     if differences:
         text = (
             "Before anything was timed, loss and gradient norms were compared with eager mode's: they differ by at "

@@ -19,7 +19,7 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     Raises:
         DataError: a record is damaged.
     """
-    entries = [Entry.of(one) for one in measurements]
+    entries = [Entry.of(measurement) for measurement in measurements]
     warm_ups = [entry for entry in entries if entry.timed.fresh]
     steps = [entry for entry in entries if not entry.timed.fresh]
     found: list[Section | None] = [

@@ -120,18 +120,18 @@ def _doubts(grid: Grid) -> list[str]:
     """Warnings about noisy times."""
     results = [entry.result for entry in grid.entries if entry.result]
     found = []
-    spread = max((one.times.host.std_ms / one.times.host.mean_ms for one in results), default=0.0)
+    spread = max((result.times.host.std_ms / result.times.host.mean_ms for result in results), default=0.0)
     if spread > NOISY:
         found.append(
             f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and smaller "
             "differences mean nothing. Measure on an idle machine, with more steps."
         )
-    shares = [one.cpu_share for one in results if one.cpu_share is not None]
+    shares = [result.cpu_share for result in results if result.cpu_share is not None]
     if shares and min(shares) < UNDISTURBED:
         found.append(
             f"Other programs used the processor: this process ran {between(shares, percent)} of the time."
         )
-    if any(one.ceiling_share > 1 for one in results):
+    if any(result.ceiling_share > 1 for result in results):
         found.append(
             "A share of the measured peak above 100 % means that other programs disturbed the measurement of the peak."
         )
@@ -254,15 +254,15 @@ def _optimizer_share(both: StepResult | None, full: StepResult | None) -> str:
 
 def _ceiling_text(grid: Grid) -> str:
     results = [entry.result for entry in grid.entries if entry.result]
-    flops, copies = [one.ceiling_flops for one in results], [one.copy_bytes for one in results]
-    dtypes = ", ".join(dict.fromkeys(one.ceiling_dtype for one in results))
+    flops, copies = [result.ceiling_flops for result in results], [result.copy_bytes for result in results]
+    dtypes = ", ".join(dict.fromkeys(result.ceiling_dtype for result in results))
     text = (
         f"Measured peak of this device: {between(flops, flops_rate)} for a large {dtypes} product, and "
         f"{between(copies, format_bytes)} per second for a large copy."
     )
-    sheets = {one.sheet_flops for one in results if one.sheet_flops}
+    sheets = {result.sheet_flops for result in results if result.sheet_flops}
     if sheets:
         text += f" Its data sheet gives {between(sorted(sheets), flops_rate)}; MFU is the share of that."
         return text
-    threads = between([one.threads for one in results], "{:.0f}".format)
+    threads = between([result.threads for result in results], "{:.0f}".format)
     return f"{text} Threads of the host: {threads}."
