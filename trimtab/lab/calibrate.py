@@ -201,8 +201,8 @@ class _Measuring:
 
     def _has_products(self) -> bool:
         """Whether the training dtype has a product: without one it would have no rate."""
-        wanted = {"bf16" if self.device.bf16 else "fp32"}
-        return wanted <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
+        required = {"bf16" if self.device.bf16 else "fp32"}
+        return required <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
 
     def _best_copy(self) -> float:
         copies = [s.moved / s.seconds for s in self.samples if s.kind is Kind.COPY and s.moved >= LARGE_COPY]

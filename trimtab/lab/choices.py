@@ -29,14 +29,14 @@ def choose_members(kind: type[Member], words: Sequence[str], option: str) -> lis
         ['BF16', 'FP32']
     """
     known = {str(member.value): member for member in kind}
-    found: dict[Member, None] = {}
+    members: dict[Member, None] = {}
     for word in words:
         if word not in known:
             near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             raise RecipeError(f"{option} {word!r} is unknown", f"{hint}choose from {', '.join(known)}")
-        found[known[word]] = None
-    return list(found)
+        members[known[word]] = None
+    return list(members)
 
 
 def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int]:

@@ -46,15 +46,15 @@ def record_compilations() -> Iterator[Callable[[], CompileLog]]:
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(MOST_COMPILATIONS)
     before = _seconds()
-    found: list[CompileLog] = []
+    logs: list[CompileLog] = []
 
     def recorded() -> CompileLog:
-        return found[0] if found else _read(before)
+        return logs[0] if logs else _read(before)
 
     try:
         yield recorded
     finally:
-        found.append(_read(before))
+        logs.append(_read(before))
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
 
 
@@ -75,14 +75,14 @@ def _read(before: float) -> CompileLog:
 
 def _breaks(reasons: list[Any]) -> tuple[GraphBreak, ...]:
     """Graph breaks by place: one in an inlined function occurs again when that function is compiled alone."""
-    found: dict[str, list[str]] = {}
+    reasons_by_place: dict[str, list[str]] = {}
     for entry in reasons:
         if not entry.graph_break:
             continue
         frame = entry.user_stack[-1] if entry.user_stack else None
         place = "unknown" if frame is None else place_of(frame.filename, frame.lineno)
-        found.setdefault(place, []).append(break_reason(entry.reason))
-    return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in found.items())
+        reasons_by_place.setdefault(place, []).append(break_reason(entry.reason))
+    return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in reasons_by_place.items())
 
 
 def break_reason(text: str) -> str:

@@ -68,8 +68,8 @@ def missing(package: str) -> str | None:
         >>> missing("torch"), missing("no_such_package")
         (None, 'no_such_package is not installed')
     """
-    found = importlib.util.find_spec(package) is not None
-    return None if found else f"{package} is not installed"
+    is_installed = importlib.util.find_spec(package) is not None
+    return None if is_installed else f"{package} is not installed"
 
 
 def disagreement(

@@ -38,15 +38,15 @@ LOAD_SECONDS = 0.4
 
 def load_warnings(device: str) -> list[str]:
     """Warnings about other work on the machine; call it before measuring."""
-    found = []
+    warnings = []
     if hasattr(os, "getloadavg"):
         load, cores = os.getloadavg()[0], host_cores() or 1
         if load > BUSY_LOAD * cores:
-            found.append(f"the machine is busy: a load average of {load:.1f} on {cores} cores")
+            warnings.append(f"the machine is busy: a load average of {load:.1f} on {cores} cores")
     if device.startswith("cuda"):
         used = _nvidia_smi("utilization.gpu")
         if used is not None and used.isdigit() and int(used) > BUSY_GPU:
-            found.append(f"the GPU is busy: {used} % utilization before the measurement")
+            warnings.append(f"the GPU is busy: {used} % utilization before the measurement")
         names = [
             process.describe()
             for process in other_processes(torch.cuda.current_device())
@@ -55,10 +55,10 @@ def load_warnings(device: str) -> list[str]:
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
         if names:
-            found.append(f"other processes use the GPU: {', '.join(names)}")
+            warnings.append(f"other processes use the GPU: {', '.join(names)}")
         elif others > OTHERS_BYTES:  # in a container the driver may list none
-            found.append(f"other processes use {format_bytes(others)} of the GPU's memory")
-    return found
+            warnings.append(f"other processes use {format_bytes(others)} of the GPU's memory")
+    return warnings
 
 
 def clock_warnings(work: Run) -> list[str]:

@@ -68,11 +68,11 @@ class MemoryTimeline:
             >>> MemoryTimeline((MemoryEvent(0.0, 8), MemoryEvent(0.5, -8))).levels()
             [(0.0, 8), (0.5, 0)]
         """
-        found, level = [], 0
+        levels, level = [], 0
         for event in self.events:
             level += event.nbytes
-            found.append((event.seconds, level))
-        return found
+            levels.append((event.seconds, level))
+        return levels
 
     @property
     def peak_bytes(self) -> int:
@@ -150,21 +150,21 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
     """
     kind = "cuda" if device.startswith("cuda") else "cpu"
     index = torch.cuda.current_device() if kind == "cuda" else None
-    found: list[tuple[int, Any, Around]] = []
+    entries: list[tuple[int, Any, Around]] = []
     waiting: list[tuple[Any, Around]] = [(root, Around()) for root in roots]
     while waiting:
         event, around = waiting.pop()
         if event.tag == _EventType.TorchOp:
             around = _inside(event, around)
             if around.label is not None and event.name.startswith(LABEL):
-                found.append((event.start_time_ns, None, around))
+                entries.append((event.start_time_ns, None, around))
         elif event.tag == _EventType.Allocation:
             fields = event.extra_fields
             if fields.device.type == kind and (index is None or fields.device.index == index):
-                found.append((event.start_time_ns, fields, around))
+                entries.append((event.start_time_ns, fields, around))
         waiting += [(child, around) for child in event.children]
-    found.sort(key=lambda entry: entry[0])
-    return list(_in_order(found))
+    entries.sort(key=lambda entry: entry[0])
+    return list(_in_order(entries))
 
 
 def _inside(event: Any, around: Around) -> Around:
@@ -180,12 +180,12 @@ def _inside(event: Any, around: Around) -> Around:
     return replace(around, call=event.id, operation=name)
 
 
-def _in_order(found: list[tuple[int, Any, Around]]) -> Iterator[MemoryEvent]:
+def _in_order(entries: list[tuple[int, Any, Around]]) -> Iterator[MemoryEvent]:
     """Memory events from (nanoseconds, fields of an allocation, ranges); the start of a labelled range has no
     fields."""
-    first = next((nanoseconds for nanoseconds, fields, _ in found if fields is not None), 0)
+    first = next((nanoseconds for nanoseconds, fields, _ in entries if fields is not None), 0)
     after = None
-    for nanoseconds, fields, around in found:
+    for nanoseconds, fields, around in entries:
         if fields is None:
             after = around.label
         else:

@@ -86,8 +86,8 @@ def attribute(
             blocks.append(replace(UNNAMED, nbytes=-event.nbytes, end=number, address=event.address))
         else:
             start = blocks[index].start
-            made = None if start is None else events[start].around
-            blocks[index] = replace(_released(blocks[index], made, event.around), end=number)
+            allocation = None if start is None else events[start].around
+            blocks[index] = replace(_released(blocks[index], allocation, event.around), end=number)
     for entry in known:
         index = _latest(makers.get(entry.address, []), entry.operations)
         if index is not None:
@@ -108,10 +108,10 @@ def _block(
     if around.label is None and around.node is None:
         return replace(block, role=role_of(Place(phase), "", None))
     if around.label is None:
-        made = forward.get(around.sequence or 0, Origin())
+        origin = forward.get(around.sequence or 0, Origin())
         part = Part.PARAMETER_GRADIENTS if around.accumulates else Part.GRADIENTS
-        module = f"backward of {made.module}" if made.module else "backward"
-        return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=made.line)
+        module = f"backward of {origin.module}" if origin.module else "backward"
+        return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=origin.line)
     operation = operations[around.label]
     block = replace(block, module=operation.origin.module, line=operation.origin.line)
     if operation.place.phase is RunPhase.BACKWARD:  # recomputation: results are not recorded
@@ -123,29 +123,29 @@ def _block(
     return replace(block, role=role, name=f"{short} {result.text}", tensor_bytes=result.nbytes)
 
 
-def _released(block: Block, made: Around | None, released: Around) -> Block:
+def _released(block: Block, allocated: Around | None, released: Around) -> Block:
     """Refines a block's role by the place of its release: scratch, or a temporary gradient of a parameter."""
-    if made is None or block.role.kind is not TensorKind.ACTIVATIONS:
+    if allocated is None or block.role.kind is not TensorKind.ACTIVATIONS:
         return block
-    if made.label is None and made.node is not None and made.node == released.node:
+    if allocated.label is None and allocated.node is not None and allocated.node == released.node:
         return replace(block, role=SCRATCH, name=f"scratch of {block.name}")
-    if made.label is not None and made.call is not None and made.call == released.call:
+    if allocated.label is not None and allocated.call is not None and allocated.call == released.call:
         return replace(block, role=SCRATCH)
     if released.accumulates and block.role.part is Part.GRADIENTS:
         return replace(block, role=replace(block.role, part=Part.PARAMETER_GRADIENTS))
     return block
 
 
-def _latest(made: Sequence[tuple[int, int]], operations: int) -> int | None:
+def _latest(allocations: Sequence[tuple[int, int]], operations: int) -> int | None:
     """The last block at an address that was allocated before operation number `operations`."""
-    found = [block for operation, block in made if operation < operations]
-    return found[-1] if found else None
+    candidates = [block for operation, block in allocations if operation < operations]
+    return candidates[-1] if candidates else None
 
 
 def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
     """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
-    found: dict[int, Block] = {}
+    blocks: dict[int, Block] = {}
     for named in named_tensors(model, optimizer):
         storage = named.tensor.untyped_storage()
         if named.tensor.device.type == kind and storage.nbytes():
@@ -157,10 +157,10 @@ def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: st
                 tensor_bytes=storage.nbytes(),
                 address=storage.data_ptr(),
             )
-            found.setdefault(block.address, block)
+            blocks.setdefault(block.address, block)
     if kind == "cpu":
-        return list(found.values())
-    return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), found))
+        return list(blocks.values())
+    return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), blocks))
 
 
 def _allocated(segments: Any, device: int, named: dict[int, Block]) -> Iterator[Block]:

@@ -112,10 +112,10 @@ class Moment:
 
     def by_kind(self) -> dict[TensorKind, int]:
         """Bytes of each bucket."""
-        found = dict.fromkeys(TensorKind, 0)
+        totals = dict.fromkeys(TensorKind, 0)
         for role, nbytes in self.roles.items():
-            found[role.kind] += nbytes
-        return found
+            totals[role.kind] += nbytes
+        return totals
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,10 @@ def spans(phases: Sequence[RunPhase]) -> tuple[PhaseSpan, ...]:
         >>> [(one.phase.value, one.start, one.end) for one in spans([RunPhase.LOSS, RunPhase.LOSS, RunPhase.BACKWARD])]
         [('loss', 0, 2), ('backward', 2, 3)]
     """
-    found: list[PhaseSpan] = []
+    spans: list[PhaseSpan] = []
     for event, phase in enumerate(phases):
-        if found and found[-1].phase is phase:
-            found[-1] = dataclasses.replace(found[-1], end=event + 1)
+        if spans and spans[-1].phase is phase:
+            spans[-1] = dataclasses.replace(spans[-1], end=event + 1)
         else:
-            found.append(PhaseSpan(phase, event, event + 1))
-    return tuple(found)
+            spans.append(PhaseSpan(phase, event, event + 1))
+    return tuple(spans)

@@ -134,9 +134,9 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
     """
     moments = list(timeline.moments())
     peak = max(moments, key=lambda moment: moment.total)
-    made = {block.start: block for block in timeline.blocks if block.start is not None}
+    allocated = {block.start: block for block in timeline.blocks if block.start is not None}
     phase = timeline.phase_at(peak.event)
-    reached = made.get(peak.event)
+    reached = allocated.get(peak.event)
     return MemorySummary(
         peak_bytes=peak.total,
         before_bytes=moments[0].total,
@@ -149,7 +149,7 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
             if role.kind is TensorKind.ACTIVATIONS and nbytes
         },
         largest=group_allocations(timeline.alive_at(peak.event))[:largest],
-        timeline=_drawn(timeline, moments, made, points),
+        timeline=_drawn(timeline, moments, allocated, points),
     )
 
 
@@ -175,8 +175,8 @@ def group_allocations(blocks: Iterable[Block]) -> tuple[Allocations, ...]:
         for block in blocks
         if block.start is not None
     )
-    found = [Allocations(nbytes, count, *rest) for (nbytes, *rest), count in counts.items()]
-    return tuple(sorted(found, key=lambda group: -group.total))
+    groups = [Allocations(nbytes, count, *rest) for (nbytes, *rest), count in counts.items()]
+    return tuple(sorted(groups, key=lambda group: -group.total))
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _module(block: Block) -> str:
 
 
 def _drawn(
-    timeline: AttributedTimeline, moments: Sequence[Moment], made: Mapping[int, Block], points: int
+    timeline: AttributedTimeline, moments: Sequence[Moment], allocated: Mapping[int, Block], points: int
 ) -> DrawnTimeline:
     peak = max(moment.total for moment in moments)
     least = int(SIGNIFICANT * peak)
@@ -239,7 +239,7 @@ def _drawn(
     return DrawnTimeline(
         tuple(number for number, _ in chosen),
         {name: values for name, values in series.items() if any(values)},
-        tuple(_title(timeline, moment, made) for _, moment in chosen),
+        tuple(_title(timeline, moment, allocated) for _, moment in chosen),
         tuple(span for span in phases if span.end > span.start),
         len(events) + 1,
         least,
@@ -256,19 +256,19 @@ def _largest_of_stretches(
     # indices of `moments`, whose first one precedes all events
     starts = [0, *(event + 1 for event in events)]
     step = -(-len(starts) // points)
-    found = []
+    largest = []
     for number in range(0, len(starts), step):
         end = starts[number + step] if number + step < len(starts) else len(moments)
-        found.append((number, max(moments[starts[number] : end], key=lambda moment: moment.total)))
-    return found
+        largest.append((number, max(moments[starts[number] : end], key=lambda moment: moment.total)))
+    return largest
 
 
-def _title(timeline: AttributedTimeline, moment: Moment, made: Mapping[int, Block]) -> str:
+def _title(timeline: AttributedTimeline, moment: Moment, allocated: Mapping[int, Block]) -> str:
     """The title of a moment: the phase, and the allocating module."""
     phase = timeline.phase_at(moment.event)
     if phase is None:
         return "before"
-    block = made.get(moment.event)
+    block = allocated.get(moment.event)
     if block is None:
         return f"{phase.value}: released"
     return f"{phase.value}: {block.module or block.name}"

@@ -113,8 +113,8 @@ def measure_operations(
     )
     step()
     parts = labelled_attention_parts if attention_parts else nullcontext
-    found = (_profiled(decoder, step, device, parts()) for _ in range(rounds))
-    return min(found, key=lambda times: times.step_seconds)
+    candidates = (_profiled(decoder, step, device, parts()) for _ in range(rounds))
+    return min(candidates, key=lambda times: times.step_seconds)
 
 
 def _profiled(

@@ -90,7 +90,7 @@ def two_passes(
         ([False, True], torch.Size([4, 8]))
     """
     leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.items()}
-    wanted = [x for x in leaves.values() if x.requires_grad]
+    differentiated = [x for x in leaves.values() if x.requires_grad]
     graph: list[Any] = []
 
     def backward() -> object:
@@ -98,7 +98,7 @@ def two_passes(
             outs = function(**leaves)
             outs = outs if isinstance(outs, tuple) else (outs,)
             graph.extend((outs, [torch.randn_like(out) for out in outs]))
-        return torch.autograd.grad(graph[0], wanted, graph[1], retain_graph=True)
+        return torch.autograd.grad(graph[0], differentiated, graph[1], retain_graph=True)
 
     return [
         Probe(kind, dtype, costs[0].flops, costs[0].moved, lambda: function(**leaves), impl=impl, dims=dims),

@@ -87,13 +87,13 @@ def norm_probes(choices: Choices, N: int, C: int) -> list[Probe]:
         )
 
     norm = partial(rms_norm, eps=1e-6, impl=impl)
-    found = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
+    probes = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
     if impl == "triton":  # the kernel of a block's second norm includes the residual addition before it
         both = partial(add_rms_norm, eps=1e-6, impl=impl)
         inputs = {**inputs, "residual": choices.random(N, C)}
         name = f"{impl} with addition"
-        found += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
-    return found
+        probes += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
+    return probes
 
 
 def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
@@ -108,14 +108,16 @@ def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
 
 
 def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
-    dtype, impl, found = choices.dtype, choices.pointwise, []
+    dtype, impl, probes = choices.dtype, choices.pointwise, []
     # Triton's RoPE kernel also normalizes queries and keys; elsewhere these norms are separate kernels.
     for norm in (False, True) if impl == "triton" else (False,):
-        made = rope_spec.make_inputs(rope_spec.Case("probe", B, T, H, K, D, norm=norm), dtype, choices.kind)
-        angles = {"cos_BTF": made["cos"], "sin_BTF": made["sin"]}
-        inputs = {"q_BTHD": made["q"], "k_BTKD": made["k"], **angles}
+        arguments = rope_spec.make_inputs(
+            rope_spec.Case("probe", B, T, H, K, D, norm=norm), dtype, choices.kind
+        )
+        angles = {"cos_BTF": arguments["cos"], "sin_BTF": arguments["sin"]}
+        inputs = {"q_BTHD": arguments["q"], "k_BTKD": arguments["k"], **angles}
         if norm:
-            inputs |= {"q_weight_D": made["q_weight"], "k_weight_D": made["k_weight"]}
+            inputs |= {"q_weight_D": arguments["q_weight"], "k_weight_D": arguments["k_weight"]}
         forward, backward = (
             Cost(
                 rope_spec.flops(B * T, H, K, D, norm=norm, backward=way),
@@ -123,7 +125,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
             )
             for way in (False, True)
         )
-        found += two_passes(
+        probes += two_passes(
             Kind.ROPE,
             dtype,
             f"{impl} with norm" if norm else impl,
@@ -133,7 +135,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
             dims=(B, T, H, K, D),
             frozen=tuple(angles),
         )
-    return found
+    return probes
 
 
 def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
@@ -149,7 +151,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
         "k_BSKD": choices.random(B, T, K, D),
         "v_BSKD": choices.random(B, T, K, D),
     }
-    found = []
+    probes = []
     for impl, documents in runs:
         masked = impl in attention_spec.MASKED  # it reads a mask and skips no pairs
         layout = Layout.causal()
@@ -166,7 +168,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             )
             for way in (False, True)
         )
-        found += two_passes(
+        probes += two_passes(
             Kind.ATTENTION,
             dtype,
             f"{impl} packed" if documents and masked else impl,
@@ -175,7 +177,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             (forward, backward),
             dims=(pairs // (B * T), D),
         )
-    return found
+    return probes
 
 
 def add_probes(choices: Choices, N: int, C: int) -> list[Probe]:

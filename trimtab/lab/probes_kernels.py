@@ -203,12 +203,12 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
         parameter.grad = choices.random(size, size) * 1e-3
         parameters.append((str(number), parameter))
     grad_scale, skip = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
-    found = []
+    probes = []
     for name in OPTIMIZERS:
         step = build(name, parameters, lr=1e-5, impl=impl).step
         shape = (size, size)
         flops = adamw8bit_spec.flops(shape) * len(parameters) if name == "adamw_8bit" else 0
-        found.append(
+        probes.append(
             Probe(
                 Kind.OPTIMIZER,
                 dtype,
@@ -219,4 +219,4 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
                 dims=(elements,),
             )
         )
-    return found
+    return probes

@@ -86,12 +86,14 @@ class Profile:
             >>> [(one.kind.value, one.calls, one.share) for one in found]
             [('GEMM', 2, 0.75), ('elementwise', 1, 0.25)]
         """
-        found = []
+        kind_times = []
         for kind in dict.fromkeys(entry.kind for entry in self.entries):
-            own = [entry for entry in self.entries if entry.kind is kind]
-            seconds = sum(entry.seconds for entry in own)
-            found.append(KindTime(kind, sum(entry.count for entry in own), seconds, self.share(seconds)))
-        return sorted(found, key=lambda kind_time: -kind_time.seconds)
+            kind_entries = [entry for entry in self.entries if entry.kind is kind]
+            seconds = sum(entry.seconds for entry in kind_entries)
+            kind_times.append(
+                KindTime(kind, sum(entry.count for entry in kind_entries), seconds, self.share(seconds))
+            )
+        return sorted(kind_times, key=lambda kind_time: -kind_time.seconds)
 
     def kind_share(self, kind: KernelKind) -> float:
         """Share of a kind in the time of all entries.
@@ -111,8 +113,8 @@ class Profile:
                 500.00 ms     2 × mm
         """
         busy, span = 1e3 * self.busy_seconds, 1e3 * self.span_seconds
-        found = [f"kernels {self.calls}, busy {busy:.1f} ms, from first to last {span:.1f} ms"]
-        return found + [
+        lines = [f"kernels {self.calls}, busy {busy:.1f} ms, from first to last {span:.1f} ms"]
+        return lines + [
             f"  {1e3 * entry.seconds:8.2f} ms {entry.count:5d} × {entry.name[:110]}"
             for entry in self.entries[:shown]
         ]

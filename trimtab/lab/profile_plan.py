@@ -107,12 +107,12 @@ def operation_rows(
 
 def _predicted(plan: Plan) -> dict[str, float]:
     """Predicted seconds of each operation in one microbatch; empty if the device's rates are unknown."""
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for operation in plan.time.step.operations if plan.time.step is not None else ():
         if operation.phase == UPDATE:
             continue
         name = (
             ADDITIONS if operation.kind is Kind.ADD and operation.name.endswith(".grad") else operation.name
         )
-        found[name] = found.get(name, 0.0) + operation.total / plan.job.accumulation
-    return found
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + operation.total / plan.job.accumulation
+    return seconds_by_name

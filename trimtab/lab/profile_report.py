@@ -31,18 +31,18 @@ def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) 
 
 def profile_sections(result: ProfileResult) -> list[Section]:
     """All sections, the summary first."""
-    found = [
+    sections = [
         Section("At a glance", tuple(_glance(result))),
         Section("What would help most", tuple(_suggestions(result))),
     ]
     if result.details is not None:
-        found += kernel_sections({"full step": result.details.kernels}, id="profile")
-        found += [
+        sections += kernel_sections({"full step": result.details.kernels}, id="profile")
+        sections += [
             Section("Time by operation", tuple(_operations(result, result.details))),
             Section("Memory", tuple(_memory(result, result.details))),
         ]
-    found.append(Section("What was profiled", tuple(_job(result))))
-    return found
+    sections.append(Section("What was profiled", tuple(_job(result))))
+    return sections
 
 
 def _glance(result: ProfileResult) -> Iterator[Block]:
@@ -58,10 +58,10 @@ def _glance(result: ProfileResult) -> Iterator[Block]:
         ("tokens per second", format_rate(result.tokens_per_second), _rate(result), ""),
     ]
     if result.update is not None:
-        own = result.update.host.median_ms / 1e3
+        measured = result.update.host.median_ms / 1e3
         planned = None if predicted is None else predicted.update_seconds
         shown = NOTHING if planned is None else f"{ms(planned)} ms"
-        rows.append(("optimizer alone", f"{ms(own)} ms", shown, _error(own, planned)))
+        rows.append(("optimizer alone", f"{ms(measured)} ms", shown, _error(measured, planned)))
     rows.append((_ceiling_words(result)[0], percent(result.ceiling_share), "", ""))
     if result.peak_bytes:
         rows.append(
@@ -183,8 +183,8 @@ def _operations(result: ProfileResult, details: Details) -> Iterator[Block]:
     head += ("predicted, ms", "error of the prediction") if predicted else ()
     table = [(*_operation_cells(row, total), *(_predicted_cells(row) if predicted else ())) for row in shown]
     if rest:
-        own, planned = sum(row.measured for row in rest), sum(row.predicted or 0.0 for row in rest)
-        others = (f"{len(rest)} others", "", "", "", ms(own), percent(own / total))
+        measured, planned = sum(row.measured for row in rest), sum(row.predicted or 0.0 for row in rest)
+        others = (f"{len(rest)} others", "", "", "", ms(measured), percent(measured / total))
         table.append((*others, *((ms(planned), "") if predicted else ())))
     yield Table("", head, tuple(table))
 

@@ -62,10 +62,10 @@ def profile_run(
         ('aten::mm', 'GEMM')
     """
     check_profiler(device)
-    found = [_profiled(run, device)]
-    while len(found) < rounds and sum(result.host_seconds for result in found) < budget_seconds:
-        found.append(_profiled(run, device))
-    return min(found, key=lambda result: result.host_seconds)
+    results = [_profiled(run, device)]
+    while len(results) < rounds and sum(result.host_seconds for result in results) < budget_seconds:
+        results.append(_profiled(run, device))
+    return min(results, key=lambda result: result.host_seconds)
 
 
 def _profiled(run: Callable[[], object], device: str) -> Profile:
@@ -82,22 +82,28 @@ def summarize(events: Iterable[Any], *, cuda: bool, host_seconds: float) -> Prof
         NotSupported: a GPU ran and none of its kernels was recorded.
     """
     device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    own = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    if cuda and not own:
+    device_events = [
+        event for event in events if event.device_type == device and not event.is_user_annotation
+    ]
+    if cuda and not device_events:
         raise NotSupported(
             "the profiler recorded no kernel: the driver may not permit it, or another profiler runs; "
             f"{STILL_WORKS}"
         )
-    found: dict[tuple[str, KernelKind], list[float]] = {}
-    for event in own:
+    seconds_by_entry: dict[tuple[str, KernelKind], list[float]] = {}
+    for event in device_events:
         spent = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         kind = kind_of(event.name) if cuda else _operator_kind(event)
-        found.setdefault((event.name, kind), []).append(spent / 1e6)
-    entries = [Entry(name, len(values), sum(values), kind) for (name, kind), values in found.items()]
+        seconds_by_entry.setdefault((event.name, kind), []).append(spent / 1e6)
+    entries = [
+        Entry(name, len(values), sum(values), kind) for (name, kind), values in seconds_by_entry.items()
+    ]
     entries.sort(key=lambda entry: -entry.seconds)
     span = 0.0
-    if own:
-        span = (max(e.time_range.end for e in own) - min(e.time_range.start for e in own)) / 1e6
+    if device_events:
+        span = (
+            max(e.time_range.end for e in device_events) - min(e.time_range.start for e in device_events)
+        ) / 1e6
     return Profile(tuple(entries), span, host_seconds, "cuda" if cuda else "cpu")
 
 

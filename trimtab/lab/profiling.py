@@ -92,13 +92,13 @@ def profile_recipe(
         >>> result.tokens_per_second, result.suggestions[0].lines                    # doctest: +SKIP
         (1834.2, ('recompute: none',))
     """
-    options, tell = options or ProfileOptions(), progress or (lambda text: None)
-    found = find_target(_recipe(recipe, keys))
-    check_options(options, found.prepared)
-    check_fits(found.prepared.plan, found.prepared.device)
-    explainer = MemoryExplainer(found.prepared.plan)
-    with current_gpu(found.prepared.recipe.device), torch_put_back(), _explained(explainer, found):
-        return _Profiling(found, options, explainer, tell).result()
+    options, progress_callback = options or ProfileOptions(), progress or (lambda text: None)
+    target = find_target(_recipe(recipe, keys))
+    check_options(options, target.prepared)
+    check_fits(target.prepared.plan, target.prepared.device)
+    explainer = MemoryExplainer(target.prepared.plan)
+    with current_gpu(target.prepared.recipe.device), torch_put_back(), _explained(explainer, target):
+        return _Profiling(target, options, explainer, progress_callback).result()
 
 
 def _recipe(given: Recipe | str | Path | dict[str, Any], keys: dict[str, Any]) -> Recipe:
@@ -112,14 +112,14 @@ def _recipe(given: Recipe | str | Path | dict[str, Any], keys: dict[str, Any]) -
 
 
 @contextmanager
-def _explained(explainer: MemoryExplainer, found: ProfileTarget) -> Iterator[None]:
+def _explained(explainer: MemoryExplainer, target: ProfileTarget) -> Iterator[None]:
     """Turns running out of memory in any phase into an error with the largest tensors and a change that fits."""
     try:
         with explainer.during(RunPhase.OTHER):
             yield
     except ExplainedOutOfMemory as error:
         report = error.report
-        changes = training_suggestions(report, found.prepared.plan, began=False)
+        changes = training_suggestions(report, target.prepared.plan, began=False)
         remedy = f"set {changes[0].describe()}" if changes else "use a device with more memory"
         raise ExplainedOutOfMemory(report, remedy, tuple(essentials(report))) from error.__cause__
 
@@ -141,13 +141,13 @@ class _Profiling:
     """One profile, measured part by part."""
 
     def __init__(
-        self, found: ProfileTarget, options: ProfileOptions, explainer: MemoryExplainer, tell: Progress
+        self, target: ProfileTarget, options: ProfileOptions, explainer: MemoryExplainer, tell: Progress
     ) -> None:
-        self.found, self.options, self.explainer, self.tell = found, options, explainer, tell
-        self.prepared = found.prepared
+        self.found, self.options, self.explainer, self.tell = target, options, explainer, tell
+        self.prepared = target.prepared
         self.device = self.prepared.device.kind
         self.phases = _Phases(explainer)
-        self.notes = list(found.notes)
+        self.notes = list(target.notes)
         self.is_slow = False
         self.step = self._built(self.prepared)
 

@@ -92,8 +92,8 @@ def ready_step(step: StudyStep, mode: Mode, part: Part) -> ReadyStep:
     if mode is Mode.GRAPHS:
         captured = GraphStep(step, part)
         loss, norms = captured.verify()
-        found = Fingerprint(loss, norms, _scale(step, loss))
-        return ReadyStep(captured.prepared, Preparation(difference=_compare(step, found, expected)))
+        actual = Fingerprint(loss, norms, _scale(step, loss))
+        return ReadyStep(captured.prepared, Preparation(difference=_compare(step, actual, expected)))
     seconds, from_cache = compile_step(step)
     difference = _compare(step, fingerprint(step), expected)
     return ReadyStep(step.prepared(part), Preparation(seconds, from_cache, difference))
@@ -165,22 +165,24 @@ def fingerprint(step: StudyStep) -> Fingerprint:
     return Fingerprint(value, tuple(norms.tolist()), _scale(step, value))
 
 
-def disagreement(found: Fingerprint, expected: Fingerprint) -> tuple[float, float]:
+def disagreement(actual: Fingerprint, expected: Fingerprint) -> tuple[float, float]:
     """Relative differences: (of the loss or the global gradient norm, the larger; the largest of a gradient's norm).
 
     Example:
         >>> disagreement(Fingerprint(1.0, (3.0, 4.0), 1.0), Fingerprint(1.0, (3.0, 4.04), 1.0))[1] < 0.0101
         True
     """
-    if not all(math.isfinite(value) for value in (found.loss, expected.loss, *found.norms, *expected.norms)):
+    if not all(
+        math.isfinite(value) for value in (actual.loss, expected.loss, *actual.norms, *expected.norms)
+    ):
         return math.inf, math.inf  # `max` would pass over a NaN
-    loss = abs(found.loss - expected.loss) / expected.scale
+    loss = abs(actual.loss - expected.loss) / expected.scale
     if not expected.norms:
         return loss, 0.0
     floor = SMALL_NORM * max(expected.norms)
-    each = max(abs(a - b) / max(b, floor, 1e-30) for a, b in zip(found.norms, expected.norms, strict=True))
+    each = max(abs(a - b) / max(b, floor, 1e-30) for a, b in zip(actual.norms, expected.norms, strict=True))
     total = math.hypot(*expected.norms)
-    return max(loss, abs(math.hypot(*found.norms) - total) / max(total, 1e-30)), each
+    return max(loss, abs(math.hypot(*actual.norms) - total) / max(total, 1e-30)), each
 
 
 def _eager_fingerprint(step: StudyStep) -> Fingerprint | None:
@@ -197,13 +199,13 @@ def _eager_fingerprint(step: StudyStep) -> Fingerprint | None:
     return None
 
 
-def _compare(step: StudyStep, found: Fingerprint, expected: Fingerprint | None) -> float | None:
+def _compare(step: StudyStep, actual: Fingerprint, expected: Fingerprint | None) -> float | None:
     if expected is None:
         return None
-    if not found.norms:  # a captured forward pass has no gradients
+    if not actual.norms:  # a captured forward pass has no gradients
         expected = Fingerprint(expected.loss, (), expected.scale)
     allowed = FP32_TOLERANCE if step.settings.precision.value == "fp32" else TOLERANCE
-    whole, each = disagreement(found, expected)
+    whole, each = disagreement(actual, expected)
     if whole > allowed.whole or each > allowed.each:
         raise RuntimeError(
             f"loss or gradients differ from eager mode: {whole:.2g} in total (allowed {allowed.whole:g}), "

@@ -64,9 +64,11 @@ def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestio
         ('recompute: none',)
     """
     limit, recipe = min(plan.limit, plan.device.available_bytes), plan.recipe
-    found = [_suggestion(effect) for effect in list_effects(plan) if effect.change.keys]
-    found = [change for change in [*found, *_fastest_batch(plan, planner)] if change.needed <= limit]
-    by_time, by_memory = _by_time(plan, found), _by_memory(plan, found)
+    suggestions = [_suggestion(effect) for effect in list_effects(plan) if effect.change.keys]
+    suggestions = [
+        change for change in [*suggestions, *_fastest_batch(plan, planner)] if change.needed <= limit
+    ]
+    by_time, by_memory = _by_time(plan, suggestions), _by_memory(plan, suggestions)
     is_fixed = recipe.recompute != "auto" or recipe.gradient_checkpointing is not None
     if is_fixed and plan.memory.needed > TIGHT * limit:
         largest = sorted(by_memory, key=lambda change: (not change.same_training, -change.saved))
@@ -105,12 +107,12 @@ def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
     )
 
 
-def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
+def _by_time(plan: Plan, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
     """Suggestions that make a step faster, the fastest first."""
     least = -WORTH * (plan.time.step_seconds or 0.0)
     faster = [
         (suggestion.seconds, suggestion)
-        for suggestion in found
+        for suggestion in suggestions
         if suggestion.seconds is not None and suggestion.seconds < least
     ]
     return [
@@ -118,9 +120,9 @@ def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
     ]
 
 
-def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
+def _by_memory(plan: Plan, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
     """Suggestions that save memory, those with the fewest seconds per byte first; without times, the largest first."""
-    saving = [suggestion for suggestion in found if suggestion.saved > WORTH * plan.memory.needed]
+    saving = [suggestion for suggestion in suggestions if suggestion.saved > WORTH * plan.memory.needed]
 
     def price(suggestion: Suggestion) -> float:
         return (
@@ -132,10 +134,10 @@ def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
     return sorted(saving, key=lambda suggestion: (not suggestion.same_training, price(suggestion)))
 
 
-def _one_per_key(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
+def _one_per_key(suggestions: Iterable[Suggestion]) -> Iterator[Suggestion]:
     """The first suggestion of each recipe key."""
     seen: set[str] = set()
-    for suggestion in found:
+    for suggestion in suggestions:
         key = suggestion.lines[0].partition(":")[0]
         if key not in seen:
             seen.add(key)

@@ -48,12 +48,12 @@ def suite_cells(name: str, *, device: str, memory_bytes: int) -> list[Cell]:
         hint = f"did you mean {near[0]}? " if near else ""
         raise RecipeError(f"there is no suite {name!r}", f"{hint}the suites are {' and '.join(SUITES)}")
     if name == "full":
-        found = _full(device, memory_bytes)
+        cells = _full(device, memory_bytes)
     elif device.startswith("cuda"):
-        found = _study_on_gpu(device, memory_bytes)
+        cells = _study_on_gpu(device, memory_bytes)
     else:
-        found = _study_on_cpu(device, memory_bytes)
-    return list({cell.key: cell for cell in found}.values())
+        cells = _study_on_cpu(device, memory_bytes)
+    return list({cell.key: cell for cell in cells}.values())
 
 
 def _full(device: str, memory_bytes: int) -> Iterator[Cell]:

@@ -68,10 +68,10 @@ def run_sweep(
         >>> run_sweep(cells, Path("lab"), device="cpu")[0].outcome                   # doctest: +SKIP
         <Outcome.MEASURED: 'measured'>
     """
-    made = provenance(device, PACKAGES, commit)
-    machine = Machine(made["device"], made["versions"])
+    origin = provenance(device, PACKAGES, commit)
+    machine = Machine(origin["device"], origin["versions"])
     known = {} if again else _known(folder / RECORDS, machine)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     begun = time.perf_counter()
     with _Worker(device, folder / LOG) as worker:
         for number, cell in enumerate(cells):
@@ -95,14 +95,14 @@ def run_sweep(
                     answer["message"],
                     seconds,
                     machine,
-                    made["commit"],
+                    origin["commit"],
                     timestamp(),
                 )
                 append_record(folder / RECORDS, measurement.to_dict())
-            found.append(measurement)
+            measurements.append(measurement)
             if progress is not None:
                 progress(number + 1, len(cells), cell, measurement)
-    return found
+    return measurements
 
 
 def _is_over(begun: float, limit_seconds: float | None) -> bool:
@@ -115,7 +115,7 @@ def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
     Raises:
         DataError: a path is missing, or has no measurement.
     """
-    found: dict[tuple[str, str], Measurement] = {}
+    latest: dict[tuple[str, str], Measurement] = {}
     damaged = 0
     for path in paths:
         for file in record_files(path):
@@ -123,9 +123,9 @@ def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
             damaged += torn
             for measurement in measurements:
                 key = (measurement.cell.key, measurement.machine.name)
-                if key not in found or found[key].time <= measurement.time:
-                    found[key] = measurement
-    return list(found.values()), damaged
+                if key not in latest or latest[key].time <= measurement.time:
+                    latest[key] = measurement
+    return list(latest.values()), damaged
 
 
 def record_files(path: Path) -> list[Path]:
@@ -140,10 +140,10 @@ def record_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
-    if not found:
+    files = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
+    if not files:
         raise DataError(f"{path} has no {RECORDS}", f"give a folder with {RECORDS}, or such a file")
-    return found
+    return files
 
 
 def _read_file(file: Path) -> tuple[list[Measurement], int]:
@@ -152,15 +152,15 @@ def _read_file(file: Path) -> tuple[list[Measurement], int]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}", f"give a folder with {RECORDS}") from None
-    found, damaged = [], 0
+    measurements, damaged = [], 0
     for line in filter(str.strip, lines):
         try:
-            found.append(Measurement.from_dict(json.loads(line)))
+            measurements.append(Measurement.from_dict(json.loads(line)))
         except (json.JSONDecodeError, RecursionError, DataError, TypeError):
             damaged += 1
-    if not found:
+    if not measurements:
         raise DataError(f"{file} has no measurements", "run a study first: trimtab bench sizes")
-    return found, damaged
+    return measurements, damaged
 
 
 def _known(path: Path, machine: Machine) -> dict[str, Measurement]:

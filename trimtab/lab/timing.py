@@ -86,8 +86,8 @@ def summary(times_ms: list[float], host_ms: float = 0.0) -> Timing:
         >>> summary([1.0, 2.0, 9.0, 2.0, 3.0])
         Timing(median_ms=2.0, low_ms=1.0, high_ms=9.0, runs=5, host_ms=0.0)
     """
-    found = Samples(tuple(times_ms))
-    return Timing(found.median_ms, found.low_ms, found.high_ms, found.repetitions, host_ms)
+    samples = Samples(tuple(times_ms))
+    return Timing(samples.median_ms, samples.low_ms, samples.high_ms, samples.repetitions, host_ms)
 
 
 def time_once(run: Run, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -178,11 +178,11 @@ def time_samples(
     for number in range(warm_up):
         if number == 0 or (clock() - start) * 1e3 < budget_ms:
             timer.expect("", timer.launch(prepare()))  # the last launch counts: the first may compile
-    found: list[float] = []
+    times: list[float] = []
     start = clock()
-    while len(found) < repetitions and (not found or (clock() - start) * 1e3 < budget_ms):
-        found += timer.times("", prepare(), 1)
-    return Samples(tuple(found))
+    while len(times) < repetitions and (not times or (clock() - start) * 1e3 < budget_ms):
+        times += timer.times("", prepare(), 1)
+    return Samples(tuple(times))
 
 
 def cache_state(device: str) -> CacheState:
@@ -213,12 +213,12 @@ class _CpuTimer:
         """Does nothing: there is no launch to wait for."""
 
     def times(self, name: str, run: Run, count: int) -> list[float]:
-        found = []
+        times = []
         for _ in range(count):
             start = time.perf_counter()
             run()
-            found.append((time.perf_counter() - start) * 1e3)
-        return found
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
 
 
 class _CudaTimer:
@@ -278,10 +278,10 @@ def ceilings(device: str = "cuda", precision: str | None = None) -> Ceilings:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        found = _measure_ceilings("cuda", min(2**30, free // 8), size, dtype, name, 10 * major + minor)
+        measured = _measure_ceilings("cuda", min(2**30, free // 8), size, dtype, name, 10 * major + minor)
     finally:
         torch.set_float32_matmul_precision(before)
-    return replace(found, matmul_dtype="tf32") if precision == "tf32" else found
+    return replace(measured, matmul_dtype="tf32") if precision == "tf32" else measured
 
 
 def _measure_ceilings(

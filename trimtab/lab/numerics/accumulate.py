@@ -236,13 +236,13 @@ def _stagnation(sum_format: str, addend: Fraction | None, step: int | None) -> S
     overflows before it."""
     if addend is None:
         return None
-    found = FORMATS[sum_format]
+    sum_dtype = FORMATS[sum_format]
     total = Fraction(0)
-    while found.spacing(total) / 2 < abs(addend):
-        total = total * 2 or found.smallest_normal
-    if total > found.largest:
+    while sum_dtype.spacing(total) / 2 < abs(addend):
+        total = total * 2 or sum_dtype.smallest_normal
+    if total > sum_dtype.largest:
         return None
-    return Stagnation(-total if addend < 0 else total, found.spacing(total), step)
+    return Stagnation(-total if addend < 0 else total, sum_dtype.spacing(total), step)
 
 
 def _difference(result: float, exact: Fraction) -> float:

@@ -86,19 +86,19 @@ def _sums(study: AccumulateStudy) -> Section:
 def _lesson(four: Sequence[SumRow]) -> str:
     """Summarizes the four cases, from the computed rows."""
     narrow, mixed, cast = four[1], four[2], four[3]
-    said = []
+    sentences = []
     if None not in (mixed.addend_error, mixed.adding_error):
         before, after = abs(mixed.addend_error or 0.0), abs(mixed.adding_error or 0.0)
         where = "there before anything is added" if before >= after else "made while adding"
-        said.append(f"With an fp32 sum of fp16 addends, most of the error is {where}.")
+        sentences.append(f"With an fp32 sum of fp16 addends, most of the error is {where}.")
     if mixed.result == cast.result:
-        said.append("Casting the addend first changes nothing: torch adds in the wider dtype by itself.")
+        sentences.append("Casting the addend first changes nothing: torch adds in the wider dtype by itself.")
     if abs(narrow.error) > abs(mixed.error):
-        said.append(
+        sentences.append(
             "The sum in fp16 is further off than the fp32 sum of the same addends: an accumulator needs more bits "
             "than its addends."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _mixture_note(rows: Sequence[SumRow]) -> str:
@@ -111,17 +111,17 @@ def _stagnation(study: AccumulateStudy) -> Section:
     rows = [row for row in study.rows if row.method is Method.PLAIN and row.sum_format != "fp64"]
     cells = []
     for row in rows:
-        found = row.stagnation
-        if found is None:
+        stagnation = row.stagnation
+        if stagnation is None:
             cells.append((_name(row), "never: it overflows first", "", "", ""))
             continue
-        reached = f"addition {found.step}" if found.step else f"not in {study.count} additions"
+        reached = f"addition {stagnation.step}" if stagnation.step else f"not in {study.count} additions"
         cells.append(
             (
                 _name(row),
-                short_decimal(found.total, 9),
-                short_decimal(found.spacing, 4),
-                short_decimal(found.spacing / 2, 4),
+                short_decimal(stagnation.total, 9),
+                short_decimal(stagnation.spacing, 4),
+                short_decimal(stagnation.spacing / 2, 4),
                 reached,
             )
         )

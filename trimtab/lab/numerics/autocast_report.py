@@ -199,15 +199,17 @@ def _norms(rows: Sequence[NormRow]) -> Section:
 
 def _norm_lesson(rows: Sequence[NormRow]) -> str:
     """Summarizes the table."""
-    said = []
+    sentences = []
     for name in ("fp16", "bf16"):
-        own = [row for row in rows if row.format == name]
-        lost = [row for row in own if row.error > 0.5]
-        factor = sorted(row.error / row.error_fp32_inside for row in own)[len(own) // 2]
+        dtype_rows = [row for row in rows if row.format == name]
+        lost = [row for row in dtype_rows if row.error > 0.5]
+        factor = sorted(row.error / row.error_fp32_inside for row in dtype_rows)[len(dtype_rows) // 2]
         part = f"In {name} the steps in 16 bits make the error {factor:.1f} times as large in the median row"
         if lost:
             part += f", and the signal is lost from activations of {lost[0].scale:g} on"
-        said.append(f"{part}.")
+        sentences.append(f"{part}.")
     worst = max(rows, key=lambda row: row.error_fp32_inside)
-    said.append(f"With fp32 inside no error is above {worst.error_fp32_inside:.2g}, the last rounding's.")
-    return " ".join(said)
+    sentences.append(
+        f"With fp32 inside no error is above {worst.error_fp32_inside:.2g}, the last rounding's."
+    )
+    return " ".join(sentences)

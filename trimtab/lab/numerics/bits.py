@@ -79,7 +79,7 @@ def study_bits(
     largest = _block_absmax(numbers, absmax)
     floats = tuple(FORMATS[name] for name in names if name in FORMATS)
     codes = tuple(CODES[name] for name in names if name in CODES)
-    found = tuple(
+    stored = tuple(
         NumberBits(
             text.strip(),
             number,
@@ -88,7 +88,7 @@ def study_bits(
         )
         for text, number in zip(values, numbers, strict=True)
     )
-    return BitsStudy(found, floats, codes, largest)
+    return BitsStudy(stored, floats, codes, largest)
 
 
 def _block_absmax(numbers: Sequence[Number], given: str | None) -> Fraction:

@@ -63,15 +63,17 @@ def _introduction(number: NumberBits) -> str:
             "code for it."
         )
     stored = [row.name for row in number.floats if row.outcome is Outcome.EXACT]
-    kept = f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
+    exactness = (
+        f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
+    )
     # Compared by bit length: Python refuses to write integers of more than 4300 digits.
     if len(number.text) > 40 or value.numerator.bit_length() + value.denominator.bit_length() > 120:
-        return f"The number is {kept}."
+        return f"The number is {exactness}."
     if str(value) == number.text:
-        return f"{value} is a binary fraction, {kept}."
+        return f"{value} is a binary fraction, {exactness}."
     if not is_binary(value):
         return f"{number.text} = {value}: the denominator is no power of two, so that every binary format rounds it."
-    return f"{number.text} = {value}: a binary fraction, {kept}."
+    return f"{number.text} = {value}: a binary fraction, {exactness}."
 
 
 def _bit_lines(row: StoredFloat | StoredCode) -> list[str]:
@@ -146,8 +148,10 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
         smallest = short_decimal(row.format.smallest_subnormal, 3)
         return f"everything: at most half of the smallest number, {smallest}"
     if row.kind is Kind.SUBNORMAL:
-        kept = row.format.fields(row.pattern)[2].bit_length()
-        return f"{_lost_share(row)}; a subnormal with {kept} of {row.format.mantissa_bits + 1} bits"
+        significant_bits = row.format.fields(row.pattern)[2].bit_length()
+        return (
+            f"{_lost_share(row)}; a subnormal with {significant_bits} of {row.format.mantissa_bits + 1} bits"
+        )
     return _lost_share(row)
 
 

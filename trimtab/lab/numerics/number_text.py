@@ -73,11 +73,11 @@ def _check_exponent(text: str, exponent: str | None) -> None:
 
 
 def _stored(name: str, bits: str) -> Number:
-    found, pattern = find_format(name), int(bits, 0)
-    width = found.num_bits + found.unused_bits
+    float_format, pattern = find_format(name), int(bits, 0)
+    width = float_format.num_bits + float_format.unused_bits
     if pattern >= 2**width:
         raise RecipeError(f"{name} has {width} bits, but {bits} has more", f"use at most {width} bits")
-    return found.decode(pattern >> found.unused_bits)
+    return float_format.decode(pattern >> float_format.unused_bits)
 
 
 def exact_decimal(value: Fraction) -> str:

@@ -179,7 +179,7 @@ _FAMILIES = ((Scheme.INT8_ABSMAX, Scheme.INT8_AFFINE), (Scheme.NF4, Scheme.NF4_D
 
 def _restored(x_RC: torch.Tensor, blocks: Sequence[int]) -> dict[_Key, tuple[int, torch.Tensor]]:
     """(bytes, dequantized values) of every scheme."""
-    found: dict[_Key, tuple[int, torch.Tensor]] = {}
+    restored: dict[_Key, tuple[int, torch.Tensor]] = {}
     shape = (x_RC.shape[0], x_RC.shape[1])
     for scheme, word in ((Scheme.INT8_ABSMAX, "absmax"), (Scheme.INT8_AFFINE, "affine")):
         ways = [("tensor", "tensor", 0), ("row", "row", shape[1])]
@@ -187,13 +187,13 @@ def _restored(x_RC: torch.Tensor, blocks: Sequence[int]) -> dict[_Key, tuple[int
         for shared_by, granularity, length in ways:
             tensor = int8.quantize(x_RC, granularity=granularity, group=length or 1, scheme=word)
             size = int8_spec.tensor_bytes(shape, length, scheme is Scheme.INT8_AFFINE)
-            found[scheme, shared_by] = size, int8.dequantize(tensor)
+            restored[scheme, shared_by] = size, int8.dequantize(tensor)
     for scheme in (Scheme.NF4, Scheme.NF4_DOUBLE):
         double = scheme is Scheme.NF4_DOUBLE
         for block in blocks:
             weight = nf4.quantize(x_RC, block=block, double=double)
-            found[scheme, f"{block} values"] = weight.num_bytes, nf4.dequantize(weight)
-    return found
+            restored[scheme, f"{block} values"] = weight.num_bytes, nf4.dequantize(weight)
+    return restored
 
 
 def _error_row(
@@ -209,9 +209,11 @@ def _error_row(
 
 def _error_distribution(errors_RC: dict[_Key, torch.Tensor], family: tuple[Scheme, ...]) -> Distribution:
     """The errors of a family's schemes: with one scale, with one for each row, and in the smallest blocks."""
-    own = {f"{scheme.value}, {shared}": e for (scheme, shared), e in errors_RC.items() if scheme in family}
-    names = [name for name in own if name.endswith(("tensor", "row"))] or list(own)
-    return _distribution({name: own[name] for name in names[:4]}, symmetric=True)
+    errors_by_name = {
+        f"{scheme.value}, {shared}": e for (scheme, shared), e in errors_RC.items() if scheme in family
+    }
+    names = [name for name in errors_by_name if name.endswith(("tensor", "row"))] or list(errors_by_name)
+    return _distribution({name: errors_by_name[name] for name in names[:4]}, symmetric=True)
 
 
 def _distribution(named: dict[str, torch.Tensor], *, symmetric: bool) -> Distribution:

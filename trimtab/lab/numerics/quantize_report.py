@@ -39,9 +39,13 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else math.inf
 
 
-def _histogram(id: str, title: str, label: str, found: Distribution) -> Histogram:
+def _histogram(id: str, title: str, label: str, distribution: Distribution) -> Histogram:
     return Histogram(
-        id, title, label, found.edges, tuple((histogram.name, histogram.counts) for histogram in found.counts)
+        id,
+        title,
+        label,
+        distribution.edges,
+        tuple((histogram.name, histogram.counts) for histogram in distribution.counts),
     )
 
 

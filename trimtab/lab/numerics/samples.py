@@ -101,12 +101,12 @@ def _read(path: Path, name: str) -> tuple[torch.Tensor, list[int]]:
                 f"{path.name} has no tensor '{shortened(name)}'",
                 f"{hint}name one with :TENSOR; it has {shown}",
             )
-        found = opened.get_slice(name)
-        shape = list(found.get_shape())
+        stored = opened.get_slice(name)
+        shape = list(stored.get_shape())
         if not math.prod(shape):
             raise DataError(f"{name} in {path.name} is empty", "choose another tensor")
         inner = math.prod(shape[1:])
-        tensor = found[: -(-MOST_VALUES // inner)] if shape else opened.get_tensor(name)
+        tensor = stored[: -(-MOST_VALUES // inner)] if shape else opened.get_tensor(name)
     if not tensor.is_floating_point():
         raise DataError(
             f"{name} in {path.name} has the dtype {tensor.dtype}", "choose a floating-point tensor"

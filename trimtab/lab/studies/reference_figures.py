@@ -65,10 +65,10 @@ def reference_forward(size: str, context: int) -> str:
     by_context = FORWARD.get(size, {})
     if context not in by_context:
         return "–"
-    found = by_context[context]
-    if found is None:
+    milliseconds = by_context[context]
+    if milliseconds is None:
         return "out of memory"
-    return f"{FORWARD_AT_128[size]:.1f} and {found:.1f}" if context == 128 else f"{found:.1f}"
+    return f"{FORWARD_AT_128[size]:.1f} and {milliseconds:.1f}" if context == 128 else f"{milliseconds:.1f}"
 
 
 def reference_forward_backward(size: str, context: int) -> str:

@@ -107,16 +107,16 @@ def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: 
     options = options or Options()
     checked = _checked(options, device)
     settings = _attention(checked, device, memory_bytes, long_tiled=TILED in options.backends)
-    found = [Cell(STUDY, entry.to_dict()) for entry in settings]
+    cells = [Cell(STUDY, entry.to_dict()) for entry in settings]
     if checked.weighted_sum:
-        found += [
+        cells += [
             Cell(STUDY, WeightedSumSettings(
                 impl, dtype, device=device, repetitions=checked.repetitions, seconds=checked.seconds
             ).to_dict())
             for dtype in checked.dtypes
             for impl in WEIGHTED_SUM_IMPLS
         ]  # fmt: skip
-    return found
+    return cells
 
 
 def _attention(
@@ -144,7 +144,7 @@ def _checked(options: Options, device: str) -> Options:
     """The options with the defaults of the device; raises RecipeError for invalid values."""
     cpu = device == "cpu"
     lengths = tuple(length for length in LENGTHS if not cpu or length <= LONGEST_ON_CPU)
-    found = replace(
+    checked = replace(
         options,
         backends=_known("backend", options.backends, BACKENDS) or BACKENDS,
         dtypes=_known("dtype", [dtype_alias(name) for name in options.dtypes], DTYPES)
@@ -157,7 +157,7 @@ def _checked(options: Options, device: str) -> Options:
     _positive("repetitions", [options.repetitions])
     if not options.seconds > 0:
         raise RecipeError(f"--seconds {options.seconds:g} leaves no time to measure", "use more than 0")
-    return found
+    return checked
 
 
 def _known(option: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

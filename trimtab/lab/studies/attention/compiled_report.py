@@ -52,7 +52,7 @@ def compiled_section(readings: Readings) -> Section | None:
 
 
 def _pairs(readings: Readings) -> list[_Pair]:
-    found = []
+    pairs = []
     for reading in sorted(readings.all, key=_order(readings)):
         s = reading.settings
         if s.mode is Mode.EAGER or reading.result is None:
@@ -60,8 +60,8 @@ def _pairs(readings: Readings) -> list[_Pair]:
         eager = readings.result(reading.group, s.length, s.head_dim, Variant.of(s.backend))
         if eager is not None:
             place = (reading.group.title, str(s.head_dim), str(s.length))
-            found.append(_Pair(str(Variant.of(s.backend)), place, eager, reading.result))
-    return found
+            pairs.append(_Pair(str(Variant.of(s.backend)), place, eager, reading.result))
+    return pairs
 
 
 def _order(readings: Readings) -> Callable[[Reading], tuple[int, int, int, int]]:
@@ -95,19 +95,19 @@ def _text(pairs: list[_Pair]) -> str:
     cold = [pair.compiled.compile_seconds for pair in pairs if not pair.compiled.compile_cached]
     slower = [pair for pair in pairs if pair.saved_ms <= 0]
     memory = [pair.compiled.before_backward_bytes / pair.eager.before_backward_bytes for pair in pairs]
-    found = [
+    sentences = [
         "torch.compile fuses the operations between the two products (scaling, mask, softmax, casts) into fewer "
         f"kernels. Over {len(pairs)} shapes the compiled forward pass was {_range(forward)} as fast as the eager one, "
         f"backward {_range(backward)}; memory before backward was {_range(memory)} eager's."
     ]
     if slower:
-        found.append(f"In {len(slower)} of them forward and backward together were not faster.")
+        sentences.append(f"In {len(slower)} of them forward and backward together were not faster.")
     if cold:
-        found.append(
+        sentences.append(
             f"Compiling took {min(cold):.1f} to {max(cold):.1f} s for each shape, once per process; torch keeps the "
             "code on disk, and loads it from there in the next one."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _range(ratios: list[float]) -> str:

@@ -55,8 +55,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 def measure_attention(settings: AttentionSettings) -> AttentionResult:
     """Verifies the backend, then measures memory and times."""
     if settings.memory_bytes is not None:
-        need, there = format_bytes(at_least(settings)), format_bytes(settings.memory_bytes)
-        raise PredictedOutOfMemory(f"needs at least {need}, and the device has {there}")
+        needed, available = format_bytes(at_least(settings)), format_bytes(settings.memory_bytes)
+        raise PredictedOutOfMemory(f"needs at least {needed}, and the device has {available}")
     check_supported(settings, _capability(settings.device), triton=runs_triton(torch.device(settings.device)))
     if is_compiled(settings):
         use_cache_folder()
@@ -117,9 +117,9 @@ def _verify(settings: AttentionSettings) -> None:
     case = Case("check", s.batch, s.length, s.length, s.heads, s.heads, s.head_dim, causal=s.causal)
     plain = build_attention(replace(s, backend=PLAIN, mode=Mode.EAGER))
     truth = _results(plain, *make_inputs(case, "fp64", s.device)[:4])
-    own = _results(plain, *make_inputs(case, s.dtype, s.device)[:4])
+    same_dtype = _results(plain, *make_inputs(case, s.dtype, s.device)[:4])
     got = _results(build_attention(s), *make_inputs(case, s.dtype, s.device)[:4])
-    sentence = disagreement(RESULTS, got, truth, own, s.dtype)
+    sentence = disagreement(RESULTS, got, truth, same_dtype, s.dtype)
     if sentence is not None:
         raise WrongResult(f"{s.backend} in {s.dtype} is not timed: {sentence}")
 
@@ -139,7 +139,7 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
     compile_seconds, compile_cached = _first_call(run) if is_compiled(settings) else (0.0, False)
     if not is_compiled(settings):
         run.forward_backward()  # allocates library workspaces, which are not memory of the operation
-    kept = kept_bytes(run.forward, device)
+    saved = kept_bytes(run.forward, device)
     peak = peak_bytes(run.forward_backward, device)
     forward, backward = (
         time_samples(
@@ -153,7 +153,7 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
     )
     return AttentionResult(
         PassTimes(forward, backward, cache_state(device)),
-        before_backward_bytes=run.input_bytes + kept,
+        before_backward_bytes=run.input_bytes + saved,
         peak_bytes=run.input_bytes + peak,
         usable_bytes=usable,
         compile_seconds=compile_seconds,

@@ -50,14 +50,14 @@ def memory_section(readings: Readings) -> Section | None:
 
 def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[str, ...] | None:
     """The row of the longest measured length, at its largest head dimension."""
-    own = [
+    candidates = [
         reading
         for reading in readings.all
         if reading.group == group and reading.variant == variant and reading.result is not None
     ]
-    if not own:
+    if not candidates:
         return None
-    last = max(own, key=lambda reading: (reading.settings.length, reading.settings.head_dim))
+    last = max(candidates, key=lambda reading: (reading.settings.length, reading.settings.head_dim))
     s, result = last.settings, last.result
     assert result is not None
     measured, predicted = result.before_backward_bytes, before_backward(s)
@@ -104,7 +104,7 @@ def _limit_rows(
     readings: Readings, group: Group, variant: Variant, usable_bytes: int
 ) -> list[tuple[str, ...]]:
     """One row for all head dimensions with the same outcome."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    head_dims_by_outcome: dict[tuple[str, str, str], list[int]] = {}
     for head_dim in readings.head_dims(group):
         ends: dict[Outcome, list[int]] = {}
         for length in readings.lengths(group):
@@ -117,7 +117,7 @@ def _limit_rows(
             _first(ends.get(Outcome.OUT_OF_MEMORY)),
             _first(ends.get(Outcome.PREDICTED_OUT_OF_MEMORY)),
         )
-        found.setdefault(key, []).append(head_dim)
+        head_dims_by_outcome.setdefault(key, []).append(head_dim)
     return [
         (
             group.title,
@@ -126,7 +126,7 @@ def _limit_rows(
             *key,
             _longest(group, variant, head_dims, usable_bytes),
         )
-        for key, head_dims in found.items()
+        for key, head_dims in head_dims_by_outcome.items()
     ]
 
 
@@ -156,25 +156,27 @@ def _limits_text(readings: Readings, usable_bytes: int) -> str:
     stopped = [reading for reading in readings.all if reading.outcome is Outcome.OUT_OF_MEMORY]
     predicted = [reading for reading in readings.all if reading.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
     measured = [reading.settings.length for reading in readings.all if reading.result is not None]
-    found = [f"A cell could allocate {format_bytes(usable_bytes)}."]
+    sentences = [f"A cell could allocate {format_bytes(usable_bytes)}."]
     if not stopped and not predicted:
-        found.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
+        sentences.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
     if stopped:
-        found.append(_stopped_text(stopped))
+        sentences.append(_stopped_text(stopped))
     if predicted:
-        found.append(
+        sentences.append(
             f"Not tried, because the formula alone exceeds the device's memory: {len(predicted)} of "
             f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
         )
     flash = [
-        reading.result.peak_bytes for reading in readings.all if _is_longest_flash(reading, max(measured))
-    ]  # type: ignore[union-attr]
+        reading.result.peak_bytes  # type: ignore[union-attr]
+        for reading in readings.all
+        if _is_longest_flash(reading, max(measured))
+    ]
     if flash:
-        found.append(
+        sentences.append(
             f"At {max(measured)} tokens the tiled backends had at most {format_bytes(max(flash))} allocated in both "
             "passes together."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _stopped_text(stopped: list[Reading]) -> str:

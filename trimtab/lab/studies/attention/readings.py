@@ -119,8 +119,8 @@ class Readings:
 
     def result(self, group: Group, length: int, head_dim: int, variant: Variant) -> AttentionResult | None:
         """The result of one cell; None where there is none."""
-        found = self.find(group, length, head_dim, variant)
-        return None if found is None else found.result
+        reading = self.find(group, length, head_dim, variant)
+        return None if reading is None else reading.result
 
     def lengths(self, group: Group) -> list[int]:
         """Sequence lengths of a group, ascending."""
@@ -139,13 +139,15 @@ class Readings:
 
     def obstacles(self) -> list[tuple[Variant, str, str, str]]:
         """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
-        found: dict[tuple[Variant, str, str], list[str]] = {}
+        dtypes_by_reason: dict[tuple[Variant, str, str], list[str]] = {}
         for reading in self.all:
             if reading.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
-                found.setdefault((reading.variant, reading.outcome.value, reading.message), []).append(
-                    reading.settings.dtype
-                )
+                dtypes_by_reason.setdefault(
+                    (reading.variant, reading.outcome.value, reading.message), []
+                ).append(reading.settings.dtype)
         return [
             (variant, ", ".join(dict.fromkeys(dtypes)), outcome, message)
-            for (variant, outcome, message), dtypes in sorted(found.items(), key=lambda item: item[0])
+            for (variant, outcome, message), dtypes in sorted(
+                dtypes_by_reason.items(), key=lambda item: item[0]
+            )
         ]

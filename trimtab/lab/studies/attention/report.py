@@ -34,19 +34,23 @@ CACHES = {
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """Times and memory of each group of settings, then the comparisons."""
     readings = Readings(measurements)
-    found: list[Section | None] = []
+    report_sections: list[Section | None] = []
     if readings.all:
-        found.append(_reading_section(readings))
-        found += [_group_section(readings, group) for group in readings.groups if readings.variants(group)]
-        found += [
+        report_sections.append(_reading_section(readings))
+        report_sections += [
+            _group_section(readings, group) for group in readings.groups if readings.variants(group)
+        ]
+        report_sections += [
             _flash_section(readings),
             compiled_section(readings),
             memory_section(readings),
             limits_section(readings),
             _obstacle_section(readings),
         ]
-    found.append(_weighted_sum_section([m for m in measurements if is_weighted_sum(m.cell.settings)]))
-    return [section for section in found if section is not None]
+    report_sections.append(
+        _weighted_sum_section([m for m in measurements if is_weighted_sum(m.cell.settings)])
+    )
+    return [section for section in report_sections if section is not None]
 
 
 def _reading_section(readings: Readings) -> Section:
@@ -104,13 +108,14 @@ def _flash_section(readings: Readings) -> Section | None:
             continue
         lines = []
         for variant in flash_variants(readings, group):
-            said: dict[str, list[str]] = {}
+            head_dims_by_sentence: dict[str, list[str]] = {}
             for head_dim in readings.head_dims(group):
-                found = crossover(readings, group, head_dim, variant)
-                if found.verdicts:
-                    said.setdefault(found.describe(), []).append(str(head_dim))
+                comparison = crossover(readings, group, head_dim, variant)
+                if comparison.verdicts:
+                    head_dims_by_sentence.setdefault(comparison.describe(), []).append(str(head_dim))
             lines += [
-                f"{variant}, head dim {', '.join(dims)}: {sentence}." for sentence, dims in said.items()
+                f"{variant}, head dim {', '.join(dims)}: {sentence}."
+                for sentence, dims in head_dims_by_sentence.items()
             ]
         blocks += [table, *(Text(line) for line in lines)]
     if not blocks:

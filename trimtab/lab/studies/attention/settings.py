@@ -82,12 +82,12 @@ class AttentionSettings:
         """The settings of a cell; raises DataError for those of another study or version."""
         try:
             mode, visibility = Mode(settings["mode"]), Visibility(settings["visibility"])
-            found = AttentionSettings(**{**settings, "mode": mode, "visibility": visibility})
+            parsed = AttentionSettings(**{**settings, "mode": mode, "visibility": visibility})
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_record("settings", f"{type(error).__name__}: {error}") from None
-        if found.backend not in BACKENDS:
-            raise damaged_record("settings", f"there is no backend {found.backend!r}")
-        return found
+        if parsed.backend not in BACKENDS:
+            raise damaged_record("settings", f"there is no backend {parsed.backend!r}")
+        return parsed
 
 
 @dataclass(frozen=True)

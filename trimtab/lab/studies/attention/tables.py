@@ -45,7 +45,7 @@ def times_table(readings: Readings, group: Group) -> Table:
         if reading.group == group and reading.result is not None
         for samples in (reading.result.times.forward, reading.result.times.backward)
     ]
-    made = (
+    repetitions = (
         f"{min(counts)} to {max(counts)}"
         if counts and min(counts) < max(counts)
         else f"{max(counts, default=0)}"
@@ -57,7 +57,7 @@ def times_table(readings: Readings, group: Group) -> Table:
         lambda result: (
             f"{format_ms(result.times.forward.median_ms)} / {format_ms(result.times.backward.median_ms)}"
         ),
-        f"Medians of {made} repetitions. The records have every time, mean and standard deviation.",
+        f"Medians of {repetitions} repetitions. The records have every time, mean and standard deviation.",
     )
 
 
@@ -157,12 +157,12 @@ def charts(readings: Readings, group: Group) -> list[LineChart]:
 def _series(
     readings: Readings, group: Group, head_dim: int, value: Callable[[AttentionResult], float]
 ) -> tuple[Series, ...]:
-    found = []
+    series = []
     for variant in readings.variants(group):
         points = []
         for length in readings.lengths(group):
             result = readings.result(group, length, head_dim, variant)
             points.append((float(length), None if result is None else value(result)))
         if any(y is not None for _, y in points):
-            found.append(Series(str(variant), tuple(points)))
-    return tuple(found)
+            series.append(Series(str(variant), tuple(points)))
+    return tuple(series)

@@ -64,11 +64,11 @@ def measure_weighted_sum(settings: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _verify(impl: str, dtype: str, device: str) -> None:
     """Compares the sum and its gradients with torch's in fp64; raises WrongSum if the error is too large."""
-    truth, own, got = (
+    truth, same_dtype, got = (
         _results(implementation, precision, device)
         for implementation, precision in (("reference", "fp64"), ("reference", dtype), (impl, dtype))
     )
-    sentence = disagreement(RESULTS, got, truth, own, dtype)
+    sentence = disagreement(RESULTS, got, truth, same_dtype, dtype)
     if sentence is not None:
         raise WrongSum(f"{impl} in {dtype} is not timed: {sentence}")
 

@@ -73,10 +73,10 @@ def checked_name(name: str) -> str:
         >>> checked_name("weight-decay")
         'weight_decay'
     """
-    found = name.replace("-", "_")
-    if found in CLAIMS:
-        return found
-    near = difflib.get_close_matches(found, CLAIMS, n=1, cutoff=0.5)
+    claim = name.replace("-", "_")
+    if claim in CLAIMS:
+        return claim
+    near = difflib.get_close_matches(claim, CLAIMS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise RecipeError(f"there is no claim {name!r}", f"{hint}the claims are {', '.join(CLAIMS)}")
 

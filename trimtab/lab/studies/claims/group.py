@@ -43,20 +43,20 @@ class Group:
 
     def values(self, variant: str, metric: Metric) -> list[float]:
         """A metric after training, one value per seed with a result."""
-        found = [result.after(metric) for result in self.of(variant)]
-        return [value for value in found if value is not None]
+        metric_values = [result.after(metric) for result in self.of(variant)]
+        return [value for value in metric_values if value is not None]
 
     def differences(self, variant: str, baseline: str, metric: Metric) -> list[float]:
         """Variant − baseline of each seed that has both; seeds for which both diverged are skipped."""
-        found = []
+        differences = []
         for seed in self.seeds:
             variant_value, baseline_value = (
                 self.results[name, seed].after(metric) if (name, seed) in self.results else None
                 for name in (variant, baseline)
             )
             if variant_value is not None and baseline_value is not None:
-                found.append(metric.difference(variant_value, baseline_value))
-        return [value for value in found if not math.isnan(value)]
+                differences.append(metric.difference(variant_value, baseline_value))
+        return [value for value in differences if not math.isnan(value)]
 
     def interval(self, variant: str, baseline: str, metric: Metric) -> Interval | None:
         """The interval of the paired difference."""
@@ -68,8 +68,8 @@ class Group:
 
     def shrinkage(self, variant: str) -> float | None:
         """The share by which decay alone shrinks weights, mean over seeds; None without a result."""
-        found = [result.shrinkage for result in self.of(variant)]
-        return statistics.fmean(found) if found else None
+        shrinkages = [result.shrinkage for result in self.of(variant)]
+        return statistics.fmean(shrinkages) if shrinkages else None
 
     def verdict(self, hypothesis: Hypothesis) -> Verdict:
         """The verdict of the runs on a hypothesis."""
@@ -113,16 +113,16 @@ def percent(share: float) -> str:
 
 def grouped(measurements: Sequence[Measurement]) -> list[Group]:
     """Groups runs, in the order of the claims and then of appearance."""
-    found: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
+    runs: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
     for measurement in measurements:
         trial = Trial.of(measurement.cell.settings)
-        found.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append(
+        runs.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append(
             (trial, measurement)
         )
     order = list(CLAIMS)
     groups = []
     for (claim, model, steps, device), pairs in sorted(
-        found.items(), key=lambda item: order.index(item[0][0])
+        runs.items(), key=lambda item: order.index(item[0][0])
     ):
         results = {
             (trial.variant, trial.seed): Result.from_dict(measurement.result)

@@ -81,9 +81,9 @@ def _evaluations(data: RunData) -> list[Scores]:
         losses.setdefault(record["step"], {})[record["name"]] = record["loss"]
     probes = {record["step"]: record for record in data.of("probe")}
     return [
-        Scores(step, found["domain"], found["general"], _counts(probes.get(step)))
-        for step, found in losses.items()
-        if len(found) == 2  # a run that diverged may have stopped between the two evaluations
+        Scores(step, by_name["domain"], by_name["general"], _counts(probes.get(step)))
+        for step, by_name in losses.items()
+        if len(by_name) == 2  # a run that diverged may have stopped between the two evaluations
     ]
 
 

@@ -215,9 +215,9 @@ def _extremes(group: Group) -> str:
     sentences = []
     for metric in group.claim.metrics:
         means = {
-            variant.name: statistics.fmean(found)
+            variant.name: statistics.fmean(values)
             for variant in group.claim.variants
-            if (found := group.values(variant.name, metric))
+            if (values := group.values(variant.name, metric))
         }
         if len(means) < 2 or len(set(means.values())) == 1:
             continue
@@ -233,7 +233,7 @@ def _extremes(group: Group) -> str:
 def _charts(group: Group) -> list[LineChart]:
     """Training loss, and loss on held-out general text, by variant: means over seeds."""
     name = re.sub(r"[^a-z0-9]+", "-", f"claims-{group.claim.name}-{group.model}-{group.steps}".lower())
-    made = (
+    curves = (
         ("training", "Training loss", lambda result: result.losses),
         (
             "mathematics",
@@ -260,7 +260,7 @@ def _charts(group: Group) -> list[LineChart]:
                 if group.of(variant.name)
             ),
         )
-        for kind, title, curve in made
+        for kind, title, curve in curves
     ]
 
 

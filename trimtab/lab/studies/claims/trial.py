@@ -150,8 +150,8 @@ class Scores:
         return 100 / items if items else 0.0
 
     def _counts(self, metric: Metric) -> tuple[int, int]:
-        found = [self.probe[kind] for kind in KINDS.get(metric, ()) if kind in self.probe]
-        return sum(right for right, _ in found), sum(items for _, items in found)
+        counts = [self.probe[kind] for kind in KINDS.get(metric, ()) if kind in self.probe]
+        return sum(right for right, _ in counts), sum(items for _, items in counts)
 
 
 @dataclass(frozen=True)

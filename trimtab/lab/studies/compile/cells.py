@@ -66,11 +66,11 @@ def cells(
     (chosen_backend,) = choose_members(Backend, [backend], "--backend")
     chosen_methods = choose_members(Method, methods or ("full", "qlora"), "--methods")
     chosen_scopes = choose_members(Scope, scopes or ("regions", "whole"), "--scopes")
-    found = []
+    cells = []
     for name in dict.fromkeys(sizes or SIZES):
         _check_lengths(name, tokens)
-        whose = [method.value for method in chosen_methods] if is_study_model(name) else [None]
-        for method, scope in itertools.product(whose, chosen_scopes):
+        method_names = [method.value for method in chosen_methods] if is_study_model(name) else [None]
+        for method, scope in itertools.product(method_names, chosen_scopes):
             for shape in _shapes(scope, shapes):
                 settings: dict[str, Any] = {
                     **_model(name),
@@ -85,12 +85,12 @@ def cells(
                     "device": kind,
                     FRESH: True,
                 }
-                found.append(Cell(STUDY, settings))
-    if not found:
+                cells.append(Cell(STUDY, settings))
+    if not cells:
         raise RecipeError(
             "--shapes auto works only for the whole model", "use --shapes dynamic or --scopes whole"
         )
-    return found
+    return cells
 
 
 def _check_lengths(name: str, tokens: Sequence[int]) -> None:
@@ -110,18 +110,18 @@ def _shapes(scope: Scope, words: Sequence[str]) -> list[Shapes]:
 
 def _model(name: str) -> dict[str, str]:
     """Identifies a model; for a file by a checksum too, since a recipe contains more than its model's shape."""
-    found = model_settings(name)
+    identity = model_settings(name)
     path = Path(name).expanduser()
     if path.is_file():
-        found["checksum"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return found
+        identity["checksum"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return identity
 
 
-def _precision(name: str, asked: str | None, device: str) -> str | None:
+def _precision(name: str, requested: str | None, device: str) -> str | None:
     """The precision of a study model; None for a recipe's own dtype."""
-    if asked is None:
+    if requested is None:
         return PRECISIONS[device] if is_study_model(name) else None
     known = ("fp32", "bf16", "fp16")
-    if asked not in known:
-        raise RecipeError(f"--precision {asked!r} is unknown", f"choose from {', '.join(known)}")
-    return asked
+    if requested not in known:
+        raise RecipeError(f"--precision {requested!r} is unknown", f"choose from {', '.join(known)}")
+    return requested

@@ -77,12 +77,12 @@ def _run(subject: Subject, tokens: int) -> _Step:
 
 def _compared(subject: Subject, tokens: int, expected: _Step, device: str) -> Length:
     """Runs the first step of a sequence length, compilation included, and compares it with eager mode."""
-    found: list[_Step] = []
-    seconds = time_once(lambda: found.append(_run(subject, tokens)), device)
+    steps: list[_Step] = []
+    seconds = time_once(lambda: steps.append(_run(subject, tokens)), device)
     return Length(
         tokens,
-        abs(found[0].loss - expected.loss) / abs(expected.loss),
-        abs(found[0].norm - expected.norm) / expected.norm,
+        abs(steps[0].loss - expected.loss) / abs(expected.loss),
+        abs(steps[0].norm - expected.norm) / expected.norm,
         seconds,
     )
 

@@ -39,14 +39,19 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
         for m in measurements
         if m.outcome is Outcome.MEASURED
     ]
-    found = [Section("What was compiled", _what_was_compiled(measurements))]
+    report_sections = [Section("What was compiled", _what_was_compiled(measurements))]
     if not rows:
-        return found
-    found += [_programs_section(rows), _breaks_section(rows), _reasons_section(rows), _lengths_section(rows)]
+        return report_sections
+    report_sections += [
+        _programs_section(rows),
+        _breaks_section(rows),
+        _reasons_section(rows),
+        _lengths_section(rows),
+    ]
     timed = [row for row in rows if not row.traces_only]
     if timed:
-        found += [_seconds_section(timed), _gain_section(timed)]
-    return found
+        report_sections += [_seconds_section(timed), _gain_section(timed)]
+    return report_sections
 
 
 def cell_name(measurement: Measurement) -> str:

@@ -62,14 +62,14 @@ class Subject:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Runs the model in eager mode inside."""
-        own = vars(self.step.decoder)
+        attributes = vars(self.step.decoder)
         with Regions(self.step.decoder).paused():
-            own.pop("loss", None)
+            attributes.pop("loss", None)
             try:
                 yield
             finally:
                 if self._compiled_loss is not None:
-                    own["loss"] = self._compiled_loss
+                    attributes["loss"] = self._compiled_loss
 
 
 def build_subject(settings: dict[str, Any]) -> Subject:

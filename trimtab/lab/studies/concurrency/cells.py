@@ -118,10 +118,10 @@ def prompts(file: Path | None) -> list[str]:
     """
     if file is None:
         return [problem.prompt for problem in math_problems(PROMPTS_SEED, PROMPTS)]
-    found = []
+    prompts = []
     for row in read_prompts(file):
         prompt = row.prompt()
         if not isinstance(prompt, str):
             raise DataError(f"{row.place} is a conversation", "use prompts that are plain text")
-        found.append(prompt)
-    return found
+        prompts.append(prompt)
+    return prompts

@@ -117,7 +117,7 @@ class _Process:
             return answer
         code = self.process.wait()
         self.errors.seek(0)
-        said = self.errors.read().strip().splitlines()
+        errors = self.errors.read().strip().splitlines()
         if code in (-9, 137):
             raise MemoryError("a process was killed, as the kernel does when memory is full")
-        raise RuntimeError(said[-1] if said else f"a process ended with {code}")
+        raise RuntimeError(errors[-1] if errors else f"a process ended with {code}")

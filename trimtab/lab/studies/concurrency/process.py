@@ -48,7 +48,7 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     model.complete(prompts[:1], max_new_tokens=2)
 
     def generate() -> dict[str, Any]:
-        found = generate_all(
+        completions = generate_all(
             Way(order["way"]),
             prompts,
             order["workers"],
@@ -56,8 +56,8 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
             lambda texts: model.complete(texts, **limit),
         )
         return {
-            "digests": [digest(completion.text) for completion in found],
-            "tokens": sum(len(completion.ids) for completion in found),
+            "digests": [digest(completion.text) for completion in completions],
+            "tokens": sum(len(completion.ids) for completion in completions),
             "bytes": peak_bytes_of_process(),
         }
 

@@ -53,8 +53,8 @@ class _Group:
 
     def speed_up(self, way: Way) -> float | None:
         """Speed-up over one by one; None where one of the two is missing."""
-        first, found = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
-        return None if first is None or found is None else first.seconds / found.seconds
+        first, generated = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
+        return None if first is None or generated is None else first.seconds / generated.seconds
 
     def different(self, way: Way) -> int:
         """Number of completions that differ from those of the first way."""
@@ -64,11 +64,11 @@ class _Group:
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """One section per model, file and settings."""
-    found: dict[tuple[object, ...], list[Measurement]] = {}
+    groups: dict[tuple[object, ...], list[Measurement]] = {}
     for measurement in measurements:
         key = tuple(value for name, value in measurement.cell.settings.items() if name != "way")
-        found.setdefault(key, []).append(measurement)
-    return [_section(_group(ones)) for ones in found.values()]
+        groups.setdefault(key, []).append(measurement)
+    return [_section(_group(members)) for members in groups.values()]
 
 
 def _group(measurements: Sequence[Measurement]) -> _Group:
@@ -102,7 +102,7 @@ def _section(group: _Group) -> Section:
 
 
 def _table(group: _Group) -> Table:
-    on_gpu = any(found.device_bytes is not None for found in group.results.values())
+    on_gpu = any(generated.device_bytes is not None for generated in group.results.values())
     head = (
         "way",
         "seconds",
@@ -116,24 +116,24 @@ def _table(group: _Group) -> Table:
     )
     rows = []
     for way in group.ways:
-        found = group.results.get(way)
-        if found is None:
+        generated = group.results.get(way)
+        if generated is None:
             failed = group.failures[way]
             rows.append((way.value, failed.outcome.value, *(MISSING for _ in head[2:])))
             continue
         factor = group.speed_up(way)
-        same = len(found.digests) - group.different(way)
+        same = len(generated.digests) - group.different(way)
         rows.append(
             (
                 way.value,
-                f"{found.seconds:.2f}",
-                f"{found.tokens / found.seconds:,.0f}",
+                f"{generated.seconds:.2f}",
+                f"{generated.tokens / generated.seconds:,.0f}",
                 MISSING if factor is None else f"{factor:.2f}×",
-                f"{found.start_seconds:.1f}",
-                str(found.processes),
-                format_bytes(found.host_bytes),
-                *((_device_bytes(found),) if on_gpu else ()),
-                f"{same} of {len(found.digests)}",
+                f"{generated.start_seconds:.1f}",
+                str(generated.processes),
+                format_bytes(generated.host_bytes),
+                *((_device_bytes(generated),) if on_gpu else ()),
+                f"{same} of {len(generated.digests)}",
             )
         )
     note = (
@@ -143,14 +143,14 @@ def _table(group: _Group) -> Table:
     return Table("", head, tuple(rows), note)
 
 
-def _device_bytes(found: Generated) -> str:
-    return MISSING if found.device_bytes is None else format_bytes(found.device_bytes)
+def _device_bytes(generated: Generated) -> str:
+    return MISSING if generated.device_bytes is None else format_bytes(generated.device_bytes)
 
 
 def _chart(group: _Group) -> BarChart:
     bars = tuple(
-        Bar(way.value, (("generating", found.seconds),), f"{found.seconds:.2f} s")
-        for way, found in group.results.items()
+        Bar(way.value, (("generating", generated.seconds),), f"{generated.seconds:.2f} s")
+        for way, generated in group.results.items()
     )
     return BarChart(f"concurrency-{group.job.digest}", "Seconds for all prompts", "s", bars)
 
@@ -169,14 +169,14 @@ def _compare_completions(group: _Group) -> str:
 
 def _measured(group: _Group, way: Way) -> str:
     """The measured speed-up and memory of a way."""
-    factor, found = group.speed_up(way), group.results[way]
+    factor, generated = group.speed_up(way), group.results[way]
     name = f"{way.value[0].upper()}{way.value[1:]}"
     if factor is None:
-        return f"{name}: {found.seconds:.2f} s."
+        return f"{name}: {generated.seconds:.2f} s."
     text = f"{name}: {factor:.2f}× the speed of one by one"
     first = group.results[Way.ONE_BY_ONE]
-    if found.processes > 1:
-        text += f", with {found.host_bytes / first.host_bytes:.1f}× the memory"
+    if generated.processes > 1:
+        text += f", with {generated.host_bytes / first.host_bytes:.1f}× the memory"
     return f"{text}."
 
 

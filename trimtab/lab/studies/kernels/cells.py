@@ -69,7 +69,7 @@ def cells(
     chosen_precisions = choose_members(Precision, precisions or ("fp32",), "--precisions")
     chosen_kernels = choose_members(Kernels, kernels or ("reference", "fast"), "--kernels")
     (chosen_loss,) = choose_members(Loss, [loss], "--loss")
-    found = []
+    cells = []
     for name, context, precision, kind in itertools.product(
         names, lengths, chosen_precisions, chosen_kernels
     ):
@@ -88,5 +88,5 @@ def cells(
         if trace is not None:
             folder = "-".join([Path(name).name, str(context), precision.value, kind.value])
             settings["trace"] = str(trace / "traces" / folder)
-        found.append(Cell(STUDY, settings))
-    return found
+        cells.append(Cell(STUDY, settings))
+    return cells

@@ -110,10 +110,10 @@ def attention_parts(step: StudyStep, rounds: int) -> tuple[AttentionPart, ...]:
     product = product_flops(**size, head_dim=attention.head_dim)
     softmax = softmax_flops(**size)
     flops = {SCORES: product, SOFTMAX: softmax, VALUES: product}
-    found = [
+    product_parts = [
         _part(times, name, part_flops.forward, part_flops.backward) for name, part_flops in flops.items()
     ]
-    return (*found, _part(times, "attention", 0, 0))
+    return (*product_parts, _part(times, "attention", 0, 0))
 
 
 def _part(times: OperationTimes, name: str, forward: int, backward: int) -> AttentionPart:

@@ -48,18 +48,18 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """All tables of the study; cells that were not measured are listed with their outcome."""
     rows = [_row(m) for m in measurements if m.outcome is Outcome.MEASURED]
     profiled = [row for row in rows if row.result.profiles]
-    found = [Section("What was run", _what_was_run(measurements, rows))]
+    report_sections = [Section("What was run", _what_was_run(measurements, rows))]
     if not profiled:
-        return found
-    found += [_kinds_section(profiled), _products_section(profiled), _leading_section(profiled)]
+        return report_sections
+    report_sections += [_kinds_section(profiled), _products_section(profiled), _leading_section(profiled)]
     if any(row.result.attention for row in profiled):
-        found.append(attention_section([(row.name, row.result.attention) for row in profiled]))
-    found.append(_clock_section(profiled))
-    found += [
+        report_sections.append(attention_section([(row.name, row.result.attention) for row in profiled]))
+    report_sections.append(_clock_section(profiled))
+    report_sections += [
         Section(f"Full step: {row.name}", kernel_blocks(row.result.profiles[Pass.FULL], Pass.FULL.value))
         for row in profiled
     ]
-    return found
+    return report_sections
 
 
 def cell_name(measurement: Measurement) -> str:

@@ -69,7 +69,7 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     [loss] = _known("loss", [options.loss], [member.value for member in Loss])
     if options.batch < 1:
         raise RecipeError(f"--batch {options.batch} is too small", "use at least 1")
-    found = []
+    cells = []
     for size in dict.fromkeys(sizes):
         _check_contexts(size, contexts)
         model = model_settings(size)
@@ -79,8 +79,8 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
             )
             folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
             cell_settings = MemorySettings(step, Pass(part), model.get("shape"), folder)
-            found.append(Cell(STUDY, cell_settings.to_dict()))
-    return found
+            cells.append(Cell(STUDY, cell_settings.to_dict()))
+    return cells
 
 
 def _check_contexts(size: str, contexts: Sequence[int]) -> None:

@@ -59,18 +59,18 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """Tables and charts of all cells."""
     readings = [_reading(measurement) for measurement in measurements]
     measured = [(reading, reading.result) for reading in readings if reading.result is not None]
-    found = [Section("Peak memory by context", tuple(_peak_blocks(readings, measured)))]
+    report_sections = [Section("Peak memory by context", tuple(_peak_blocks(readings, measured)))]
     if measured:
         shown = _shown(measured)
-        found += [
+        report_sections += [
             Section("What is in memory at the peak", tuple(_bucket_blocks(measured))),
             Section("Memory over time", tuple(_timeline_blocks(shown))),
             Section("The largest allocations", tuple(_largest_blocks(shown))),
             Section("The residual stream", tuple(_residual_blocks(measured))),
         ]
     if any(result.allocator is not None for _, result in measured):
-        found.append(Section("The allocator", tuple(_allocator_blocks(measured))))
-    return found
+        report_sections.append(Section("The allocator", tuple(_allocator_blocks(measured))))
+    return report_sections
 
 
 def _reading(measurement: Measurement) -> Reading:
@@ -137,10 +137,10 @@ def _growth(measured: Sequence[Measured]) -> Iterator[str]:
     for cell in measured:
         step = cell[0].settings.step
         groups.setdefault((step.size, step.precision, cell[0].settings.part), []).append(cell)
-    for (size, precision, part), own in groups.items():
+    for (size, precision, part), cells in groups.items():
         first, last = (
-            min(own, key=lambda cell: cell[0].settings.step.context),
-            max(own, key=lambda cell: cell[0].settings.step.context),
+            min(cells, key=lambda cell: cell[0].settings.step.context),
+            max(cells, key=lambda cell: cell[0].settings.step.context),
         )
         before, after = first[0].settings.step.context, last[0].settings.step.context
         if part is not Pass.FULL or before == after:
@@ -155,13 +155,13 @@ def _growth(measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]]) -> Iterator[str]:
-    for (size, precision, part), own in groups.items():
+    for (size, precision, part), cells in groups.items():
         wide = {cell[0].settings.step.context: cell for cell in groups.get((size, Precision.FP32, part), [])}
         if not precision.is_mixed or part is not Pass.FULL:
             continue
         both = [
             (cell, wide[cell[0].settings.step.context])
-            for cell in own
+            for cell in cells
             if cell[0].settings.step.context in wide
         ]
         if not both:
@@ -270,8 +270,8 @@ def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     for reading, result in measured:
         stream = result.residual
         makers: dict[str, int] = {}
-        for found in stream.found:
-            makers[found.module] = makers.get(found.module, 0) + found.count
+        for size in stream.found:
+            makers[size.module] = makers.get(size.module, 0) + size.count
         first = max(makers, key=lambda module: makers[module], default=None)
         rows.append(
             (

@@ -82,8 +82,8 @@ class MemoryResult:
         """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             stream = record["residual"]
-            found = tuple(FoundSize(**size) for size in stream["found"])
-            residual = ResidualStream(**{**stream, "found": found})
+            sizes = tuple(FoundSize(**size) for size in stream["found"])
+            residual = ResidualStream(**{**stream, "found": sizes})
             allocator = None if record["allocator"] is None else Allocator(**record["allocator"])
             memory = MemorySummary.from_dict(record["memory"])
             return MemoryResult(**{**record, "residual": residual, "allocator": allocator, "memory": memory})

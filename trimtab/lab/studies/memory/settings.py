@@ -38,7 +38,7 @@ class MemorySettings:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as the settings of a cell."""
         step = self.step
-        found = {
+        settings = {
             "size": step.size,
             "shape": self.shape,
             "context": step.context,
@@ -50,7 +50,7 @@ class MemorySettings:
             "device": step.device,
             "snapshots": self.snapshots,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in settings.items() if value is not None}
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> MemorySettings:

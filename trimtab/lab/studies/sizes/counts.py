@@ -103,10 +103,10 @@ def count_model(shape: ModelShape) -> SizeResult:
 
 
 def _counted(shape: ModelShape) -> PartCounts:
-    found = dict.fromkeys((field.name for field in fields(PartCounts)), 0)
+    counts_by_part = dict.fromkeys((field.name for field in fields(PartCounts)), 0)
     for name, dims in shape.parameters():
-        found[_part(name)] += math.prod(dims)
-    counts = PartCounts(**found)
+        counts_by_part[_part(name)] += math.prod(dims)
+    counts = PartCounts(**counts_by_part)
     assert counts.total == shape.num_parameters, "a parameter belongs to no part"
     return counts
 

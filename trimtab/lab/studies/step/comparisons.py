@@ -12,12 +12,12 @@ from trimtab.report.document import Block, Section, Table, Text
 
 def comparison_sections(entries: Sequence[Entry]) -> list[Section]:
     """A section for each setting of which several values were timed."""
-    found = [
+    sections = [
         _section("Precision", entries, lambda e: e.timed.step.precision, Precision.FP32),
         _section("Compiled and captured", entries, _mode, Mode.EAGER, _compiling(entries)),
         _section("Kernels", entries, lambda e: e.timed.step.kernels, Kernels.REFERENCE),
     ]
-    return [section for section in found if section is not None]
+    return [section for section in sections if section is not None]
 
 
 def _section(
@@ -45,23 +45,23 @@ def _pairs(
     entries: Sequence[Entry], axis: Callable[[Entry], enum.Enum], base: enum.Enum
 ) -> list[tuple[Entry, Entry]]:
     """(entry at the base value, entry at another value) of cells that are otherwise equal."""
-    found = []
+    pairs = []
     for same in grouped(entries, lambda e: _identity(e, axis)).values():
         before = next((e for e in same if axis(e) is base), None)
-        found += [(before, e) for e in same if before is not None and axis(e) is not base]
-    return found
+        pairs += [(before, e) for e in same if before is not None and axis(e) is not base]
+    return pairs
 
 
 def _identity(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> tuple[object, ...]:
-    step, own = entry.timed.step, axis(entry)
-    others = [member for member in (step.precision, entry.timed.mode, step.kernels) if member is not own]
+    step, compared = entry.timed.step, axis(entry)
+    others = [member for member in (step.precision, entry.timed.mode, step.kernels) if member is not compared]
     return (entry.row, entry.column, step.batch, entry.timed.warm_up, *others)
 
 
 def _setting(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> str:
-    step, own = entry.timed.step, axis(entry)
+    step, compared = entry.timed.step, axis(entry)
     others = [
-        member.value for member in (step.precision, entry.timed.mode, step.kernels) if member is not own
+        member.value for member in (step.precision, entry.timed.mode, step.kernels) if member is not compared
     ]
     return ", ".join([*others, step.loss.label])
 
@@ -98,10 +98,10 @@ def _table(
 def _by_row(
     pairs: Sequence[tuple[Entry, Entry]], axis: Callable[[Entry], enum.Enum]
 ) -> dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]]:
-    found: dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]] = {}
+    pairs_by_row: dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]] = {}
     for before, after in pairs:
-        found.setdefault((before.row, _setting(before, axis)), []).append((before, after))
-    return found
+        pairs_by_row.setdefault((before.row, _setting(before, axis)), []).append((before, after))
+    return pairs_by_row
 
 
 def _mean(entry: Entry | None) -> str:
@@ -135,20 +135,20 @@ def _text(
     values: Sequence[enum.Enum],
     base: enum.Enum,
 ) -> str:
-    found = []
+    sentences = []
     for value in values:
-        own = [(b, a) for b, a in pairs if axis(a) is value]
+        value_pairs = [(b, a) for b, a in pairs if axis(a) is value]
         gains = []
         for part in Part:
-            known = [g for b, a in own if a.timed.part is part and (g := _speed_up(b, a)) is not None]
+            known = [g for b, a in value_pairs if a.timed.part is part and (g := _speed_up(b, a)) is not None]
             if known:
                 gains.append(f"{part.label} {between(known, '{:.2f}'.format)}")
         if gains:
-            found.append(f"{value.value}, times as fast as {base.value}: {', '.join(gains)}.")
-        found += dict.fromkeys(
-            f"{value.value}: {a.outcome.value} ({a.message})." for _, a in own if a.samples is None
+            sentences.append(f"{value.value}, times as fast as {base.value}: {', '.join(gains)}.")
+        sentences += dict.fromkeys(
+            f"{value.value}: {a.outcome.value} ({a.message})." for _, a in value_pairs if a.samples is None
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _mode(entry: Entry) -> Mode:
@@ -186,8 +186,8 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
             "Before anything was timed, loss and gradient norms were compared with eager mode's: they differ by at "
             f"most {max(differences):.1g}, relative."
         )
-        if left := len(changed) - len(differences):
-            text += f" {left} of {len(changed)} were not compared, because eager mode runs out of memory."
+        if missing := len(changed) - len(differences):
+            text += f" {missing} of {len(changed)} were not compared, because eager mode runs out of memory."
         blocks.append(Text(text))
     return blocks
 
@@ -197,8 +197,8 @@ def _steps_to_break_even(entries: Sequence[Entry], compiled: Sequence[Entry], se
     both = next((e for e in compiled if e.timed.part is Part.FORWARD_BACKWARD), None)
     if both is None:
         return NOTHING
-    wanted = _identity(both, _mode)
-    eager = next((e for e in entries if e.timed.mode is Mode.EAGER and _identity(e, _mode) == wanted), None)
+    identity = _identity(both, _mode)
+    eager = next((e for e in entries if e.timed.mode is Mode.EAGER and _identity(e, _mode) == identity), None)
     if eager is None or eager.samples is None or both.samples is None:
         return NOTHING
     gain_s = (eager.samples.mean_ms - both.samples.mean_ms) / 1e3

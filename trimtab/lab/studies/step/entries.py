@@ -96,8 +96,8 @@ class Grid:
     @property
     def columns(self) -> list[tuple[Part, Loss]]:
         """(part, loss): parts in their order, the most frequent loss first."""
-        found = dict.fromkeys(entry.column for entry in self.entries)
-        return sorted(found, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
+        columns = dict.fromkeys(entry.column for entry in self.entries)
+        return sorted(columns, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
 
     @property
     def loss(self) -> Loss:
@@ -107,34 +107,34 @@ class Grid:
 
     def find(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Entry | None:
         """The entry of a row and a part, with the usual loss unless another is given; the last one measured."""
-        wanted = (part, loss or self.loss)
-        found = [entry for entry in self.entries if entry.row == row and entry.column == wanted]
-        return found[-1] if found else None
+        column = (part, loss or self.loss)
+        matches = [entry for entry in self.entries if entry.row == row and entry.column == column]
+        return matches[-1] if matches else None
 
     def samples(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Samples | None:
         """The times of an entry; None where there are none."""
-        found = self.find(row, part, loss)
-        return None if found is None else found.samples
+        entry = self.find(row, part, loss)
+        return None if entry is None else entry.samples
 
     def result(self, row: tuple[str, int], part: Part) -> StepResult | None:
         """The result of an entry; None where there is none."""
-        found = self.find(row, part)
-        return None if found is None else found.result
+        entry = self.find(row, part)
+        return None if entry is None else entry.result
 
     def reasons(self) -> str:
         """Why cells have no time, each reason once; empty if all cells have one."""
-        found = dict.fromkeys(
+        reasons = dict.fromkeys(
             f"{entry.outcome.value}: {entry.message}" for entry in self.entries if entry.result is None
         )
-        return "; ".join(found)
+        return "; ".join(reasons)
 
 
 def grouped(entries: Sequence[Entry], key: Callable[[Entry], Any]) -> dict[Any, list[Entry]]:
     """Entries by a key, in their order."""
-    found: dict[Any, list[Entry]] = {}
+    groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        found.setdefault(key(entry), []).append(entry)
-    return found
+        groups.setdefault(key(entry), []).append(entry)
+    return groups
 
 
 def shown_time(entry: Entry | None) -> str:

@@ -22,9 +22,9 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     entries = [Entry.of(measurement) for measurement in measurements]
     warm_ups = [entry for entry in entries if entry.timed.fresh]
     steps = [entry for entry in entries if not entry.timed.fresh]
-    found: list[Section | None] = [
+    report_sections: list[Section | None] = [
         group_section(group, Grid(tuple(same))) for group, same in grouped(steps, lambda e: e.group).items()
     ]
-    found += comparison_sections(steps)
-    found += [clocks_section(steps), warm_up_section(warm_ups)]
-    return [section for section in found if section is not None]
+    report_sections += comparison_sections(steps)
+    report_sections += [clocks_section(steps), warm_up_section(warm_ups)]
+    return [section for section in report_sections if section is not None]

@@ -101,41 +101,41 @@ def _times_text(grid: Grid) -> str:
         real = grid.samples(row, Part.FORWARD_BACKWARD, other) if other else None
         if both and real and differ(both, real):
             losses.append(real.mean_ms / both.mean_ms - 1)
-    found = []
+    sentences = []
     if ratios:
-        found.append(
+        sentences.append(
             f"The backward pass takes {between(ratios, '{:.1f}'.format)} times as long as the forward pass."
         )
     if shares:
-        found.append(f"The optimizer takes {between(shares, percent)} of a full step.")
+        sentences.append(f"The optimizer takes {between(shares, percent)} of a full step.")
     if losses and other:
-        found.append(
+        sentences.append(
             f"With {LOSS_NAMES[other]} instead of {LOSS_NAMES[grid.loss]}, forward + backward takes "
             f"{between(losses, lambda x: f'{100 * x:+.1f} %')}."
         )
-    return " ".join([*found, *_growth(grid), *_doubts(grid)])
+    return " ".join([*sentences, *_growth(grid), *_doubts(grid)])
 
 
 def _doubts(grid: Grid) -> list[str]:
     """Warnings about noisy times."""
     results = [entry.result for entry in grid.entries if entry.result]
-    found = []
+    sentences = []
     spread = max((result.times.host.std_ms / result.times.host.mean_ms for result in results), default=0.0)
     if spread > NOISY:
-        found.append(
+        sentences.append(
             f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and smaller "
             "differences mean nothing. Measure on an idle machine, with more steps."
         )
     shares = [result.cpu_share for result in results if result.cpu_share is not None]
     if shares and min(shares) < UNDISTURBED:
-        found.append(
+        sentences.append(
             f"Other programs used the processor: this process ran {between(shares, percent)} of the time."
         )
     if any(result.ceiling_share > 1 for result in results):
-        found.append(
+        sentences.append(
             "A share of the measured peak above 100 % means that other programs disturbed the measurement of the peak."
         )
-    return found
+    return sentences
 
 
 def _growth(grid: Grid) -> list[str]:
@@ -143,8 +143,8 @@ def _growth(grid: Grid) -> list[str]:
     part = _widest_part(grid)
     ranges = {}
     for size in dict.fromkeys(size for size, _ in grid.rows):
-        timed = {context: found for name, context in grid.rows
-                 if name == size and (found := grid.samples((name, context), part))}  # fmt: skip
+        timed = {context: samples for name, context in grid.rows
+                 if name == size and (samples := grid.samples((name, context), part))}  # fmt: skip
         if len(timed) > 1:
             ranges[size] = timed
     if not ranges:
@@ -166,7 +166,7 @@ def _widest_part(grid: Grid) -> Part:
 
 def _charts(group: Group, grid: Grid) -> list[Block]:
     part = _widest_part(grid)
-    found: list[Block] = []
+    blocks: list[Block] = []
     sizes = list(dict.fromkeys(size for size, _ in grid.rows))
     contexts = sorted({context for _, context in grid.rows})
     if len(contexts) > 1:
@@ -181,12 +181,12 @@ def _charts(group: Group, grid: Grid) -> list[Block]:
             chart = LineChart(
                 f"step-contexts-{group.id}", title, "context length, tokens", "ms", tuple(series), True, True
             )
-            found.append(chart)
+            blocks.append(chart)
     bars = [bar for row in grid.rows if row[1] == contexts[0] and (bar := _bar(grid, row))]
     if bars:
         title = f"Parts of a step at {contexts[0]} tokens: {group.name}"
-        found.append(BarChart(f"step-parts-{group.id}", title, "ms", tuple(bars)))
-    return found
+        blocks.append(BarChart(f"step-parts-{group.id}", title, "ms", tuple(bars)))
+    return blocks
 
 
 def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:

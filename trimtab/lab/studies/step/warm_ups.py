@@ -70,12 +70,12 @@ def _warm_up_text(entries: Sequence[Entry]) -> str:
     last = timed[-1]
     assert last.result is not None
     warm = last.result.times.host
-    found = []
+    sentences = []
     for entry in timed:
         assert entry.result is not None
         host, first = entry.result.times.host, entry.result.times.first_ms
         if entry.timed.warm_up == 0:
-            found.append(
+            sentences.append(
                 f"Without a warm-up the first step takes {first / host.median_ms:.1f} times the median of its process. "
                 f"The mean then is {mean_and_deviation(host)} ms, {host.mean_ms / warm.mean_ms:.2f} times that "
                 f"after {last.timed.warm_up} steps of warm-up."
@@ -87,11 +87,13 @@ def _warm_up_text(entries: Sequence[Entry]) -> str:
         None,
     )  # fmt: skip
     if enough is not None and len(timed) > 1 and enough < last.timed.warm_up:
-        found.append(
+        sentences.append(
             f"From {enough} warm-up steps on, the mean is within {percent(SAME_MEAN)} of that after "
             f"{last.timed.warm_up} steps."
         )
-    return " ".join(found) or f"After {last.timed.warm_up} steps the mean is {mean_and_deviation(warm)} ms."
+    return (
+        " ".join(sentences) or f"After {last.timed.warm_up} steps the mean is {mean_and_deviation(warm)} ms."
+    )
 
 
 def _is_warm(mean_ms: float, warm_ms: float) -> bool:
