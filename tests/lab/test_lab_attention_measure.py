@@ -50,7 +50,7 @@ def test_repetitions_end_with_the_time() -> None:
     assert 1 <= result.times.forward.repetitions < 10_000
 
 
-def test_a_compiled_cell_has_its_seconds_apart() -> None:
+def test_a_compiled_cell_reports_compile_time_separately() -> None:
     settings = replace(SMALL, backend="sdpa_flash", mode=Mode.COMPILED, head_dim=16)
     start = time.perf_counter()
     result = measure_attention(settings)
@@ -60,7 +60,7 @@ def test_a_compiled_cell_has_its_seconds_apart() -> None:
     assert result.before_backward_bytes == eager.total, "a single operator is compiled to itself"
 
 
-def test_backward_has_no_part_of_the_forward_pass() -> None:
+def test_backward_time_excludes_the_forward_pass() -> None:
     run = AttentionRun(SMALL)
     attend = run.attend
 
@@ -77,7 +77,7 @@ def test_backward_has_no_part_of_the_forward_pass() -> None:
     assert backward.median_ms < 15
 
 
-def test_a_wrong_backend_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_per_cent_off(settings: AttentionSettings) -> Attend:
         right = build_attention(settings)
         return right if settings.backend == "reference" else lambda q, k, v: 1.01 * right(q, k, v)
@@ -93,7 +93,7 @@ def test_a_wrong_backend_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["message"].startswith("WrongResult: ")
 
 
-def test_what_a_cpu_cannot_do_is_not_supported() -> None:
+def test_modes_without_cpu_support_are_not_supported() -> None:
     for backend, reason in (
         ("triton", "it requires a CUDA GPU"),
         ("sdpa_cudnn", "it requires a CUDA GPU"),
@@ -108,7 +108,7 @@ def test_what_a_cpu_cannot_do_is_not_supported() -> None:
         measure(WeightedSumSettings("triton").to_dict())
 
 
-def test_what_a_gpu_can_do_depends_on_its_capability() -> None:
+def test_support_depends_on_the_compute_capability() -> None:
     def reason(backend: str, dtype: str, capability: tuple[int, int], triton: bool = True) -> str | None:
         try:
             check_supported(
@@ -161,7 +161,7 @@ def test_kept_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.Monk
     assert log == ["synchronize", "read", "run", "synchronize", "read"]
 
 
-def test_the_command_measures_reports_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_reports_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("trimtab ")
     )
@@ -211,7 +211,7 @@ def test_on_a_gpu_flash_is_linear_and_plain_attention_quadratic() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_formula_is_what_is_allocated() -> None:
+def test_on_a_gpu_the_formula_equals_the_allocated_bytes() -> None:
     for backend in ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton", "varlen"):
         settings = AttentionSettings(backend, dtype="bf16", batch=2, length=2048, device="cuda", seconds=0.1)
         predicted = before_backward(settings)

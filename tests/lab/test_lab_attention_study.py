@@ -65,7 +65,7 @@ def test_torch_compile_is_for_plain_attention_all_or_none() -> None:
     assert (compiled("plain"), compiled("all"), compiled("none")) == (1, len(BACKENDS), 0)
 
 
-def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
+def test_invalid_options_are_rejected_with_a_hint() -> None:
     with pytest.raises(RecipeError, match=r"no backend 'sdpa_flahs'; did you mean sdpa_flash\? use one of"):
         asked(backends=["sdpa_flahs"])
     with pytest.raises(RecipeError, match="no dtype 'fp8'"):
@@ -82,7 +82,7 @@ def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
     assert compile_choice("none") is Compile.NONE
 
 
-def test_only_what_cannot_fit_is_predicted_and_every_tries_it() -> None:
+def test_cells_that_cannot_fit_are_predicted_and_every_tries_them() -> None:
     wanted: dict[str, Any] = {"backends": [PLAIN, FLASH], "batches": [8], "head_dims": [64]}
     found = asked("cuda", 40 * GIB, **wanted)
     skipped = [one for one in found if not one.tried]
@@ -102,7 +102,7 @@ def test_only_what_cannot_fit_is_predicted_and_every_tries_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", [PLAIN, "sdpa_math", FLASH, "tiled"])
-def test_the_formula_is_what_a_cpu_allocates(backend: str, dtype: str) -> None:
+def test_the_formula_equals_the_bytes_allocated_on_a_cpu(backend: str, dtype: str) -> None:
     for heads, visibility in ((1, Visibility.CAUSAL), (3, Visibility.FULL)):
         settings = AttentionSettings(
             backend, dtype=dtype, batch=2, heads=heads, head_dim=16, length=96, visibility=visibility
@@ -256,7 +256,7 @@ def test_the_report_compares_compiled_and_eager() -> None:
     assert "Compiling took 3.0 to 3.0 s" in page(study())
 
 
-def test_the_report_sets_the_formula_beside_what_was_measured() -> None:
+def test_the_report_compares_formula_and_measurement() -> None:
     rows = {row[1]: row for row in table(study(), "longest measured length").rows}
     assert rows["reference (plain)"][-2] == rows["sdpa_flash"][-2] == "1.000"
     assert rows["reference (plain)"][-1] == "3.61×", "almost quadratic at 1024 tokens"
@@ -315,7 +315,7 @@ def test_the_weighted_sum_has_a_section() -> None:
     assert found.rows[1][3] == "not supported"
 
 
-def test_damaged_records_are_refused() -> None:
+def test_damaged_records_are_rejected() -> None:
     good = study()[0]
     broken_result = replace(good, result={"forward": {}})
     broken_settings = replace(good, cell=Cell("attention", {"backend": PLAIN}))
@@ -333,6 +333,6 @@ def test_cells_and_report_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_generated_numbers_are_finite() -> None:
+def test_charts_contain_only_finite_numbers() -> None:
     run = AttentionRun(AttentionSettings(PLAIN, length=8, batch=1, head_dim=4))
     assert all(torch.isfinite(x).all() for x in run.forward_backward())

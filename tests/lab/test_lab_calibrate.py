@@ -148,7 +148,7 @@ def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) 
     assert ["by 20%" in measuring.warnings[0], "5 of 10" in measuring.warnings[1]] == [True, True]
 
 
-def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
+def test_probes_that_do_not_fit_or_take_too_long_are_skipped() -> None:
     measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     measuring.rates = {"fp32": 1e9}

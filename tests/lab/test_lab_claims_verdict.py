@@ -77,7 +77,7 @@ def test_the_ruling_follows_from_the_interval(
     assert (found.interval is None) == (len(differences) < 3)
 
 
-def test_variants_that_hardly_differ_give_no_verdict_whatever_was_measured() -> None:
+def test_variants_that_hardly_differ_give_no_verdict() -> None:
     for differences in ([0.31, 0.30, 0.29], [0.0, 0.0, 0.0]):
         found = judge(HIGHER, differences, too_weak="decay shrinks nothing")
         assert found.ruling is OPEN
@@ -119,7 +119,7 @@ def test_a_variant_that_diverges(
     assert found.interval is None
 
 
-def test_declarations_refuse_nonsense() -> None:
+def test_invalid_declarations_are_rejected() -> None:
     with pytest.raises(AssertionError, match="above zero"):
         hypothesis(Direction.HIGHER, 0.0)
     with pytest.raises(AssertionError):

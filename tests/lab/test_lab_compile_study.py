@@ -99,7 +99,7 @@ def test_a_record_begins_empty_and_ends_with_its_block() -> None:
     assert second().compilations == ()
 
 
-def test_more_compilations_are_kept_than_torch_would_keep() -> None:
+def test_more_compilations_are_recorded_than_torchs_default() -> None:
     dynamo.utils.set_compilation_metrics_limit(2)
     compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
     with record_compilations() as recorded:
@@ -132,7 +132,7 @@ def test_defaults_compare_regions_and_the_whole_model() -> None:
     assert all(cell.fresh for cell in cells(device="cpu"))
 
 
-def test_a_recipe_says_its_method_and_precision(tmp_path: Path) -> None:
+def test_a_recipe_determines_method_and_precision(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     text = "model: Qwen/Qwen3-0.6B\ndata: {train: my-texts}\nload_in_4bit: true\nlora: {r: 8}\n"
     recipe.write_text(text)
@@ -163,7 +163,7 @@ def test_a_recipe_says_its_method_and_precision(tmp_path: Path) -> None:
         ({"scopes": ["regions"], "shapes": ["auto"]}, "use --shapes dynamic or --scopes whole"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         cells(device="cpu", **options)
 
@@ -202,7 +202,7 @@ def test_the_whole_model_is_compiled_for_each_length() -> None:
     assert found.loss_difference == 0.0
 
 
-def test_without_a_compiler_what_still_works_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "compile_obstacle", lambda kind, capability: "there is no C++ compiler")
     (cell,) = cells(device="cpu", sizes=["tiny"], methods=["full"], scopes=["whole"])
     with pytest.raises(NotSupported, match=r"no C\+\+ compiler; --backend aot_eager .* without a compiler"):
@@ -308,7 +308,7 @@ def test_the_report_has_breaks_reasons_seconds_and_gain() -> None:
     assert gain == ((name, "128", "30.0", "20.0", "1.50 ×", "1,200", "300"),)
 
 
-def test_a_slower_step_never_pays() -> None:
+def test_a_slower_step_never_breaks_even() -> None:
     found = sections([measurement(one_cell(), result(compiled_ms=40.0).to_dict())])
     assert rows_of(found[-1])[0][-2:] == ("never", "never")
 
@@ -320,7 +320,7 @@ def test_tracing_alone_has_no_seconds_and_no_gain() -> None:
     assert "Seconds of compilation" not in titles
 
 
-def test_nothing_to_report_is_said() -> None:
+def test_a_report_without_recompilations_says_so() -> None:
     clean = CompileResult(CompileLog(1, 1.0, (), ()), (Length(8, 0, 0, 1.0),), 8, 1.0, 1.0)
     found = {one.title: one for one in sections([measurement(one_cell(), clean.to_dict())])}
     assert text_of(found["Where graphs break"]) == "No graph breaks in any cell."
@@ -344,7 +344,7 @@ def test_cells_that_were_not_measured_are_listed() -> None:
     assert rows_of(alone) == (("small qlora, regions, dynamic", "not supported", "because"),)
 
 
-def test_damaged_results_are_refused() -> None:
+def test_damaged_results_are_rejected() -> None:
     for damaged in (
         {},
         {**result().to_dict(), "cold": {}},

@@ -83,7 +83,7 @@ def test_verified_timed_and_resumed(gpu, monkeypatch, tmp_path, capsys) -> None:
     assert log == ["a", "b", "a", "a"]
 
 
-def test_wrong_results_get_no_time(gpu, monkeypatch, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_results_are_not_timed(gpu, monkeypatch, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     log: list[str] = []
     path = tmp_path / "data.jsonl"
     contestants = {

@@ -164,7 +164,7 @@ def test_our_kernels_are_named_by_what_they_do(folder: str, kind: KernelKind) ->
     assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
 
 
-def test_short_names_keep_what_tells_kernels_apart() -> None:
+def test_short_names_distinguish_kernels() -> None:
     copied = (
         FORM
         + "elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(…)>"

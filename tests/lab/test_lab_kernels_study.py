@@ -69,7 +69,7 @@ def test_defaults_are_the_references_and_both_sets_of_kernels() -> None:
         ({"nvtx": True, "trace": Path("x")}, "use --nvtx or --trace"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         cells(device="cpu", **options)
 
@@ -102,7 +102,7 @@ def test_a_cell_has_three_profiles_and_clocks(tiny: Measurement) -> None:
         assert result.unprofiled_seconds[one] > 0
 
 
-def test_parts_of_attention_are_told_apart(tiny: Measurement) -> None:
+def test_parts_of_attention_are_distinguished(tiny: Measurement) -> None:
     parts = {part.name: part for part in KernelsResult.from_dict(tiny.result).attention}
     assert list(parts) == ["attention: scores", "attention: softmax", "attention: values", "attention"]
     assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in parts.values())
@@ -214,7 +214,7 @@ def test_the_report_shows_how_shares_move() -> None:
     assert "Full step: small, context 128, fp32, reference" in found
 
 
-def test_figures_of_the_reference_stand_at_its_settings_alone() -> None:
+def test_reference_figures_appear_only_at_its_settings() -> None:
     cell = reference_cell(precisions=["bf16"])
     products = sections([measurement(cell, result().to_dict())])[2]
     assert len(tables(products.blocks)[0].head) == 6
@@ -229,7 +229,7 @@ def test_cells_that_were_not_measured_are_listed() -> None:
     assert tables(alone.blocks)[0].rows == table.rows
 
 
-def test_a_damaged_result_is_refused() -> None:
+def test_a_damaged_result_is_rejected() -> None:
     for damaged in ({}, {**result().to_dict(), "attention": [{"name": "x"}]}, {"profiles": []}):
         with pytest.raises(DataError, match="a result is damaged"):
             sections([measurement(reference_cell(), damaged)])

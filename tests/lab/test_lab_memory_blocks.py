@@ -215,7 +215,7 @@ def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
     assert {Part.ATTENTION, Part.FEED_FORWARD, Part.NORMS, Part.RESIDUAL} <= parts
 
 
-def test_no_gradient_stays_with_the_optimizer_in_backward(tmp_path: Path) -> None:
+def test_no_gradient_remains_with_the_optimizer_in_backward(tmp_path: Path) -> None:
     found = recorded_step(tmp_path, optim_in_backward=True, max_grad_norm=0)
     assert all(moment.by_kind()[TensorKind.GRADIENTS] == 0 for moment in found.timeline.moments())
     assert any(block.role.part is Part.PARAMETER_GRADIENTS for block in found.timeline.blocks)

@@ -60,7 +60,7 @@ def test_finer_scales_lose_less(study: QuantizeStudy) -> None:
     assert snr(study, Scheme.NF4, "64 values") > snr(study, Scheme.NF4, "256 values")
 
 
-def test_what_each_kind_of_data_teaches() -> None:
+def test_schemes_compared_on_each_kind_of_data() -> None:
     by_kind = {kind: study_quantization(kind, [64]) for kind in KINDS}
     gauss, outliers, relu = by_kind["gauss"], by_kind["outliers"], by_kind["relu"]
     gain = {

@@ -65,7 +65,7 @@ def test_every_mixture_is_rounded_where_torch_rounds(value: str) -> None:
             assert abs(addend) <= row.stagnation.spacing / 2
 
 
-def test_a_bf16_sum_stands_still(thousand: AccumulateStudy) -> None:
+def test_a_bf16_sum_stops_growing(thousand: AccumulateStudy) -> None:
     row = find(thousand, "bf16", "bf16")
     assert row.result == 4
     assert row.stagnation is not None

@@ -155,7 +155,7 @@ def test_compiled_blocks_have_one_range_each(step: StudyStep, recorder: Recorder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has NVTX")
-def test_without_cuda_it_says_what_still_works(step: StudyStep) -> None:
+def test_without_cuda_the_error_names_an_alternative(step: StudyStep) -> None:
     with pytest.raises(NotSupported, match="need a CUDA GPU; without --nvtx operators are profiled"):
         nvtx_ranges(step.decoder).__enter__()
 

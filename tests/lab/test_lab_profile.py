@@ -128,7 +128,7 @@ def test_the_same_from_python_with_adapters(adapted: tuple[ProfileResult, list[s
     assert rows["attention"].recompute > 0
 
 
-def test_weights_that_are_not_here_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_weights_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {name: Qwen/Qwen3-0.6B}\ndata: {train: nothing-here}\ndevice: cpu\n")
@@ -138,7 +138,7 @@ def test_weights_that_are_not_here_are_random(tmp_path: Path, monkeypatch: pytes
     assert found.prepared.shape.num_layers == 28
 
 
-def test_weights_that_are_here_are_read(folder: Path) -> None:
+def test_local_weights_are_loaded(folder: Path) -> None:
     found = find_target(load(folder / "recipe.yaml"))
     assert found.weights == folder / "model"
     assert found.prepared.recipe.model.init == "pretrained"
@@ -146,7 +146,7 @@ def test_weights_that_are_here_are_read(folder: Path) -> None:
     assert found.eager().plan is found.prepared.plan
 
 
-def test_compiling_is_off_where_operations_are_seen(folder: Path) -> None:
+def test_compiling_is_off_while_operations_are_measured(folder: Path) -> None:
     found = find_target(load(folder / "recipe.yaml", ["torch_compile=true"]))
     assert not found.is_eager
     assert not found.eager().resolved.compile.enabled
@@ -171,7 +171,7 @@ def test_compiling_is_off_where_operations_are_seen(folder: Path) -> None:
         (["{recipe}", "memory_limit=300MiB"], 6, "memory_limit: 300MiB allows"),
     ],
 )
-def test_what_cannot_be(
+def test_invalid_options_are_rejected(
     words: list[str], code: int, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "cuda" in words and torch.cuda.is_available():
@@ -184,7 +184,7 @@ def test_what_cannot_be(
     assert not (tmp_path / "out" / "records.jsonl").exists(), "nothing was measured"
 
 
-def test_a_folder_that_cannot_be_written_is_met_first(
+def test_an_unwritable_folder_fails_before_measuring(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").write_text("no folder")
@@ -248,7 +248,7 @@ def test_the_report_of_a_known_device(adapted: tuple[ProfileResult, list[str]]) 
     assert any(cell not in ("", "–") for cell in recomputed), "the recomputed layers have a column"
 
 
-def test_a_share_of_another_dtype_is_called_what_it_is(adapted: tuple[ProfileResult, list[str]]) -> None:
+def test_a_share_of_another_dtype_is_labelled(adapted: tuple[ProfileResult, list[str]]) -> None:
     result, _ = adapted
     assert result.ceiling.dtype == result.job.dtype == "fp32"
     plain = blocks_of(profile_sections(result)[:1], Text)[0].text

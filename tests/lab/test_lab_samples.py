@@ -36,7 +36,7 @@ def test_a_record_has_every_time_and_is_read_back() -> None:
             Samples.from_dict(damaged)
 
 
-def test_what_prepares_a_run_is_not_timed() -> None:
+def test_preparation_is_not_timed() -> None:
     calls = {"prepare": 0, "run": 0}
 
     def run() -> None:
@@ -95,7 +95,7 @@ class FakeGpu:
         self.log.append(name)
 
 
-def test_on_a_gpu_only_the_run_lies_between_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_only_the_run_is_between_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     monkeypatch.setattr(timing, "torch", gpu)
 

@@ -214,7 +214,7 @@ def test_the_report_of_known_times() -> None:
     assert bars.bars[0].parts == (("forward", 10.0), ("backward", 20.0), ("optimizer", 10.0))
 
 
-def test_noise_is_said_and_nothing_is_claimed_from_it() -> None:
+def test_noise_is_reported_and_nothing_is_concluded_from_it() -> None:
     asked = settings(losses=["logits_sum"])
     times = {"forward": [8.0, 12.0], "backward": [20.0, 20.0], "both": [28.0, 32.0], "full": [27.0, 35.0]}
     noisy = text_of(sections([made(one, times[one["part"]], cpu_share=0.5) for one in asked]))
@@ -263,7 +263,7 @@ def test_gains_of_precision_mode_and_kernels() -> None:
     )
 
 
-def test_compiling_that_does_not_pay_is_said() -> None:
+def test_compiling_without_gain_is_reported() -> None:
     asked = settings(modes=["eager", "compiled"], losses=["logits_sum"], parts=["both"])
     found = [made(asked[0], [10.0]), made(asked[1], [11.0], compile_seconds=5.0, from_cache=True)]
     text = text_of(sections(found))

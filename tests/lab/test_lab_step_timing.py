@@ -93,7 +93,7 @@ def test_a_backward_pass_is_timed_without_the_forward_pass_before_it() -> None:
     assert found.host.times_ms == pytest.approx([11 + LAUNCH + WAIT] * 4)
 
 
-def test_the_end_of_a_step_is_waited_for() -> None:
+def test_timing_waits_for_the_end_of_a_step() -> None:
     """Launches alone take 0.75 ms of the host; a clock that is read without a wait would show that."""
     device = FakeDevice()
     found = time_steps(

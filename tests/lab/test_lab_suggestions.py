@@ -17,7 +17,7 @@ def roomy() -> Target:
     return read_target("starter", ["recompute=block"], gpu="rtx4060ti-16gb", method="full")
 
 
-def test_time_comes_first_where_memory_is_left(roomy: Target) -> None:
+def test_time_comes_first_if_memory_is_free(roomy: Target) -> None:
     found = suggested(roomy)
     assert len(found) == 3
     faster = [one for one in found if one.goal is Goal.TIME]
@@ -28,7 +28,7 @@ def test_time_comes_first_where_memory_is_left(roomy: Target) -> None:
     assert same == sorted(same, reverse=True), "what trains the same comes first"
 
 
-def test_memory_comes_first_where_it_is_tight_and_fixed() -> None:
+def test_memory_comes_first_if_it_is_tight_and_the_policy_is_fixed() -> None:
     full = read_target("Qwen/Qwen3-0.6B", ["recompute=none"], gpu="24GB", method="full")
     limit = f"{full.plan.memory.needed / 2**20 * 1.02:.0f}MiB"
     tight = read_target(

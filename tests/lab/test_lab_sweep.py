@@ -37,7 +37,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
 
 
-def test_every_end_of_a_cell_is_a_result_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> None:
     cells = [
         cell("measure", value=1),
         cell("measure", value=2),
@@ -147,7 +147,7 @@ def test_a_cell_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     assert ended(tmp_path / "pids")
 
 
-def test_a_signal_loses_nothing_that_was_measured(tmp_path: Path) -> None:
+def test_a_signal_loses_no_measurement(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     cells = [cell("measure", value=1), cell("sleep", pids=str(pids)), cell("measure", value=2)]
 
@@ -230,7 +230,7 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
     assert damaged == len(bad) + 1
 
 
-def test_paths_without_records_are_refused(tmp_path: Path) -> None:
+def test_paths_without_records_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Dear diary,\n")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"text\.txt has no measurements"):
@@ -260,7 +260,7 @@ def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
     assert not worker.is_out_of_memory(ValueError("no such backend"))
 
 
-def test_the_gpu_that_was_asked_for_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_gpu_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
     class Chosen(contextlib.nullcontext[None]):
