@@ -44,7 +44,6 @@ UNFINISHED: tuple[str, ...] = (
     "docs/exit-codes.md",
     "docs/generating.md",
     "docs/glossary.md",
-    "docs/lab/compile.md",
     "docs/models.md",
     "docs/optimizer.md",
     "docs/parts.md",

@@ -1,4 +1,4 @@
-"""Cells of the attention study, measured: on this CPU for real, on a GPU where there is one."""
+"""Measured cells of the attention study: on this CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 

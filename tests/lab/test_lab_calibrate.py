@@ -1,4 +1,4 @@
-"""Calibration of a CPU in seconds; that probes have the costs that blocks declare; warnings; Ctrl-C."""
+"""Calibration of a CPU in seconds; probes with the costs that blocks declare; warnings; Ctrl-C."""
 
 from __future__ import annotations
 

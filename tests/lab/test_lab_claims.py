@@ -147,7 +147,7 @@ def test_learning_rates() -> None:
 
 
 def test_by_default_decay_could_show_an_effect() -> None:
-    """The shrinkage that decay 0.01 causes is above the least that can show, on a CPU and on a GPU."""
+    """The shrinkage by decay 0.01 is above the detectable minimum, on a CPU and on a GPU."""
     claim = CLAIMS["weight_decay"]
     assert claim.least_shrink is not None
     for device, model in (("cpu", "starter"), ("cuda", "starter"), ("cuda", "smollm2")):
@@ -194,7 +194,7 @@ class TestReport:
         assert curves["0"] == ((0.0, 2.0), (9.0, pytest.approx(3.1)))
 
     def test_decay_that_is_too_small_is_not_refuted(self) -> None:
-        """Bit-equal losses with decay 0 and 0.01: nothing to see, as the products are far too small."""
+        """Bit-equal losses with decay 0 and 0.01 are not detectable, because the products are far too small."""
         equal = {"0": [2.5] * 3, "0.01": [2.5] * 3}
         for total, ruling in ((1e-6, Ruling.NOT_DETECTABLE), (0.01, Ruling.REFUTED)):
             made = [
@@ -304,7 +304,7 @@ def test_a_real_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_that_diverges_is_a_result(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learning rate that makes the weights infinite."""
+    """Trains with a learning rate that makes the weights infinite."""
     claim = CLAIMS["replay"]
     wild = dataclasses.replace(claim, rates=dataclasses.replace(claim.rates, other=1e30))
     monkeypatch.setitem(CLAIMS, "replay", wild)

@@ -1,4 +1,4 @@
-"""Verdicts from made-up differences: every ruling, every direction, and what gives no verdict at all."""
+"""Verdicts from made-up differences: every ruling, every direction, and cases without a verdict."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_variants_that_hardly_differ_give_no_verdict() -> None:
 
 
 def test_a_share_is_known_to_half_an_item_at_best() -> None:
-    """Three seeds with the same number of right answers have no spread, and still no infinitely exact mean."""
+    """Three seeds with the same number of correct answers have no spread, but their mean is not exact."""
     points = hypothesis(Direction.LOWER, 2.0, Metric.GRAMMAR)
     assert judge(points, [0.0, 0.0, 0.0], resolution=1.0).ruling is REFUTED
     found = judge(points, [0.0, 0.0, 0.0], resolution=100 / 12)  # 12 items: one is 8 points

@@ -1,4 +1,4 @@
-"""`trimtab bench compile`: what is recorded of compilations, options, measured cells and reports."""
+"""`trimtab bench compile`: records of compilations, options, measured cells and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trimtab.report.document import Section, Table, Text
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled code and torch's settings are the process's; each test begins without, and puts them back."""
+    """Resets compiled code and torch's settings, which are global, before and after each test."""
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     duck = torch.fx.experimental._config.use_duck_shape
     with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit, specialize_float=False):
@@ -224,7 +224,7 @@ def test_code_from_the_cache_is_counted() -> None:
 
 
 def test_a_second_process_compiles_with_the_first_ones_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second process is a double that answers as a worker does, from the order that it is given."""
+    """The second process is a fake that answers its order like a worker."""
     orders: list[dict[str, Any]] = []
 
     def run(words: list[str], *, input: str, **_: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Ways to generate one file: each gives the same completions; the report follows from the measurements."""
+"""Ways to generate one file: all return the same completions; the report follows from the measurements."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class TestCells:
 
 
 def test_all_ways_return_the_same_completions(tmp_path: Path) -> None:
-    """Real processes; the other ways in this one, through the same function."""
+    """Runs real processes, and the other ways in this process through the same function."""
     model = write_tiny_model(tmp_path / "model")
     file = tmp_path / "prompts.txt"
     file.write_text("the cat\nthe dog sees\na\n")

@@ -119,7 +119,7 @@ def test_shared_processes_load_a_model_once() -> None:
 
 
 def cells_of(seen: dict[str, dict[str, Any]]) -> list[str]:
-    """Of the row of the job over 2×2048 tokens."""
+    """The cells of the row of the job with 2×2048 tokens."""
     row = next(line for line in markdown(seen).splitlines() if line.startswith(f"| {LLAMA.name}"))
     return [cell.strip() for cell in row.strip("|").split("|")]
 

@@ -137,7 +137,7 @@ def test_operators(kind: KernelKind, names: str) -> None:
 
 
 def triton_kernels() -> list[str]:
-    """Names of all Triton kernels that are launched; functions that these call do not end with "_kernel"."""
+    """Names of all launched Triton kernels; names of functions that kernels call do not end with "_kernel"."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trimtab" / "kernels").rglob("*.py")]
     return sorted(set(re.findall(r"@triton\.jit\b.*\ndef (\w+_kernel)\(", "\n".join(sources))))
 

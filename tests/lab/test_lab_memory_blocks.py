@@ -31,7 +31,7 @@ from trimtab.run.prepare import prepare
 
 BATCH, CONTEXT, WIDTH, LAYERS = 4, 64, 64, 2
 SCALARS = 64
-"""Bytes by which two runs may differ: a dispatch mode makes tensors of some Python numbers."""
+"""Bytes by which two runs may differ: a dispatch mode turns some Python numbers into tensors."""
 
 
 def study_timeline(precision: Precision, device: str = "cpu") -> tuple[StudyStep, AttributedTimeline]:
@@ -137,7 +137,7 @@ SHAPE = {
 
 
 class Phases:
-    """What a step was built with; records while there is a listener."""
+    """The components of a step; it records while there is a listener."""
 
     def __init__(self) -> None:
         self.listener: During = no_phase
@@ -191,7 +191,7 @@ def recorded_step(folder: Path, microbatches: int = 1, **changes: Any) -> Record
 
 
 def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
-    """The second microbatch adds to gradients that are there, as the plan assumes."""
+    """The second microbatch adds to existing gradients, as the plan assumes."""
     found = recorded_step(tmp_path, microbatches=2)
     assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
     measured, planned = found.timeline.peak.by_kind(), found.plan.memory.peak
@@ -204,7 +204,7 @@ def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
 
 
 def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
-    """Adapters run together and recomputation drops what is unused: with hooks on modules neither would."""
+    """Adapters run together and recomputation skips unused tensors; hooks on modules would prevent both."""
     found = recorded_step(tmp_path, lora={"r": 8}, load_in_4bit=True, recompute="block")
     assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
     backward = [block for block in found.timeline.blocks if block.phase is RunPhase.BACKWARD]
@@ -226,7 +226,7 @@ def place(phase: RunPhase, module: str | None = None) -> Place:
 
 
 def test_every_moment_adds_up_to_the_events() -> None:
-    """An output, a gradient that is kept, scratch, a block from before that is released, one that is unknown."""
+    """An output, a stored gradient, scratch, a released block from before the run, and an unknown block."""
     events = [
         MemoryEvent(0.0, 100, 1, Around(label=1, after=1, call=7, operation="aten::mm")),
         MemoryEvent(0.1, 30, 2, Around(label=1, after=1, call=7, operation="aten::mm")),
@@ -282,7 +282,7 @@ def test_a_run_without_operations_has_no_phase() -> None:
 
 
 def ranged(name: str, start: int, *children: Any, sequence: int = -1, number: int = 0) -> SimpleNamespace:
-    """A range of the profiler, as far as it is read."""
+    """A profiler range, with only the attributes that are read."""
     fields = SimpleNamespace(sequence_number=sequence)
     return SimpleNamespace(
         name=name,
@@ -307,7 +307,7 @@ def allocated(start: int, size: int, device: str, address: int = 1) -> SimpleNam
 
 
 def test_events_of_a_gpu_are_read_from_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass runs on a thread of its own; other devices are left out."""
+    """The backward pass runs on a separate thread; other devices are skipped."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     forward = ranged(
         f"{LABEL}4",

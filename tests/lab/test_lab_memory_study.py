@@ -1,4 +1,4 @@
-"""`trimtab bench memory`: cells from options, what a cell measures, and a report that is true of any data."""
+"""`trimtab bench memory`: cells from options, measured cells, and a report that is correct for any data."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_drawn_timeline_keeps_the_peak_and_few_points() -> None:
 
 
 def test_small_blocks_are_not_on_the_axis() -> None:
-    """They are part of the levels: the peak is where one of them is added to a large one."""
+    """They count in the levels: the peak is where a small block is added to a large one."""
     large, next_one = block(100_000, start=0, end=1002), block(50_000, start=1003, end=1004)
     small = [block(8, start=2 + i, name="tiny") for i in range(1000)]
     spans = (PhaseSpan(RunPhase.FORWARD, 0, 500), PhaseSpan(RunPhase.BACKWARD, 500, 1005))
@@ -162,7 +162,7 @@ def test_equal_blocks_of_layers_are_one_row() -> None:
 
 
 def test_sizes_are_compared_with_tensors_first() -> None:
-    """A GPU's allocator may give a tensor more than it needs."""
+    """A GPU's allocator may allocate more bytes than a tensor needs."""
     tensor = block(1024, 0, tensor_bytes=1000, module="a")
     larger = block(1024, 1, tensor_bytes=1024, module="b")
     unknown = block(1024, 2, module="c")

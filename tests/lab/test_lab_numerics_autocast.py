@@ -1,4 +1,4 @@
-"""What autocast does, as observed: dtypes of modules and operations, and norms in 16 bits."""
+"""Observed behaviour of autocast: dtypes of modules and operations, and norms in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dtypes in exact arithmetic, compared bit by bit with torch, numpy and Python, and what users see of them."""
+"""Dtypes in exact arithmetic, compared bit by bit with torch, numpy and Python, and the command's output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in mixtures of formats: torch's results are those of exact arithmetic, rounded where torch rounds."""
+"""Sums with different dtypes: torch's results equal exact arithmetic, rounded where torch rounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_four_classic_cases(thousand: AccumulateStudy) -> None:
 
 @pytest.mark.parametrize("value", ["0.01", "-0.3", "1e-7", "3"])
 def test_every_mixture_is_rounded_where_torch_rounds(value: str) -> None:
-    """Torch adds in the wider of both formats, fp32 for two different ones of 16 bits, and rounds to the sum's."""
+    """Torch adds in the wider of both dtypes, fp32 for two different 16-bit dtypes, and rounds to the sum's."""
     count = 400
     study = study_accumulation(value, count)
     for row in study.rows:

@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """One round of everything, and a profiler that prints nothing."""
+    """Reduces all measurements to one round, and silences the profiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "6")
         patch.setattr("trimtab.lab.profiling.OPERATION_ROUNDS", 1)
@@ -48,7 +48,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def record(folder: Path) -> Any:
-    """Of the whole command, once."""
+    """The result of the whole command, run once."""
     out = folder / "lab"
     words = [
         "profile",
@@ -101,7 +101,7 @@ def test_the_files(record: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def adapted(folder: Path) -> tuple[ProfileResult, list[str]]:
-    """From Python: quantized, with dropout, recomputed, packed documents that are shorter than the sequence."""
+    """From Python: quantized, with dropout, recomputation and packed documents shorter than the sequence."""
     told: list[str] = []
     result = trimtab.profile_recipe(
         folder / "recipe.yaml",
@@ -226,7 +226,7 @@ def blocks_of(sections: list[Section], kind: type) -> list[Any]:
 
 
 def test_the_report_of_a_known_device(adapted: tuple[ProfileResult, list[str]]) -> None:
-    """With predictions, suggestions of both kinds, and one that trains something else."""
+    """A result with predictions, suggestions of both kinds, and one that changes training."""
     result, _ = adapted
     step = result.step_seconds
     suggestions = (
@@ -263,7 +263,7 @@ def test_a_share_of_another_dtype_is_labelled(adapted: tuple[ProfileResult, list
 
 
 def test_the_report_without_details_and_suggestions(adapted: tuple[ProfileResult, list[str]]) -> None:
-    """As --nvtx leaves it: nothing was profiled, and on a CPU no peak is known."""
+    """A result of --nvtx: nothing was profiled, and on a CPU no peak is known."""
     result, _ = adapted
     sections = profile_sections(replace(result, details=None, suggestions=(), peak_bytes=0))
     assert [section.title for section in sections] == [

@@ -1,4 +1,4 @@
-"""Profiles: kinds of real operators, JSON, doubles of a GPU's events, and what happens without a profiler."""
+"""Profiles: kinds of real operators, JSON, fake GPU events, and errors without a profiler."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_empty_profile() -> None:
 
 @dataclass
 class Event:
-    """As torch's profiler reports an event."""
+    """A fake event of torch's profiler."""
 
     name: str
     start: float

@@ -1,4 +1,4 @@
-"""Reports of studies: machines apart, files that say the same, and commands that end with the right code."""
+"""Reports of studies: separate sections per machine, equal files, and exit codes of commands."""
 
 from __future__ import annotations
 

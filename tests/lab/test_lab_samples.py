@@ -1,4 +1,4 @@
-"""Samples of repeated runs: statistics, records, the budget, and what is inside the timed part."""
+"""Samples of repeated runs: statistics, records, the budget, and the limits of the timed part."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_budget_ends_the_repetitions_and_one_is_always_made() -> None:
 
 
 class FakeGpu:
-    """A device with a clock of its own: what is launched on it takes known times, and its order is kept."""
+    """A fake device with a clock: launched runs take known times, and their order is recorded."""
 
     def __init__(self) -> None:
         self.now_ms, self.log = 0.0, []

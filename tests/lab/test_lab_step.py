@@ -1,4 +1,4 @@
-"""The step study: its cells, bad options, what is measured, and a report whose figures are known."""
+"""The step study: its cells, invalid options, measured cells, and a report with known figures."""
 
 from __future__ import annotations
 

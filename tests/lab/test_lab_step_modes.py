@@ -150,7 +150,7 @@ def test_disagreements_are_relative_and_nan_is_one() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the operations of a capture, with the tensors they wrote."""
+    """Records the operations of a capture, with the tensors they wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`torch.cuda` as far as a capture needs it; returns the log of what was done."""
+    """Fakes the part of `torch.cuda` that a capture needs; returns a log of the calls."""
     log: list[str] = []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The changes that would help most: by time where there is memory, by memory where it is tight."""
+"""The changes that would help most: by time if memory is free, by memory if it is tight."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_each_key_is_suggested_once(roomy: Target) -> None:
 
 
 def test_the_batch_that_the_recipe_has_is_no_other_microbatch() -> None:
-    """The fastest one may be the recipe's own, with other memory keys, which are suggestions of their own."""
+    """The fastest batch may be the recipe's own with other memory keys, which are separate suggestions."""
     own = ["recompute=block", "per_device_train_batch_size=16", "gradient_accumulation_steps=1"]
     target = read_target("starter", own, gpu="rtx4060ti-16gb", method="full")
     found = suggest(target.plan, target.plan_for, count=20)

@@ -1,4 +1,4 @@
-"""Sweeps: every way in which a cell can end is a result, nothing that was measured is lost or measured twice."""
+"""Sweeps: every outcome of a cell is a result, and no measurement is lost or repeated."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_records_of_another_machine_or_version_do_not_count(tmp_path: Path) -> N
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and is not a zombie that was never waited for."""
+    """Whether a process exists and is no zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

@@ -1,4 +1,4 @@
-"""The summary of times; on a GPU, that timed regions are distinguished and memory is counted."""
+"""The summary of times; on a GPU, timed regions are distinguished and memory is counted."""
 
 from __future__ import annotations
 
