@@ -15,16 +15,16 @@ import torch
 
 from trimtab.cli.main import main
 from trimtab.lab import memory
-from trimtab.lab.memory import kept_bytes
+from trimtab.lab.memory import retained_bytes
 from trimtab.lab.studies.attention import measure as measuring
-from trimtab.lab.studies.attention.formula import at_least, before_backward
+from trimtab.lab.studies.attention.formula import before_backward, minimum_bytes
 from trimtab.lab.studies.attention.measure import WrongResult, check_supported, measure, measure_attention
+from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.settings import AttentionSettings, Mode, Visibility, WeightedSumSettings
 from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
 from trimtab.lab.timing import time_samples
-from trimtab.lab.worker import measured as measured_by_a_worker
+from trimtab.lab.worker import measure_cell as measured_by_a_worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "lab" / "attention.md"
 SMALL = AttentionSettings("reference", batch=2, head_dim=8, length=32, repetitions=3, seconds=0.5)
@@ -150,14 +150,14 @@ def test_the_weighted_sum_is_measured() -> None:
     assert found.forward.repetitions == found.backward.repetitions == 2
 
 
-def test_kept_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     levels, log = iter([100, 356]), []
     cuda = SimpleNamespace(
         synchronize=lambda: log.append("synchronize"),
         memory_allocated=lambda: (log.append("read"), next(levels))[1],
     )
     monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
-    assert kept_bytes(lambda: log.append("run"), "cuda") == 256
+    assert retained_bytes(lambda: log.append("run"), "cuda") == 256
     assert log == ["synchronize", "read", "run", "synchronize", "read"]
 
 
@@ -223,7 +223,7 @@ def test_on_a_gpu_the_formula_equals_the_allocated_bytes() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_out_of_memory_is_an_outcome() -> None:
     settings = AttentionSettings("reference", dtype="fp32", batch=8, length=4096, device="cuda", seconds=0.1)
-    while at_least(settings) < 2 * torch.cuda.mem_get_info()[1]:
+    while minimum_bytes(settings) < 2 * torch.cuda.mem_get_info()[1]:
         settings = replace(settings, length=2 * settings.length)
     answer = measured_by_a_worker("trimtab.lab.studies.attention.measure:measure", settings.to_dict())
     assert answer["outcome"] == Outcome.OUT_OF_MEMORY.value

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from trimtab.facts.errors import DataError, RecipeError
-from trimtab.lab.memory import kept_bytes
+from trimtab.lab.memory import retained_bytes
 from trimtab.lab.samples import CacheState, Samples
 from trimtab.lab.studies.attention.cells import Compile, Options, cells, compile_choice
-from trimtab.lab.studies.attention.comparing import Crossover, Verdict, compare
-from trimtab.lab.studies.attention.formula import at_least, before_backward, longest_length, matrix_bytes
+from trimtab.lab.studies.attention.crossover import Crossover, Verdict, compare
+from trimtab.lab.studies.attention.formula import before_backward, longest_length, matrix_bytes, minimum_bytes
+from trimtab.lab.studies.attention.passes import AttentionRun
 from trimtab.lab.studies.attention.report import sections
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import AttentionRun
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
     AttentionSettings,
@@ -93,7 +93,7 @@ def test_cells_that_cannot_fit_are_predicted_and_every_tries_them() -> None:
         ("bf16", PLAIN, 65536, Mode.EAGER),
         ("bf16", PLAIN, 65536, Mode.COMPILED),
     }
-    assert all(at_least(one) > 40 * GIB for one in skipped)
+    assert all(minimum_bytes(one) > 40 * GIB for one in skipped)
     everything = asked("cuda", 40 * GIB, every=True, **wanted)
     assert all(one.tried for one in everything)
     tried = [one for one in found if one.tried]
@@ -109,7 +109,7 @@ def test_the_formula_equals_the_bytes_allocated_on_a_cpu(backend: str, dtype: st
         )
         run = AttentionRun(settings)
         run.forward_backward()
-        measured = run.input_bytes + kept_bytes(run.forward, "cpu")
+        measured = run.input_bytes + retained_bytes(run.forward, "cpu")
         predicted = before_backward(settings)
         assert predicted is not None
         assert measured == pytest.approx(predicted.total, abs=64), "but for some scalars"
@@ -123,12 +123,12 @@ def test_the_formula_grows_with_the_square_of_the_length() -> None:
     assert before_backward(one).quadratic == matrix_bytes(one, 6) + 1024**2
     assert before_backward(replace(one, backend=FLASH)).quadratic == 0
     assert before_backward(replace(one, mode=Mode.COMPILED)) is None
-    assert at_least(replace(one, mode=Mode.COMPILED)) < at_least(one)
+    assert minimum_bytes(replace(one, mode=Mode.COMPILED)) < minimum_bytes(one)
     for backend, memory in ((PLAIN, 40 * GIB), (FLASH, GIB), (PLAIN, 1)):
         settings = replace(one, backend=backend)
         longest = longest_length(settings, memory)
-        assert (longest == 0) or at_least(replace(settings, length=longest)) <= memory
-        assert at_least(replace(settings, length=longest + 1)) > memory
+        assert (longest == 0) or minimum_bytes(replace(settings, length=longest)) <= memory
+        assert minimum_bytes(replace(settings, length=longest + 1)) > memory
 
 
 def test_the_page_has_the_memory_of_the_formula() -> None:

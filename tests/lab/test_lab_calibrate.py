@@ -135,7 +135,7 @@ def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     monkeypatch.setattr(calibrating, "probe_rate", lambda kind, dtype: 8e10)
     measuring._check_clock("fp32", 8.5e10)
@@ -149,7 +149,7 @@ def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_probes_that_do_not_fit_or_take_too_long_are_skipped() -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     measuring.rates = {"fp32": 1e9}
 
@@ -164,14 +164,14 @@ def test_probes_that_do_not_fit_or_take_too_long_are_skipped() -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     assert measuring._disk(tmp_path / "missing") == (None, None)
     assert "the disk was not measured" in measuring.warnings[0]
 
 
 def test_nothing_to_measure_is_an_error_with_a_remedy() -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     with pytest.raises(ResourceError, match="too little free memory for a calibration; end other programs"):
         measuring._best_copy()
     with pytest.raises(RecipeError, match="threads is 0; give at least 1"):

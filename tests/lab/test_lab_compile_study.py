@@ -77,7 +77,7 @@ def test_recompilations_have_reasons() -> None:
     log = recorded()
     assert log.graphs == len(log.compilations) == 4
     first, *again = log.compilations
-    assert not first.is_again
+    assert not first.is_recompilation
     assert log.recompilations == tuple(again)
     assert [one.reason for one in again] == [
         "tensor 'x' size mismatch at index 0. expected 4, actual 5",

@@ -21,7 +21,7 @@ from trimtab.lab.studies.kernels.cells import cells
 from trimtab.lab.studies.kernels.report import sections
 from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, Pass
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.worker import measured as in_worker
+from trimtab.lab.worker import measure_cell as in_worker
 from trimtab.report.document import Block, Section, Table, Text
 
 MACHINE = Machine("a GPU", {"torch": "2.13.0"})

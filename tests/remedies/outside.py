@@ -82,7 +82,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     MEMORY: (
         "lab/profiling.py:_explained: use a device with more memory",
-        "lab/calibrate.py:_Measuring._best_copy: end other programs that use it and calibrate again",
+        "lab/calibrate.py:_CalibrationRun._best_copy: end other programs that use it and calibrate again",
     ),
     HUB: (
         "hub/faults.py:_explain_status: check the id and the revision",

@@ -82,7 +82,7 @@ def calibrate(
     with current_gpu(device):
         facts = detect(device)
         with _torch_threads(threads if facts.kind == "cpu" else None) as used:
-            measuring = _Measuring(facts, seconds or SECONDS[facts.kind], progress or _silent)
+            measuring = _CalibrationRun(facts, seconds or SECONDS[facts.kind], progress or _silent)
             return measuring.run(folder or Path.cwd(), used if facts.kind == "cpu" else None)
 
 
@@ -101,7 +101,7 @@ def _torch_threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-class _Measuring:
+class _CalibrationRun:
     """A calibration in progress."""
 
     def __init__(self, device: DeviceFacts, seconds: float, progress: Progress) -> None:

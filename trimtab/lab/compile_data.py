@@ -38,7 +38,7 @@ class Compilation:
     """In its graph; 0 if the graph breaks before the first one."""
 
     @property
-    def is_again(self) -> bool:
+    def is_recompilation(self) -> bool:
         """Whether the function had been compiled before, for other inputs."""
         return bool(self.reason)
 
@@ -64,7 +64,7 @@ class CompileLog:
             >>> CompileLog(1, 1.0, (), (once,)).recompilations
             ()
         """
-        return tuple(compilation for compilation in self.compilations if compilation.is_again)
+        return tuple(compilation for compilation in self.compilations if compilation.is_recompilation)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON.

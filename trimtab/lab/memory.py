@@ -25,7 +25,7 @@ _OPERATION = ("aten::", "trimtab::")
 
 
 @dataclass(frozen=True)
-class Around:
+class EnclosingRanges:
     """The profiler's ranges that enclose an event, by their ids."""
 
     label: int | None = None
@@ -52,7 +52,7 @@ class MemoryEvent:
     """Since the first event."""
     nbytes: int
     address: int = 0
-    around: Around = Around()
+    around: EnclosingRanges = EnclosingRanges()
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     return peak - before
 
 
-def kept_bytes(run: Callable[[], object], device: str = "cuda") -> int:
+def retained_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     """Bytes still allocated after a run while its result is alive: of a forward pass, its output and saved
     activations.
 
     Example:
-        >>> kept_bytes(lambda: torch.empty(256).exp(), "cpu")
+        >>> retained_bytes(lambda: torch.empty(256).exp(), "cpu")
         1024
     """
     results: list[object] = []
@@ -150,8 +150,8 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
     """
     kind = "cuda" if device.startswith("cuda") else "cpu"
     index = torch.cuda.current_device() if kind == "cuda" else None
-    entries: list[tuple[int, Any, Around]] = []
-    waiting: list[tuple[Any, Around]] = [(root, Around()) for root in roots]
+    entries: list[tuple[int, Any, EnclosingRanges]] = []
+    waiting: list[tuple[Any, EnclosingRanges]] = [(root, EnclosingRanges()) for root in roots]
     while waiting:
         event, around = waiting.pop()
         if event.tag == _EventType.TorchOp:
@@ -167,20 +167,20 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
     return list(_in_order(entries))
 
 
-def _inside(event: Any, around: Around) -> Around:
+def _inside(event: Any, around: EnclosingRanges) -> EnclosingRanges:
     """The ranges that enclose the children of an event."""
     name: str = event.name
     if name.startswith(LABEL):
         return replace(around, label=int(name.removeprefix(LABEL)), call=None, operation="")
     if name.startswith(_NODE):
         node, sequence = event.id, event.extra_fields.sequence_number
-        return Around(node=node, sequence=sequence, accumulates=_ACCUMULATES in name)
+        return EnclosingRanges(node=node, sequence=sequence, accumulates=_ACCUMULATES in name)
     if around.call is not None or (around.node is not None and not name.startswith(_OPERATION)):
         return around  # inside of an operation, or a node's own function
     return replace(around, call=event.id, operation=name)
 
 
-def _in_order(entries: list[tuple[int, Any, Around]]) -> Iterator[MemoryEvent]:
+def _in_order(entries: list[tuple[int, Any, EnclosingRanges]]) -> Iterator[MemoryEvent]:
     """Memory events from (nanoseconds, fields of an allocation, ranges); the start of a labelled range has no
     fields."""
     first = next((nanoseconds for nanoseconds, fields, _ in entries if fields is not None), 0)

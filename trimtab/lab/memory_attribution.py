@@ -11,7 +11,7 @@ import torch
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory import Around, MemoryEvent
+from trimtab.lab.memory import EnclosingRanges, MemoryEvent
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role, spans
 from trimtab.lab.memory_roles import Place, role_of
 from trimtab.run.live_tensors import Origin, States, named_tensors
@@ -22,7 +22,7 @@ UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
 
 
 @dataclass(frozen=True)
-class Made:
+class OperationResult:
     """A tensor returned by an operation."""
 
     address: int
@@ -40,11 +40,11 @@ class OperationRecord:
     name: str
     origin: Origin
     place: Place
-    made: tuple[Made, ...] = ()
+    made: tuple[OperationResult, ...] = ()
 
 
 @dataclass(frozen=True)
-class Known:
+class NamedAddress:
     """The named tensor that is stored at an address after a number of operations."""
 
     address: int
@@ -57,8 +57,8 @@ def attribute(
     events: Sequence[MemoryEvent],
     operations: Sequence[OperationRecord],
     forward: Mapping[int, Origin],
-    known: Sequence[Known],
-    standing: Sequence[Block],
+    known: Sequence[NamedAddress],
+    persistent: Sequence[Block],
 ) -> AttributedTimeline:
     """Blocks from allocation events.
 
@@ -67,9 +67,9 @@ def attribute(
         operations: in order.
         forward: the forward operation of each backward node, by autograd's sequence number.
         known: named tensors at some addresses, in order.
-        standing: blocks that were allocated before the run.
+        persistent: blocks that were allocated before the run.
     """
-    blocks = list(standing)
+    blocks = list(persistent)
     alive = {block.address: index for index, block in enumerate(blocks)}
     phases: list[RunPhase] = []
     makers: dict[int, list[tuple[int, int]]] = {}
@@ -123,7 +123,7 @@ def _block(
     return replace(block, role=role, name=f"{short} {result.text}", tensor_bytes=result.nbytes)
 
 
-def _released(block: Block, allocated: Around | None, released: Around) -> Block:
+def _released(block: Block, allocated: EnclosingRanges | None, released: EnclosingRanges) -> Block:
     """Refines a block's role by the place of its release: scratch, or a temporary gradient of a parameter."""
     if allocated is None or block.role.kind is not TensorKind.ACTIVATIONS:
         return block
@@ -142,7 +142,7 @@ def _latest(allocations: Sequence[tuple[int, int]], operations: int) -> int | No
     return candidates[-1] if candidates else None
 
 
-def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
+def persistent_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
     """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     blocks: dict[int, Block] = {}

@@ -19,7 +19,13 @@ from torch.utils._pytree import tree_leaves
 from trimtab.facts.phases import During, RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import LABEL, memory_timeline
-from trimtab.lab.memory_attribution import Known, Made, OperationRecord, attribute, standing_blocks
+from trimtab.lab.memory_attribution import (
+    NamedAddress,
+    OperationRecord,
+    OperationResult,
+    attribute,
+    persistent_blocks,
+)
 from trimtab.lab.memory_blocks import AttributedTimeline
 from trimtab.lab.memory_roles import Place
 from trimtab.run.allocations import AllocationRecorder, line_here
@@ -47,7 +53,7 @@ class MemoryRecorder(AllocationRecorder):
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.operations: list[OperationRecord] = []
-        self.known: list[Known] = []
+        self.known: list[NamedAddress] = []
         """Addresses of gradients and optimizer states, in the order in which they were seen."""
         self._phase = RunPhase.OTHER
         self._after_norm = False
@@ -134,7 +140,7 @@ class MemoryRecorder(AllocationRecorder):
     def _note(self, tensors: Iterable[NamedTensor]) -> None:
         for named in tensors:
             address = named.tensor.untyped_storage().data_ptr()
-            self.known.append(Known(address, len(self.operations), named.kind, named.name))
+            self.known.append(NamedAddress(address, len(self.operations), named.kind, named.name))
 
 
 def record_memory(
@@ -163,7 +169,7 @@ def record_memory(
         263168
     """
     recorder = MemoryRecorder(model, optimizer)
-    before = standing_blocks(model, optimizer, device)
+    before = persistent_blocks(model, optimizer, device)
 
     def recorded() -> object:
         with recorder.following():
@@ -173,9 +179,11 @@ def record_memory(
     return attribute(timeline.events, recorder.operations, recorder.forward, recorder.known, before)
 
 
-def _made(out: Any) -> Iterator[Made]:
+def _made(out: Any) -> Iterator[OperationResult]:
     for index, tensor in enumerate(tree_leaves(out)):
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            yield Made(storage.data_ptr(), storage.nbytes(), index, f"{list(tensor.shape)} {dtype}")
+            yield OperationResult(
+                storage.data_ptr(), storage.nbytes(), index, f"{list(tensor.shape)} {dtype}"
+            )

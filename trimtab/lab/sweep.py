@@ -24,7 +24,7 @@ from trimtab.facts.units import format_seconds
 from trimtab.lab.records import append_record, provenance, timestamp
 from trimtab.lab.studies import find_study
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.worker import READY, ended, measured
+from trimtab.lab.worker import READY, answer_without_result, measure_cell
 
 RECORDS = "records.jsonl"
 LOG = "worker.log"
@@ -84,7 +84,7 @@ def run_sweep(
                 study = find_study(cell.study)
                 if study.in_process:
                     start = time.perf_counter()
-                    answer = measured(study.measure, dict(cell.settings))
+                    answer = measure_cell(study.measure, dict(cell.settings))
                     seconds = time.perf_counter() - start
                 else:
                     answer, seconds = worker.measure(study.measure, cell, cell_seconds)
@@ -207,7 +207,7 @@ class _Worker:
         took = time.perf_counter() - start
         if line is None:
             self.stop()
-            return ended(Outcome.TIMED_OUT, f"took longer than {format_seconds(took)}"), took
+            return answer_without_result(Outcome.TIMED_OUT, f"took longer than {format_seconds(took)}"), took
         if not line:
             return self._crashed(process), took
         answer: dict[str, Any] = json.loads(line)
@@ -261,11 +261,11 @@ class _Worker:
         code = process.wait()
         self.stop()
         if code in (-9, 128 + 9):  # SIGKILL, as the kernel's OOM killer sends it
-            return ended(
+            return answer_without_result(
                 Outcome.OUT_OF_MEMORY, "the process was killed, as the kernel does when memory is full"
             )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return ended(Outcome.FAILED, f"the process {how}; see {self.log}")
+        return answer_without_result(Outcome.FAILED, f"the process {how}; see {self.log}")
 
     def stop(self) -> None:
         """Kills the process and its children."""

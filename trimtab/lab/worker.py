@@ -38,15 +38,15 @@ def main() -> int:
         _write(answers, READY)
         for line in sys.stdin:
             order = json.loads(line)
-            _write(answers, json.dumps(measured(order["measure"], order["settings"])) + "\n")
+            _write(answers, json.dumps(measure_cell(order["measure"], order["settings"])) + "\n")
     return 0
 
 
-def measured(place: str, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_cell(place: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Measures one cell; every error is turned into an outcome.
 
     Example:
-        >>> measured("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
+        >>> measure_cell("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
         'failed'
     """
     module, _, function = place.partition(":")
@@ -54,14 +54,14 @@ def measured(place: str, settings: dict[str, Any]) -> dict[str, Any]:
         result = getattr(import_module(module), function)(settings)
         json.dumps(result)  # a result that is not plain data counts as a failure of the cell
     except NotSupported as reason:
-        return ended(Outcome.NOT_SUPPORTED, str(reason))
+        return answer_without_result(Outcome.NOT_SUPPORTED, str(reason))
     except PredictedOutOfMemory as reason:
-        return ended(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
+        return answer_without_result(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
     except Exception as error:  # noqa: BLE001 - a cell that fails is a result, and the sweep continues
         if is_out_of_memory(error):
-            return ended(Outcome.OUT_OF_MEMORY, _first_line(error))
+            return answer_without_result(Outcome.OUT_OF_MEMORY, _first_line(error))
         traceback.print_exc()
-        return ended(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
+        return answer_without_result(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
     return {"outcome": Outcome.MEASURED.value, "result": result, "message": ""}
 
 
@@ -101,7 +101,7 @@ def limit_memory() -> None:
     )
 
 
-def ended(outcome: Outcome, message: str) -> dict[str, Any]:
+def answer_without_result(outcome: Outcome, message: str) -> dict[str, Any]:
     """The answer of a cell without a result."""
     return {"outcome": outcome.value, "result": {}, "message": message}
 

@@ -160,24 +160,24 @@ def _trace_decoder(dtype: str, device: str) -> TracedModel:
         logits_BTV = decoder.logits(decoder(step.ids_BT))
         return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), step.labels_BT.flatten())
 
-    looked_at = (first.self_attn.q_proj, first.input_layernorm)
-    return _trace("trimtab's decoder", decoder, looked_at, step.computing, loss)
+    observed = (first.self_attn.q_proj, first.input_layernorm)
+    return _trace("trimtab's decoder", decoder, observed, step.computing, loss)
 
 
 def _trace(
     name: str,
     model: nn.Module,
-    looked_at: tuple[nn.Module, nn.Module],
+    observed: tuple[nn.Module, nn.Module],
     autocast: Callable[[], AbstractContextManager[Any]],
     loss: Callable[[], tuple[torch.Tensor, torch.Tensor]],
 ) -> TracedModel:
-    """One forward and backward pass; `looked_at` are the first linear layer and the first norm."""
+    """One forward and backward pass; `observed` are the first linear layer and the first norm."""
     outputs: dict[nn.Module, str] = {}
 
     def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         outputs[module] = NAMES[output.dtype]
 
-    handles = [module.register_forward_hook(note) for module in looked_at]
+    handles = [module.register_forward_hook(note) for module in observed]
     with DtypeTrace() as trace:
         with autocast():
             parameters = _formats(parameter for parameter in model.parameters())
@@ -188,8 +188,8 @@ def _trace(
     return TracedModel(
         name,
         parameters,
-        outputs[looked_at[0]],
-        outputs[looked_at[1]],
+        outputs[observed[0]],
+        outputs[observed[1]],
         NAMES[logits.dtype],
         NAMES[value.dtype],
         _formats(parameter.grad for parameter in model.parameters()),

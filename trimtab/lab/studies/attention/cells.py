@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.weighted_sum.spec import IMPLS as WEIGHTED_SUM_IMPLS
-from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.studies.attention.formula import minimum_bytes
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
     PLAIN,
@@ -131,7 +131,7 @@ def _attention(
                 backend, mode, dtype, batch, checked.heads, head_dim, length, checked.visibility,
                 device, checked.repetitions, checked.seconds,
             )  # fmt: skip
-            fits = checked.every or at_least(cell) <= memory_bytes
+            fits = checked.every or minimum_bytes(cell) <= memory_bytes
             yield cell if fits else replace(cell, memory_bytes=memory_bytes)
 
 

@@ -97,14 +97,14 @@ def bytes_per_score(backend: str, dtype: str) -> int:
     return FP32 + rounded
 
 
-def at_least(settings: AttentionSettings) -> int:
+def minimum_bytes(settings: AttentionSettings) -> int:
     """A lower bound of the cell's peak memory, in bytes.
 
     Eager: the memory before backward. Compiled: q, k, v and, for plain attention, one matrix of scores.
 
     Example:
         >>> cell = AttentionSettings("reference", mode=Mode.COMPILED, batch=1, length=1024, head_dim=64)
-        >>> at_least(cell) == 4 * (1024 * 1024 + 3 * 1024 * 64)
+        >>> minimum_bytes(cell) == 4 * (1024 * 1024 + 3 * 1024 * 64)
         True
     """
     known = before_backward(settings)
@@ -125,10 +125,10 @@ def longest_length(settings: AttentionSettings, memory_bytes: int) -> int:
         35890
     """
     low, high = 0, 1
-    while at_least(replace(settings, length=high)) <= memory_bytes:
+    while minimum_bytes(replace(settings, length=high)) <= memory_bytes:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        fits = at_least(replace(settings, length=middle)) <= memory_bytes
+        fits = minimum_bytes(replace(settings, length=middle)) <= memory_bytes
         low, high = (middle, high) if fits else (low, middle)
     return low

@@ -19,10 +19,10 @@ from trimtab.kernels.attention import choose_attention
 from trimtab.kernels.attention.spec import Case, make_inputs
 from trimtab.kernels.triton_support import runs_triton
 from trimtab.lab.contests import disagreement
-from trimtab.lab.memory import kept_bytes, peak_bytes
-from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.memory import peak_bytes, retained_bytes
+from trimtab.lab.studies.attention.formula import minimum_bytes
+from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.settings import PLAIN, TILED, AttentionSettings, Mode, is_weighted_sum
 from trimtab.lab.study import NotSupported, PredictedOutOfMemory
 from trimtab.lab.timing import cache_state, time_samples
@@ -55,7 +55,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 def measure_attention(settings: AttentionSettings) -> AttentionResult:
     """Verifies the backend, then measures memory and times."""
     if settings.memory_bytes is not None:
-        needed, available = format_bytes(at_least(settings)), format_bytes(settings.memory_bytes)
+        needed, available = format_bytes(minimum_bytes(settings)), format_bytes(settings.memory_bytes)
         raise PredictedOutOfMemory(f"needs at least {needed}, and the device has {available}")
     check_supported(settings, _capability(settings.device), triton=runs_triton(torch.device(settings.device)))
     if is_compiled(settings):
@@ -139,7 +139,7 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
     compile_seconds, compile_cached = _first_call(run) if is_compiled(settings) else (0.0, False)
     if not is_compiled(settings):
         run.forward_backward()  # allocates library workspaces, which are not memory of the operation
-    saved = kept_bytes(run.forward, device)
+    saved = retained_bytes(run.forward, device)
     peak = peak_bytes(run.forward_backward, device)
     forward, backward = (
         time_samples(

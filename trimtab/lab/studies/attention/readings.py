@@ -137,7 +137,7 @@ class Readings:
             {reading.variant for reading in self.all if reading.group == group and reading.outcome in ran}
         )
 
-    def obstacles(self) -> list[tuple[Variant, str, str, str]]:
+    def unmeasured_cells(self) -> list[tuple[Variant, str, str, str]]:
         """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
         dtypes_by_reason: dict[tuple[Variant, str, str], list[str]] = {}
         for reading in self.all:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from trimtab.kernels.weighted_sum.spec import bytes_moved
 from trimtab.lab.samples import CacheState
-from trimtab.lab.studies.attention.comparing import crossover
 from trimtab.lab.studies.attention.compiled_report import compiled_section
+from trimtab.lab.studies.attention.crossover import crossover
 from trimtab.lab.studies.attention.memory_report import limits_section, memory_section
 from trimtab.lab.studies.attention.readings import Group, Readings
 from trimtab.lab.studies.attention.results import PassTimes
@@ -131,7 +131,9 @@ def _flash_section(readings: Readings) -> Section | None:
 
 
 def _obstacle_section(readings: Readings) -> Section | None:
-    rows = tuple((str(v), dtypes, outcome, reason) for v, dtypes, outcome, reason in readings.obstacles())
+    rows = tuple(
+        (str(v), dtypes, outcome, reason) for v, dtypes, outcome, reason in readings.unmeasured_cells()
+    )
     if not rows:
         return None
     table = Table("", ("backend", "dtypes", "outcome", "reason"), rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trimtab.lab.studies.attention.comparing import EAGER_PLAIN, crossover, speed_up
+from trimtab.lab.studies.attention.crossover import EAGER_PLAIN, crossover, speed_up
 from trimtab.lab.studies.attention.formula import is_quadratic
 from trimtab.lab.studies.attention.readings import Group, Reading, Readings, Variant
 from trimtab.lab.studies.attention.results import AttentionResult

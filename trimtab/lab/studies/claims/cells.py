@@ -46,7 +46,7 @@ def cells(
     if steps is not None and steps < 1:
         raise RecipeError(f"--steps {steps} is too small", "use at least 1")
     on_cuda = device.startswith("cuda")
-    chosen = list(dict.fromkeys(map(checked_name, claims))) or list(CLAIMS)
+    chosen = list(dict.fromkeys(map(validate_claim, claims))) or list(CLAIMS)
     return [
         Cell(
             "claims",
@@ -59,18 +59,18 @@ def cells(
                 device,
             ).settings(),
         )
-        for model in checked_models(models, on_cuda=on_cuda)
+        for model in validate_models(models, on_cuda=on_cuda)
         for claim in map(CLAIMS.__getitem__, chosen)
         for seed in range(1, seeds + 1)
         for variant in claim.variants
     ]
 
 
-def checked_name(name: str) -> str:
+def validate_claim(name: str) -> str:
     """The name of a claim, with underscores for dashes; raises RecipeError with the nearest name if it is unknown.
 
     Example:
-        >>> checked_name("weight-decay")
+        >>> validate_claim("weight-decay")
         'weight_decay'
     """
     claim = name.replace("-", "_")
@@ -81,11 +81,11 @@ def checked_name(name: str) -> str:
     raise RecipeError(f"there is no claim {name!r}", f"{hint}the claims are {', '.join(CLAIMS)}")
 
 
-def checked_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
+def validate_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
     """The models to train, without duplicates.
 
     Example:
-        >>> checked_models([], on_cuda=False)
+        >>> validate_models([], on_cuda=False)
         ['starter']
     """
     if not models:

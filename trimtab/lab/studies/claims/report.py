@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence, Set
 
 from trimtab.lab.studies.claims.claim import Metric
 from trimtab.lab.studies.claims.declared import CLAIMS
-from trimtab.lab.studies.claims.group import Group, grouped, percent
-from trimtab.lab.studies.claims.trial import ON_CPU, ON_CUDA, Result, Trial
-from trimtab.lab.studies.claims.verdict import FEWEST_SEEDS, Ruling
-from trimtab.lab.studies.claims.wording import (
+from trimtab.lab.studies.claims.formatting import (
     MISSING,
     difference,
     heading,
@@ -19,6 +16,9 @@ from trimtab.lab.studies.claims.wording import (
     verdict_sentence,
     with_unit,
 )
+from trimtab.lab.studies.claims.group import Group, grouped, percent
+from trimtab.lab.studies.claims.trial import ON_CPU, ON_CUDA, Result, Trial
+from trimtab.lab.studies.claims.verdict import FEWEST_SEEDS, Ruling
 from trimtab.lab.study import Measurement
 from trimtab.lab.training_runs import STARTER
 from trimtab.report.document import Block, LineChart, Section, Series, Table, Text

@@ -77,7 +77,7 @@ def cells(
         raise RecipeError(f"--workers {workers} is out of range", f"use 1 to {MOST_WORKERS}")
     if max_new_tokens < 1:
         raise RecipeError(f"--max-new-tokens {max_new_tokens} is too small", "use at least 1")
-    names = [checked_way(way) for way in ways] or [way.value for way in Way]
+    names = [validate_way(way) for way in ways] or [way.value for way in Way]
     digest = hashlib.sha256(json.dumps(prompts(file)).encode()).hexdigest()[:12]
     place = None if file is None else str(file)
     return [
@@ -94,11 +94,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def checked_way(name: str) -> str:
+def validate_way(name: str) -> str:
     """Checks the name of a way; raises RecipeError with the nearest name if it is unknown.
 
     Example:
-        >>> checked_way("batch")
+        >>> validate_way("batch")
         'batch'
     """
     known = [way.value for way in Way]
