@@ -143,7 +143,7 @@ def test_a_cell_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     found = sweep([slow, cell("measure", value=1)], tmp_path, cell_seconds=0.5)
     assert [m.outcome for m in found] == [Outcome.TIMED_OUT, Outcome.MEASURED]
     assert 0.5 <= found[0].seconds < 20
-    assert found[0].message.startswith("longer than ")
+    assert found[0].message.startswith("took longer than ")
     assert ended(tmp_path / "pids")
 
 

@@ -53,7 +53,7 @@ class CompileLog:
     breaks: tuple[GraphBreak, ...]
     compilations: tuple[Compilation, ...]
     cached: int = 0
-    """Graphs whose code came from the cache on the disk."""
+    """Graphs whose code came from the cache on disk."""
 
     @property
     def recompilations(self) -> tuple[Compilation, ...]:

@@ -253,7 +253,7 @@ def _largest_of_stretches(
 
     A stretch is a range of significant events, with all insignificant events after them.
     """
-    # indices of `moments`, whose first one precedes all events
+    # indices of `moments`; the first moment precedes all events
     starts = [0, *(event + 1 for event in events)]
     step = -(-len(starts) // points)
     largest = []

@@ -21,7 +21,7 @@ def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) 
     """The whole report.
 
     Args:
-        result: what was measured.
+        result: the measurements and predictions.
         title: the recipe's name, with the keys that were set on the command line.
         facts: device, versions, date.
     """

@@ -135,7 +135,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_report(document: Document, folder: Path) -> list[Path]:
-    """Writes report.md, report.html and, with matplotlib, pictures/*.png; returns what was written.
+    """Writes report.md, report.html and, with matplotlib, pictures/*.png; returns the paths of these files.
 
     Raises:
         ResourceError: the folder cannot be written.

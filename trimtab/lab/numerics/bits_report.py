@@ -36,7 +36,7 @@ def _number_blocks(number: NumberBits) -> list[Block]:
         Code("\n".join(line for row in number.rows for line in _bit_lines(row))),
         Table(
             "What is stored",
-            ("format", "stored", "outcome", "error", "relative error", "digits right", "what is lost"),
+            ("format", "stored", "outcome", "error", "relative error", "correct digits", "loss"),
             tuple(_stored_row(row) for row in number.rows),
         ),
         Table(

@@ -1,4 +1,4 @@
-"""The report's part on memory: the formula against what was measured, and where memory runs out. Imports no torch."""
+"""The report's part on memory: the formula against measurements, and the lengths that fit. Imports no torch."""
 
 from __future__ import annotations
 
