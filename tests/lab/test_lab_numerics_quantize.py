@@ -197,7 +197,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         ),
         (RecipeError, str(path), "name one with :TENSOR"),
         (DataError, f"{path}:weight", "2 values that are NaN or infinite"),
-        (DataError, f"{path}:ids", "holds torch.int64"),
+        (DataError, f"{path}:ids", "has the dtype torch.int64"),
         (DataError, f"{path}:none", "is empty"),
         (DataError, f"{path}:ones", "are equal"),
         (RecipeError, "gaus", "did you mean gauss"),
