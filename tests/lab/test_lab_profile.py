@@ -160,8 +160,8 @@ def test_compiling_is_off_while_operations_are_measured(folder: Path) -> None:
         (["{recipe}", "max_seq_lenght=8"], 2, "max_seq_length"),
         (["{recipe}", "--steps", "0"], 2, "--steps 0 is not a number of steps"),
         (["{recipe}", "--warm-up", "-1"], 2, "--warm-up -1"),
-        (["{recipe}", "--document", "1"], 2, "give 2 to 64 tokens"),
-        (["{recipe}", "--document", "65"], 2, "give 2 to 64 tokens"),
+        (["{recipe}", "--document", "1"], 2, "use 2 to 64 tokens"),
+        (["{recipe}", "--document", "65"], 2, "use 2 to 64 tokens"),
         (["{recipe}", "--device", "cuda"], 6, "torch sees no CUDA GPU"),
         (["{recipe}", "--device", "gpu"], 2, "device"),
         (["{recipe}", "--nvtx", "--device", "cpu"], 6, "--nvtx needs a CUDA GPU"),
@@ -252,7 +252,7 @@ def test_a_share_of_another_dtype_is_labelled(adapted: tuple[ProfileResult, list
     result, _ = adapted
     assert result.ceiling.dtype == result.job.dtype == "fp32"
     plain = blocks_of(profile_sections(result)[:1], Text)[0].text
-    assert "The share of a large fp32 product is the arithmetic" in plain
+    assert "The share of a large fp32 matrix product is the FLOPs" in plain
     assert "compares two dtypes" not in plain
     bf16 = replace(result, job=replace(result.job, dtype="bf16"))
     assert "compares two dtypes" in blocks_of(profile_sections(bf16)[:1], Text)[0].text
