@@ -1,4 +1,4 @@
-"""A study for the tests of sweeps and reports: each cell says what its measurement does. Workers import it."""
+"""A study for the tests of sweeps and reports: a cell's settings determine its outcome. Workers import it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 def measure(settings: dict[str, Any]) -> Any:
-    """Does what the cell says."""
+    """Returns or raises what the cell's settings request."""
     do = settings["do"]
     if do == "allocate":
         return {"bytes": len(bytearray(2**46))}
@@ -70,7 +70,7 @@ STUDY = Study("sample", "A sample", sections, "sample_study:measure")
 
 
 def make_known(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Makes the study known here and in workers, which start at once: their torch has nothing in it."""
+    """Registers the study in this process and in workers, which start immediately: their torch is an empty module."""
     from trimtab.lab import reporting, studies, sweep
 
     folder.mkdir()

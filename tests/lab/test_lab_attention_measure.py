@@ -1,4 +1,4 @@
-"""Cells of the attention study, measured: on this CPU for real, on a GPU where there is one."""
+"""Measured cells of the attention study: on this CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 from trimtab.cli.main import main
 from trimtab.lab import memory
-from trimtab.lab.memory import kept_bytes
+from trimtab.lab.memory import retained_bytes
 from trimtab.lab.studies.attention import measure as measuring
-from trimtab.lab.studies.attention.formula import at_least, before_backward
+from trimtab.lab.studies.attention.formula import before_backward, minimum_bytes
 from trimtab.lab.studies.attention.measure import WrongResult, check_supported, measure, measure_attention
+from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.settings import AttentionSettings, Mode, Visibility, WeightedSumSettings
 from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
 from trimtab.lab.timing import time_samples
-from trimtab.lab.worker import measured as measured_by_a_worker
+from trimtab.lab.worker import measure_cell as measured_by_a_worker
 
 PAGE = Path(__file__).parents[2] / "docs" / "lab" / "attention.md"
 SMALL = AttentionSettings("reference", batch=2, head_dim=8, length=32, repetitions=3, seconds=0.5)
@@ -50,7 +50,7 @@ def test_repetitions_end_with_the_time() -> None:
     assert 1 <= result.times.forward.repetitions < 10_000
 
 
-def test_a_compiled_cell_has_its_seconds_apart() -> None:
+def test_a_compiled_cell_reports_compile_time_separately() -> None:
     settings = replace(SMALL, backend="sdpa_flash", mode=Mode.COMPILED, head_dim=16)
     start = time.perf_counter()
     result = measure_attention(settings)
@@ -60,7 +60,7 @@ def test_a_compiled_cell_has_its_seconds_apart() -> None:
     assert result.before_backward_bytes == eager.total, "a single operator is compiled to itself"
 
 
-def test_backward_has_no_part_of_the_forward_pass() -> None:
+def test_backward_time_excludes_the_forward_pass() -> None:
     run = AttentionRun(SMALL)
     attend = run.attend
 
@@ -77,7 +77,7 @@ def test_backward_has_no_part_of_the_forward_pass() -> None:
     assert backward.median_ms < 15
 
 
-def test_a_wrong_backend_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_per_cent_off(settings: AttentionSettings) -> Attend:
         right = build_attention(settings)
         return right if settings.backend == "reference" else lambda q, k, v: 1.01 * right(q, k, v)
@@ -93,7 +93,7 @@ def test_a_wrong_backend_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer["message"].startswith("WrongResult: ")
 
 
-def test_what_a_cpu_cannot_do_is_not_supported() -> None:
+def test_modes_without_cpu_support_are_not_supported() -> None:
     for backend, reason in (
         ("triton", "it requires a CUDA GPU"),
         ("sdpa_cudnn", "it requires a CUDA GPU"),
@@ -108,7 +108,7 @@ def test_what_a_cpu_cannot_do_is_not_supported() -> None:
         measure(WeightedSumSettings("triton").to_dict())
 
 
-def test_what_a_gpu_can_do_depends_on_its_capability() -> None:
+def test_support_depends_on_the_compute_capability() -> None:
     def reason(backend: str, dtype: str, capability: tuple[int, int], triton: bool = True) -> str | None:
         try:
             check_supported(
@@ -150,18 +150,18 @@ def test_the_weighted_sum_is_measured() -> None:
     assert found.forward.repetitions == found.backward.repetitions == 2
 
 
-def test_kept_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     levels, log = iter([100, 356]), []
     cuda = SimpleNamespace(
         synchronize=lambda: log.append("synchronize"),
         memory_allocated=lambda: (log.append("read"), next(levels))[1],
     )
     monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
-    assert kept_bytes(lambda: log.append("run"), "cuda") == 256
+    assert retained_bytes(lambda: log.append("run"), "cuda") == 256
     assert log == ["synchronize", "read", "run", "synchronize", "read"]
 
 
-def test_the_command_measures_reports_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_reports_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = next(
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("trimtab ")
     )
@@ -211,7 +211,7 @@ def test_on_a_gpu_flash_is_linear_and_plain_attention_quadratic() -> None:
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_formula_is_what_is_allocated() -> None:
+def test_on_a_gpu_the_formula_equals_the_allocated_bytes() -> None:
     for backend in ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton", "varlen"):
         settings = AttentionSettings(backend, dtype="bf16", batch=2, length=2048, device="cuda", seconds=0.1)
         predicted = before_backward(settings)
@@ -223,7 +223,7 @@ def test_on_a_gpu_the_formula_is_what_is_allocated() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_out_of_memory_is_an_outcome() -> None:
     settings = AttentionSettings("reference", dtype="fp32", batch=8, length=4096, device="cuda", seconds=0.1)
-    while at_least(settings) < 2 * torch.cuda.mem_get_info()[1]:
+    while minimum_bytes(settings) < 2 * torch.cuda.mem_get_info()[1]:
         settings = replace(settings, length=2 * settings.length)
     answer = measured_by_a_worker("trimtab.lab.studies.attention.measure:measure", settings.to_dict())
     assert answer["outcome"] == Outcome.OUT_OF_MEMORY.value

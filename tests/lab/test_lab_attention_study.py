@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from trimtab.facts.errors import DataError, RecipeError
-from trimtab.lab.memory import kept_bytes
+from trimtab.lab.memory import retained_bytes
 from trimtab.lab.samples import CacheState, Samples
 from trimtab.lab.studies.attention.cells import Compile, Options, cells, compile_choice
-from trimtab.lab.studies.attention.comparing import Crossover, Verdict, compare
-from trimtab.lab.studies.attention.formula import at_least, before_backward, longest_length, matrix_bytes
+from trimtab.lab.studies.attention.crossover import Crossover, Verdict, compare
+from trimtab.lab.studies.attention.formula import before_backward, longest_length, matrix_bytes, minimum_bytes
+from trimtab.lab.studies.attention.passes import AttentionRun
 from trimtab.lab.studies.attention.report import sections
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import AttentionRun
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
     AttentionSettings,
@@ -65,16 +65,16 @@ def test_torch_compile_is_for_plain_attention_all_or_none() -> None:
     assert (compiled("plain"), compiled("all"), compiled("none")) == (1, len(BACKENDS), 0)
 
 
-def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
+def test_invalid_options_are_rejected_with_a_hint() -> None:
     with pytest.raises(RecipeError, match=r"no backend 'sdpa_flahs'; did you mean sdpa_flash\? use one of"):
         asked(backends=["sdpa_flahs"])
     with pytest.raises(RecipeError, match="no dtype 'fp8'"):
         asked(dtypes=["fp8"])
     for wrong in ({"lengths": [0]}, {"head_dims": [-1]}, {"batches": [0]}, {"heads": 0}, {"repetitions": 0}):
-        with pytest.raises(RecipeError, match="give at least 1"):
+        with pytest.raises(RecipeError, match="use at least 1"):
             asked(**wrong)
     for seconds in (0.0, -1.0, float("nan")):
-        with pytest.raises(RecipeError, match="give more than 0"):
+        with pytest.raises(RecipeError, match="use more than 0"):
             asked(seconds=seconds)
     with pytest.raises(RecipeError, match="did you mean plain"):
         compile_choice("plane")
@@ -82,7 +82,7 @@ def test_what_cannot_be_measured_is_refused_with_a_hint() -> None:
     assert compile_choice("none") is Compile.NONE
 
 
-def test_only_what_cannot_fit_is_predicted_and_every_tries_it() -> None:
+def test_cells_that_cannot_fit_are_predicted_and_every_tries_them() -> None:
     wanted: dict[str, Any] = {"backends": [PLAIN, FLASH], "batches": [8], "head_dims": [64]}
     found = asked("cuda", 40 * GIB, **wanted)
     skipped = [one for one in found if not one.tried]
@@ -93,7 +93,7 @@ def test_only_what_cannot_fit_is_predicted_and_every_tries_it() -> None:
         ("bf16", PLAIN, 65536, Mode.EAGER),
         ("bf16", PLAIN, 65536, Mode.COMPILED),
     }
-    assert all(at_least(one) > 40 * GIB for one in skipped)
+    assert all(minimum_bytes(one) > 40 * GIB for one in skipped)
     everything = asked("cuda", 40 * GIB, every=True, **wanted)
     assert all(one.tried for one in everything)
     tried = [one for one in found if one.tried]
@@ -102,14 +102,14 @@ def test_only_what_cannot_fit_is_predicted_and_every_tries_it() -> None:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("backend", [PLAIN, "sdpa_math", FLASH, "tiled"])
-def test_the_formula_is_what_a_cpu_allocates(backend: str, dtype: str) -> None:
+def test_the_formula_equals_the_bytes_allocated_on_a_cpu(backend: str, dtype: str) -> None:
     for heads, visibility in ((1, Visibility.CAUSAL), (3, Visibility.FULL)):
         settings = AttentionSettings(
             backend, dtype=dtype, batch=2, heads=heads, head_dim=16, length=96, visibility=visibility
         )
         run = AttentionRun(settings)
         run.forward_backward()
-        measured = run.input_bytes + kept_bytes(run.forward, "cpu")
+        measured = run.input_bytes + retained_bytes(run.forward, "cpu")
         predicted = before_backward(settings)
         assert predicted is not None
         assert measured == pytest.approx(predicted.total, abs=64), "but for some scalars"
@@ -123,12 +123,12 @@ def test_the_formula_grows_with_the_square_of_the_length() -> None:
     assert before_backward(one).quadratic == matrix_bytes(one, 6) + 1024**2
     assert before_backward(replace(one, backend=FLASH)).quadratic == 0
     assert before_backward(replace(one, mode=Mode.COMPILED)) is None
-    assert at_least(replace(one, mode=Mode.COMPILED)) < at_least(one)
+    assert minimum_bytes(replace(one, mode=Mode.COMPILED)) < minimum_bytes(one)
     for backend, memory in ((PLAIN, 40 * GIB), (FLASH, GIB), (PLAIN, 1)):
         settings = replace(one, backend=backend)
         longest = longest_length(settings, memory)
-        assert (longest == 0) or at_least(replace(settings, length=longest)) <= memory
-        assert at_least(replace(settings, length=longest + 1)) > memory
+        assert (longest == 0) or minimum_bytes(replace(settings, length=longest)) <= memory
+        assert minimum_bytes(replace(settings, length=longest + 1)) > memory
 
 
 def test_the_page_has_the_memory_of_the_formula() -> None:
@@ -138,7 +138,7 @@ def test_the_page_has_the_memory_of_the_formula() -> None:
     flash = before_backward(replace(plain, backend=FLASH))
     assert f"{short.total / 2**20:.0f} MiB allocated before backward" in page
     assert f"FlashAttention {flash.total / 2**20:.1f} MiB" in page.replace("\n", " ")
-    assert f"gives {long.total / GIB:.2f} GiB before backward" in page.replace("\n  ", " ")
+    assert f"predicts {long.total / GIB:.2f} GiB before backward" in page.replace("\n  ", " ")
 
 
 def times(ms: float, spread: float = 0.0) -> PassTimes:
@@ -232,7 +232,7 @@ def test_the_report_has_every_outcome_and_keeps_predicted_apart() -> None:
     text = page(study())
     assert "triton (own) | bf16 " in text
     assert "dq: rms error 1" in text, "a wrong backend is named, without a time"
-    assert "more than all memory of the device: 1 of 16 cells" in text
+    assert "exceeds the device's memory: 1 of 16 cells" in text
     assert "The first to run out was reference (plain) at 4096 tokens" in text
 
 
@@ -256,7 +256,7 @@ def test_the_report_compares_compiled_and_eager() -> None:
     assert "Compiling took 3.0 to 3.0 s" in page(study())
 
 
-def test_the_report_sets_the_formula_beside_what_was_measured() -> None:
+def test_the_report_compares_formula_and_measurement() -> None:
     rows = {row[1]: row for row in table(study(), "longest measured length").rows}
     assert rows["reference (plain)"][-2] == rows["sdpa_flash"][-2] == "1.000"
     assert rows["reference (plain)"][-1] == "3.61×", "almost quadratic at 1024 tokens"
@@ -315,7 +315,7 @@ def test_the_weighted_sum_has_a_section() -> None:
     assert found.rows[1][3] == "not supported"
 
 
-def test_damaged_records_are_refused() -> None:
+def test_damaged_records_are_rejected() -> None:
     good = study()[0]
     broken_result = replace(good, result={"forward": {}})
     broken_settings = replace(good, cell=Cell("attention", {"backend": PLAIN}))
@@ -333,6 +333,6 @@ def test_cells_and_report_import_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_generated_numbers_are_finite() -> None:
+def test_charts_contain_only_finite_numbers() -> None:
     run = AttentionRun(AttentionSettings(PLAIN, length=8, batch=1, head_dim=4))
     assert all(torch.isfinite(x).all() for x in run.forward_backward())

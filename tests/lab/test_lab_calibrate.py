@@ -1,4 +1,4 @@
-"""Calibration of a CPU in seconds; that probes have the costs that blocks declare; warnings; Ctrl-C."""
+"""Calibration of a CPU in seconds; probes with the costs that blocks declare; warnings; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_cpu_is_calibrated_within_its_time(tmp_path: Path, monkeypatch: pytest
     assert found.to_host is None
     assert {Kind.COPY, Kind.PRODUCT, Kind.NORM} <= {sample.kind for sample in found.samples}
     assert all(sample.seconds > 0 for sample in found.samples)
-    assert any("left out" in warning for warning in found.warnings)
+    assert any("skipped" in warning for warning in found.warnings)
     assert len(labels) >= 5
     assert list(tmp_path.iterdir()) == []
     assert Calibration.from_dict(found.to_dict()) == found
@@ -135,7 +135,7 @@ def test_a_busy_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     monkeypatch.setattr(calibrating, "probe_rate", lambda kind, dtype: 8e10)
     measuring._check_clock("fp32", 8.5e10)
@@ -148,8 +148,8 @@ def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) 
     assert ["by 20%" in measuring.warnings[0], "5 of 10" in measuring.warnings[1]] == [True, True]
 
 
-def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+def test_probes_that_do_not_fit_or_take_too_long_are_skipped() -> None:
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     measuring.rates = {"fp32": 1e9}
 
@@ -160,19 +160,19 @@ def test_what_does_not_fit_or_takes_too_long_is_left_out() -> None:
     measuring._measure(ProbeGroup("a long one", lambda: [long]))
     assert measuring.left_out == 1
     measuring._measure(ProbeGroup("a large one", full))
-    assert measuring.warnings == ["a large one was left out: it does not fit into the memory that is free"]
+    assert measuring.warnings == ["a large one was skipped: it does not fit into free memory"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     assert measuring._disk(tmp_path / "missing") == (None, None)
     assert "the disk was not measured" in measuring.warnings[0]
 
 
 def test_nothing_to_measure_is_an_error_with_a_remedy() -> None:
-    measuring = calibrating._Measuring(CPU, 1.0, lambda label, share: None)
-    with pytest.raises(ResourceError, match="too little free memory to be measured; end other programs"):
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
+    with pytest.raises(ResourceError, match="too little free memory for a calibration; end other programs"):
         measuring._best_copy()
     with pytest.raises(RecipeError, match="threads is 0; give at least 1"):
         calibrate("cpu", 0)

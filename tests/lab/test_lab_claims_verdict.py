@@ -1,4 +1,4 @@
-"""Verdicts from made-up differences: every ruling, every direction, and what gives no verdict at all."""
+"""Verdicts from made-up differences: every ruling, every direction, and cases without a verdict."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_ruling_follows_from_the_interval(
     assert (found.interval is None) == (len(differences) < 3)
 
 
-def test_variants_that_hardly_differ_give_no_verdict_whatever_was_measured() -> None:
+def test_variants_that_hardly_differ_give_no_verdict() -> None:
     for differences in ([0.31, 0.30, 0.29], [0.0, 0.0, 0.0]):
         found = judge(HIGHER, differences, too_weak="decay shrinks nothing")
         assert found.ruling is OPEN
@@ -86,7 +86,7 @@ def test_variants_that_hardly_differ_give_no_verdict_whatever_was_measured() -> 
 
 
 def test_a_share_is_known_to_half_an_item_at_best() -> None:
-    """Three seeds with the same number of right answers have no spread, and still no infinitely exact mean."""
+    """Three seeds with the same number of correct answers have no spread, but their mean is not exact."""
     points = hypothesis(Direction.LOWER, 2.0, Metric.GRAMMAR)
     assert judge(points, [0.0, 0.0, 0.0], resolution=1.0).ruling is REFUTED
     found = judge(points, [0.0, 0.0, 0.0], resolution=100 / 12)  # 12 items: one is 8 points
@@ -119,7 +119,7 @@ def test_a_variant_that_diverges(
     assert found.interval is None
 
 
-def test_declarations_refuse_nonsense() -> None:
+def test_invalid_declarations_are_rejected() -> None:
     with pytest.raises(AssertionError, match="above zero"):
         hypothesis(Direction.HIGHER, 0.0)
     with pytest.raises(AssertionError):

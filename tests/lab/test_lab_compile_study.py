@@ -1,4 +1,4 @@
-"""`trimtab bench compile`: what is recorded of compilations, options, measured cells and reports."""
+"""`trimtab bench compile`: records of compilations, options, measured cells and reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trimtab.report.document import Section, Table, Text
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiled code and torch's settings are the process's; each test begins without, and puts them back."""
+    """Resets compiled code and torch's settings, which are global, before and after each test."""
     monkeypatch.setitem(os.environ, "TORCHINDUCTOR_CACHE_DIR", os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     duck = torch.fx.experimental._config.use_duck_shape
     with dynamo.config.patch(recompile_limit=dynamo.config.recompile_limit, specialize_float=False):
@@ -77,7 +77,7 @@ def test_recompilations_have_reasons() -> None:
     log = recorded()
     assert log.graphs == len(log.compilations) == 4
     first, *again = log.compilations
-    assert not first.is_again
+    assert not first.is_recompilation
     assert log.recompilations == tuple(again)
     assert [one.reason for one in again] == [
         "tensor 'x' size mismatch at index 0. expected 4, actual 5",
@@ -99,7 +99,7 @@ def test_a_record_begins_empty_and_ends_with_its_block() -> None:
     assert second().compilations == ()
 
 
-def test_more_compilations_are_kept_than_torch_would_keep() -> None:
+def test_more_compilations_are_recorded_than_torchs_default() -> None:
     dynamo.utils.set_compilation_metrics_limit(2)
     compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
     with record_compilations() as recorded:
@@ -132,7 +132,7 @@ def test_defaults_compare_regions_and_the_whole_model() -> None:
     assert all(cell.fresh for cell in cells(device="cpu"))
 
 
-def test_a_recipe_says_its_method_and_precision(tmp_path: Path) -> None:
+def test_a_recipe_determines_method_and_precision(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.yaml"
     text = "model: Qwen/Qwen3-0.6B\ndata: {train: my-texts}\nload_in_4bit: true\nlora: {r: 8}\n"
     recipe.write_text(text)
@@ -156,14 +156,14 @@ def test_a_recipe_says_its_method_and_precision(tmp_path: Path) -> None:
         ({"shapes": ["dynamics"]}, "did you mean dynamic"),
         ({"backend": "inductr"}, "did you mean inductor"),
         ({"precision": "int8"}, "choose from fp32, bf16, fp16"),
-        ({"lengths": [1]}, "give at least 2"),
-        ({"lengths": [65537]}, "give at most 65536"),
-        ({"batch": 0}, "give at least 1"),
-        ({"steps": 0}, "give at least 1"),
-        ({"scopes": ["regions"], "shapes": ["auto"]}, "give --shapes dynamic or --scopes whole"),
+        ({"lengths": [1]}, "use at least 2"),
+        ({"lengths": [65537]}, "use at most 65536"),
+        ({"batch": 0}, "use at least 1"),
+        ({"steps": 0}, "use at least 1"),
+        ({"scopes": ["regions"], "shapes": ["auto"]}, "use --shapes dynamic or --scopes whole"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         cells(device="cpu", **options)
 
@@ -202,10 +202,10 @@ def test_the_whole_model_is_compiled_for_each_length() -> None:
     assert found.loss_difference == 0.0
 
 
-def test_without_a_compiler_what_still_works_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subjects, "compile_obstacle", lambda kind, capability: "there is no C++ compiler")
     (cell,) = cells(device="cpu", sizes=["tiny"], methods=["full"], scopes=["whole"])
-    with pytest.raises(NotSupported, match=r"no C\+\+ compiler; .* without it: --backend aot_eager"):
+    with pytest.raises(NotSupported, match=r"no C\+\+ compiler; --backend aot_eager .* without a compiler"):
         measure(dict(cell.settings))
 
 
@@ -224,7 +224,7 @@ def test_code_from_the_cache_is_counted() -> None:
 
 
 def test_a_second_process_compiles_with_the_first_ones_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second process is a double that answers as a worker does, from the order that it is given."""
+    """The second process is a fake that answers its order like a worker."""
     orders: list[dict[str, Any]] = []
 
     def run(words: list[str], *, input: str, **_: Any) -> SimpleNamespace:
@@ -308,7 +308,7 @@ def test_the_report_has_breaks_reasons_seconds_and_gain() -> None:
     assert gain == ((name, "128", "30.0", "20.0", "1.50 ×", "1,200", "300"),)
 
 
-def test_a_slower_step_never_pays() -> None:
+def test_a_slower_step_never_breaks_even() -> None:
     found = sections([measurement(one_cell(), result(compiled_ms=40.0).to_dict())])
     assert rows_of(found[-1])[0][-2:] == ("never", "never")
 
@@ -320,11 +320,11 @@ def test_tracing_alone_has_no_seconds_and_no_gain() -> None:
     assert "Seconds of compilation" not in titles
 
 
-def test_nothing_to_report_is_said() -> None:
+def test_a_report_without_recompilations_says_so() -> None:
     clean = CompileResult(CompileLog(1, 1.0, (), ()), (Length(8, 0, 0, 1.0),), 8, 1.0, 1.0)
     found = {one.title: one for one in sections([measurement(one_cell(), clean.to_dict())])}
     assert text_of(found["Where graphs break"]) == "No graph breaks in any cell."
-    assert text_of(found["Recompilations and their reasons"]) == "Nothing was compiled twice in any cell."
+    assert text_of(found["Recompilations and their reasons"]) == "No recompilation in any cell."
     assert rows_of(found["What compiling gains"])[0][-2:] == ("never", "–")
 
 
@@ -344,7 +344,7 @@ def test_cells_that_were_not_measured_are_listed() -> None:
     assert rows_of(alone) == (("small qlora, regions, dynamic", "not supported", "because"),)
 
 
-def test_damaged_results_are_refused() -> None:
+def test_damaged_results_are_rejected() -> None:
     for damaged in (
         {},
         {**result().to_dict(), "cold": {}},

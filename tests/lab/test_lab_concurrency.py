@@ -1,4 +1,4 @@
-"""Ways to generate one file: each gives the same completions; the report follows from the measurements."""
+"""Ways to generate one file: all return the same completions; the report follows from the measurements."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_way_keeps_the_order(way: Way) -> None:
     assert model.most == at_once.get(way, 1)
 
 
-def test_cores_are_shared_out() -> None:
+def test_workers_divide_the_cores() -> None:
     assert [way.torch_threads(8, 3) for way in (Way.ONE_BY_ONE, Way.BATCH, Way.ASYNCIO)] == [8, 8, 8]
     assert [way.torch_threads(8, 3) for way in (Way.THREADS, Way.ASYNCIO_THREADS, Way.PROCESSES)] == [2] * 3
     assert Way.PROCESSES.torch_threads(2, 16) == 1
@@ -65,7 +65,7 @@ class TestCells:
         assert [cell.settings["way"] for cell in found] == [way.value for way in Way]
         assert 2 <= found[0].settings["workers"] <= 4
 
-    def test_another_content_is_another_measurement(self, tmp_path: Path) -> None:
+    def test_changed_prompts_are_another_measurement(self, tmp_path: Path) -> None:
         file = tmp_path / "prompts.txt"
         file.write_text("one\ntwo\n")
         first = cells(["batch"], file=file)[0].key
@@ -78,12 +78,12 @@ class TestCells:
         [
             ({"ways": ["thread"]}, "did you mean threads"),
             ({"ways": ["xyz"]}, "the ways are one-by-one, batch"),
-            ({"workers": 0}, "from 1 to"),
-            ({"workers": 1000}, "from 1 to"),
+            ({"workers": 0}, "use 1 to"),
+            ({"workers": 1000}, "use 1 to"),
             ({"max_new_tokens": 0}, "at least 1"),
         ],
     )
-    def test_bad_options_are_refused(self, options: dict, said: str) -> None:
+    def test_bad_options_are_rejected(self, options: dict, said: str) -> None:
         with pytest.raises(RecipeError, match=said):
             cells(**options)
 
@@ -96,8 +96,8 @@ class TestCells:
             cells(file=chat)
 
 
-def test_processes_and_other_ways_give_what_one_by_one_gives(tmp_path: Path) -> None:
-    """Real processes; the other ways in this one, through the same function."""
+def test_all_ways_return_the_same_completions(tmp_path: Path) -> None:
+    """Runs real processes, and the other ways in this process through the same function."""
     model = write_tiny_model(tmp_path / "model")
     file = tmp_path / "prompts.txt"
     file.write_text("the cat\nthe dog sees\na\n")
@@ -119,7 +119,7 @@ def test_processes_and_other_ways_give_what_one_by_one_gives(tmp_path: Path) -> 
     assert digest("") not in found.digests
 
 
-def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_process_reports_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "PROGRAM", "trimtab.no_such_program")
     with pytest.raises(RuntimeError, match="no_such_program"):
         measure(dict(cells(["batch"])[0].settings))
@@ -167,7 +167,7 @@ class TestReport:
         assert table.rows[1][:4] == ("batch", "1.00", "200", "4.00×")
         assert table.rows[2][0] == "processes"
         text = self.text(found)
-        assert "All ways gave the same completions" in text
+        assert "All ways returned the same completions" in text
         assert "Processes: 1.60× the speed of one by one, with 1.9× the memory." in text
         assert "Fastest here: batch, 1.00 s." in text
         assert "Threads:" not in text  # not measured

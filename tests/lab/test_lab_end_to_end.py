@@ -44,7 +44,7 @@ def records(*found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_labels_are_the_same_however_they_are_shifted(packed: bool) -> None:
+def test_labels_are_equal_with_and_without_shift(packed: bool) -> None:
     tokens = world.make_tokens(replace(TINY, packed=packed))
     theirs = tokens.for_peers("cpu", packed)["labels"]
     shifted_BT = torch.full_like(theirs, world.IGNORED)
@@ -57,7 +57,7 @@ def test_labels_are_the_same_however_they_are_shifted(packed: bool) -> None:
     assert tokens.num_targets == int((tokens.positions_BT > 0).sum())
 
 
-def test_packed_windows_in_one_row_are_the_same_documents() -> None:
+def test_packed_sequences_in_one_row_are_the_same_documents() -> None:
     tokens = world.make_tokens(replace(TINY, packed=True))
     flat, rows = tokens.in_one_row("cpu"), tokens.for_peers("cpu", packed=True)
     assert all(torch.equal(flat[name].view_as(rows[name]), rows[name]) for name in rows)
@@ -119,7 +119,7 @@ def test_shared_processes_load_a_model_once() -> None:
 
 
 def cells_of(seen: dict[str, dict[str, Any]]) -> list[str]:
-    """Of the row of the job over 2×2048 tokens."""
+    """The cells of the row of the job with 2×2048 tokens."""
     row = next(line for line in markdown(seen).splitlines() if line.startswith(f"| {LLAMA.name}"))
     return [cell.strip() for cell in row.strip("|").split("|")]
 
@@ -162,7 +162,7 @@ def test_tables_have_ratios_and_say_why_a_cell_is_empty() -> None:
     assert page(seen).startswith("Some GPU, commit abc, 2026-11-15; torch 2.11.0; bf16 matmul 780 TFLOP/s.")
 
 
-def test_losses_that_are_apart_and_failures_of_ours_are_problems() -> None:
+def test_differing_losses_and_own_failures_are_problems() -> None:
     ours, theirs = Case(LLAMA, "trimtab"), Case(LLAMA, "liger")
     apart = records(record(ours, 1, 1, (9.0, 8.0)), record(theirs, 1, 1, (9.01, 8.0)))
     assert len(problems(apart)) == 1
@@ -196,7 +196,7 @@ def test_peers_that_round_weights_to_the_nearest_are_compared_with_ours_that_do(
 
 
 @pytest.mark.oracle
-def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: Path) -> None:
+def test_rounding_to_nearest_loses_updates_that_stochastic_rounding_keeps(tmp_path: Path) -> None:
     """Ours in bf16, stochastic rounding and to nearest, vs. transformers in fp32 and bf16; one optimizer."""
     import bitsandbytes
     from transformers import AutoModelForCausalLM
@@ -223,7 +223,7 @@ def test_rounding_to_the_nearest_loses_what_rounding_by_chance_keeps(tmp_path: P
     assert fallen["trimtab"] < 3 * fallen[jobs.NEAREST] < 0
 
 
-def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_resumes_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
@@ -253,7 +253,7 @@ def test_a_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert {"commit", "versions", "time", "losses"} <= lines[0].keys()
 
 
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_finished_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = jobs.tiny_cases()[:2]
     done = json.dumps(record(one, 2.0, 1.0, chosen={"compile": {"on": False}}))
 
@@ -267,7 +267,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert [found["name"] for found in records] == [one.name], "what was not begun has not failed"
 
 
-def test_no_gpu_and_no_such_case_are_said(
+def test_missing_gpus_and_unknown_cases_are_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert runner.main(["--only", "nonsense"]) == 2

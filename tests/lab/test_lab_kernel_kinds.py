@@ -137,7 +137,7 @@ def test_operators(kind: KernelKind, names: str) -> None:
 
 
 def triton_kernels() -> list[str]:
-    """Names of all Triton kernels that are launched; functions that these call do not end with "_kernel"."""
+    """Names of all launched Triton kernels; names of functions that kernels call do not end with "_kernel"."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "trimtab" / "kernels").rglob("*.py")]
     return sorted(set(re.findall(r"@triton\.jit\b.*\ndef (\w+_kernel)\(", "\n".join(sources))))
 
@@ -164,7 +164,7 @@ def test_our_kernels_are_named_by_what_they_do(folder: str, kind: KernelKind) ->
     assert {name: kind_of(name) for name in names} == dict.fromkeys(names, kind)
 
 
-def test_short_names_keep_what_tells_kernels_apart() -> None:
+def test_short_names_distinguish_kernels() -> None:
     copied = (
         FORM
         + "elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy_kernel_cuda(…)>"

@@ -21,7 +21,7 @@ from trimtab.lab.studies.kernels.cells import cells
 from trimtab.lab.studies.kernels.report import sections
 from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, Pass
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.worker import measured as in_worker
+from trimtab.lab.worker import measure_cell as in_worker
 from trimtab.report.document import Block, Section, Table, Text
 
 MACHINE = Machine("a GPU", {"torch": "2.13.0"})
@@ -62,14 +62,14 @@ def test_defaults_are_the_references_and_both_sets_of_kernels() -> None:
         ({"precisions": ["bf61"]}, "did you mean bf16"),
         ({"kernels": ["quick"]}, "choose from reference, fast"),
         ({"loss": "logits"}, "did you mean logits_sum"),
-        ({"contexts": [0]}, "give at least 1"),
-        ({"contexts": [65537]}, "give at most 65536"),
-        ({"batch": 0}, "give at least 1"),
-        ({"rounds": -1}, "give at least 1"),
-        ({"nvtx": True, "trace": Path("x")}, "give --nvtx or --trace"),
+        ({"contexts": [0]}, "use at least 1"),
+        ({"contexts": [65537]}, "use at most 65536"),
+        ({"batch": 0}, "use at least 1"),
+        ({"rounds": -1}, "use at least 1"),
+        ({"nvtx": True, "trace": Path("x")}, "use --nvtx or --trace"),
     ],
 )
-def test_impossible_options_are_refused(options: dict[str, Any], said: str) -> None:
+def test_impossible_options_are_rejected(options: dict[str, Any], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         cells(device="cpu", **options)
 
@@ -102,7 +102,7 @@ def test_a_cell_has_three_profiles_and_clocks(tiny: Measurement) -> None:
         assert result.unprofiled_seconds[one] > 0
 
 
-def test_parts_of_attention_are_told_apart(tiny: Measurement) -> None:
+def test_parts_of_attention_are_distinguished(tiny: Measurement) -> None:
     parts = {part.name: part for part in KernelsResult.from_dict(tiny.result).attention}
     assert list(parts) == ["attention: scores", "attention: softmax", "attention: values", "attention"]
     assert all(part.forward_seconds > 0 and part.backward_seconds > 0 for part in parts.values())
@@ -214,7 +214,7 @@ def test_the_report_shows_how_shares_move() -> None:
     assert "Full step: small, context 128, fp32, reference" in found
 
 
-def test_figures_of_the_reference_stand_at_its_settings_alone() -> None:
+def test_reference_figures_appear_only_at_its_settings() -> None:
     cell = reference_cell(precisions=["bf16"])
     products = sections([measurement(cell, result().to_dict())])[2]
     assert len(tables(products.blocks)[0].head) == 6
@@ -229,7 +229,7 @@ def test_cells_that_were_not_measured_are_listed() -> None:
     assert tables(alone.blocks)[0].rows == table.rows
 
 
-def test_a_damaged_result_is_refused() -> None:
+def test_a_damaged_result_is_rejected() -> None:
     for damaged in ({}, {**result().to_dict(), "attention": [{"name": "x"}]}, {"profiles": []}):
         with pytest.raises(DataError, match="a result is damaged"):
             sections([measurement(reference_cell(), damaged)])
@@ -239,12 +239,12 @@ def test_sections_of_any_profiles() -> None:
     both = kernel_sections({"forward": profile(0.8, 0.2), "full step": profile(2.0, 0.2, 0.3)}, id="mine")
     kinds, kernels, clock = both
     assert "80.0 % of the time of the forward and 80.0 % of that of the full step" in text_of(kinds)
-    assert "The largest gain of the other kinds is that of other: 0.0 % → 12.0 %" in text_of(kinds)
+    assert "Among the other kinds the share of other grows most: 0.0 % → 12.0 %" in text_of(kinds)
     assert [row[0] for row in tables(kernels.blocks)[1].rows] == ["softmax_warp_forward", "unnamed"]
     assert "CUDA graphs are off while profiling" in text_of(clock)
     one = kernel_sections({"full step": Profile((Entry.of("aten::mm", 1, 1.0),), 1.0, 1.0)}, id="one")
     assert "Matrix products take 100.0 % of the time of the full step." in text_of(one[0])
-    assert "Nothing but matrix products takes 1 %" in text_of(one[1])
+    assert "Only matrix products take 1 %" in text_of(one[1])
     assert "CUDA graphs" not in text_of(one[2])
     empty = kernel_sections({"full step": Profile((), 0.0)}, id="none")
     assert "has no operators" in text_of(empty[1])

@@ -1,4 +1,4 @@
-"""Memory timelines and profiles: what a known run allocates and computes."""
+"""Memory timelines and profiles of runs with known allocations and operations."""
 
 from __future__ import annotations
 

@@ -17,8 +17,21 @@ from torch._C._profiler import _EventType
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory import LABEL, Around, MemoryEvent, allocation_events, memory_timeline, peak_bytes
-from trimtab.lab.memory_attribution import Known, Made, OperationRecord, _allocated, attribute
+from trimtab.lab.memory import (
+    LABEL,
+    EnclosingRanges,
+    MemoryEvent,
+    allocation_events,
+    memory_timeline,
+    peak_bytes,
+)
+from trimtab.lab.memory_attribution import (
+    NamedAddress,
+    OperationRecord,
+    OperationResult,
+    _allocated,
+    attribute,
+)
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role
 from trimtab.lab.memory_recorder import record_memory
 from trimtab.lab.memory_roles import SUM_AND_NORM, Place, role_of
@@ -31,7 +44,7 @@ from trimtab.run.prepare import prepare
 
 BATCH, CONTEXT, WIDTH, LAYERS = 4, 64, 64, 2
 SCALARS = 64
-"""Bytes by which two runs may differ: a dispatch mode makes tensors of some Python numbers."""
+"""Bytes by which two runs may differ: a dispatch mode turns some Python numbers into tensors."""
 
 
 def study_timeline(precision: Precision, device: str = "cpu") -> tuple[StudyStep, AttributedTimeline]:
@@ -137,7 +150,7 @@ SHAPE = {
 
 
 class Phases:
-    """What a step was built with; records while there is a listener."""
+    """The components of a step; it records while there is a listener."""
 
     def __init__(self) -> None:
         self.listener: During = no_phase
@@ -191,7 +204,7 @@ def recorded_step(folder: Path, microbatches: int = 1, **changes: Any) -> Record
 
 
 def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
-    """The second microbatch adds to gradients that are there, as the plan assumes."""
+    """The second microbatch adds to existing gradients, as the plan assumes."""
     found = recorded_step(tmp_path, microbatches=2)
     assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
     measured, planned = found.timeline.peak.by_kind(), found.plan.memory.peak
@@ -204,7 +217,7 @@ def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
 
 
 def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
-    """Adapters run together and recomputation drops what is unused: with hooks on modules neither would."""
+    """Adapters run together and recomputation skips unused tensors; hooks on modules would prevent both."""
     found = recorded_step(tmp_path, lora={"r": 8}, load_in_4bit=True, recompute="block")
     assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
     backward = [block for block in found.timeline.blocks if block.phase is RunPhase.BACKWARD]
@@ -215,7 +228,7 @@ def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
     assert {Part.ATTENTION, Part.FEED_FORWARD, Part.NORMS, Part.RESIDUAL} <= parts
 
 
-def test_no_gradient_stays_with_the_optimizer_in_backward(tmp_path: Path) -> None:
+def test_no_gradient_remains_with_the_optimizer_in_backward(tmp_path: Path) -> None:
     found = recorded_step(tmp_path, optim_in_backward=True, max_grad_norm=0)
     assert all(moment.by_kind()[TensorKind.GRADIENTS] == 0 for moment in found.timeline.moments())
     assert any(block.role.part is Part.PARAMETER_GRADIENTS for block in found.timeline.blocks)
@@ -226,16 +239,16 @@ def place(phase: RunPhase, module: str | None = None) -> Place:
 
 
 def test_every_moment_adds_up_to_the_events() -> None:
-    """An output, a gradient that is kept, scratch, a block from before that is released, one that is unknown."""
+    """An output, a stored gradient, scratch, a released block from before the run, and an unknown block."""
     events = [
-        MemoryEvent(0.0, 100, 1, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.1, 30, 2, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.2, -30, 2, Around(label=1, after=1, call=7, operation="aten::mm")),
-        MemoryEvent(0.3, -50, 8, Around(after=1)),
-        MemoryEvent(0.4, 40, 3, Around(after=2, node=20, sequence=5, call=21, operation="aten::mm")),
-        MemoryEvent(0.5, -100, 1, Around(after=2, node=22)),
-        MemoryEvent(0.6, 16, 4, Around(after=2)),
-        MemoryEvent(0.7, -8, 99, Around(after=3)),
+        MemoryEvent(0.0, 100, 1, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.1, 30, 2, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.2, -30, 2, EnclosingRanges(label=1, after=1, call=7, operation="aten::mm")),
+        MemoryEvent(0.3, -50, 8, EnclosingRanges(after=1)),
+        MemoryEvent(0.4, 40, 3, EnclosingRanges(after=2, node=20, sequence=5, call=21, operation="aten::mm")),
+        MemoryEvent(0.5, -100, 1, EnclosingRanges(after=2, node=22)),
+        MemoryEvent(0.6, 16, 4, EnclosingRanges(after=2)),
+        MemoryEvent(0.7, -8, 99, EnclosingRanges(after=3)),
     ]
     operations = [
         OperationRecord("", Origin(), place(RunPhase.FORWARD)),
@@ -243,7 +256,7 @@ def test_every_moment_adds_up_to_the_events() -> None:
             "aten::mm",
             Origin("model.layers.0.mlp.up_proj", "a.py:1 (f)"),
             place(RunPhase.FORWARD, "model.layers.0.mlp.up_proj"),
-            (Made(1, 96, 0, "[24] float32"),),
+            (OperationResult(1, 96, 0, "[24] float32"),),
         ),
         OperationRecord("", Origin(), place(RunPhase.BACKWARD)),
         OperationRecord("", Origin(), place(RunPhase.OPTIMIZER_STEP)),
@@ -252,7 +265,7 @@ def test_every_moment_adds_up_to_the_events() -> None:
         Block(500, Role(TensorKind.WEIGHTS), "w", address=9),
         Block(50, Role(TensorKind.OTHER), address=8),
     ]
-    known = [Known(3, 3, TensorKind.GRADIENTS, "gradient of w")]
+    known = [NamedAddress(3, 3, TensorKind.GRADIENTS, "gradient of w")]
     forward = {5: Origin("model.layers.0.mlp.up_proj", "a.py:1 (f)")}
     timeline = attribute(events, operations, forward, known, standing)
     total, totals = 500 + 50 + 8, []
@@ -282,7 +295,7 @@ def test_a_run_without_operations_has_no_phase() -> None:
 
 
 def ranged(name: str, start: int, *children: Any, sequence: int = -1, number: int = 0) -> SimpleNamespace:
-    """A range of the profiler, as far as it is read."""
+    """A profiler range, with only the attributes that are read."""
     fields = SimpleNamespace(sequence_number=sequence)
     return SimpleNamespace(
         name=name,
@@ -307,7 +320,7 @@ def allocated(start: int, size: int, device: str, address: int = 1) -> SimpleNam
 
 
 def test_events_of_a_gpu_are_read_from_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward pass runs on a thread of its own; other devices are left out."""
+    """The backward pass runs on a separate thread; other devices are skipped."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     forward = ranged(
         f"{LABEL}4",
@@ -327,9 +340,9 @@ def test_events_of_a_gpu_are_read_from_all_threads(monkeypatch: pytest.MonkeyPat
     events = allocation_events([node, other, forward], "cuda")
     assert [event.nbytes for event in events] == [512, 1024, -512]
     made, gradient, released = (event.around for event in events)
-    assert made == Around(label=4, after=4, call=1, operation="aten::mm")
-    assert gradient == Around(after=4, node=2, sequence=9, call=3, operation="aten::mm")
-    assert released == Around(after=4, node=2, sequence=9)
+    assert made == EnclosingRanges(label=4, after=4, call=1, operation="aten::mm")
+    assert gradient == EnclosingRanges(after=4, node=2, sequence=9, call=3, operation="aten::mm")
+    assert released == EnclosingRanges(after=4, node=2, sequence=9)
     assert [event.nbytes for event in allocation_events([forward], "cpu")] == [8]
 
 

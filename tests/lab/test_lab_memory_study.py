@@ -1,4 +1,4 @@
-"""`trimtab bench memory`: cells from options, what a cell measures, and a report that is true of any data."""
+"""`trimtab bench memory`: cells from options, measured cells, and a report that is correct for any data."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_plan_predicts_what_training_runs(results: dict[str, dict[str, Any]]
     assert results["full"]["predicted_peak"] is None, "the sum of the logits is nothing that is trained"
 
 
-def test_snapshots_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_snapshots_are_written_on_request(tmp_path: Path) -> None:
     (cell,) = cells(Options(["tiny"], [16], ["fp32"], ["forward"], batch=1, snapshots=tmp_path / "here"))
     result = measure(dict(cell.settings))
     [file] = (tmp_path / "here").iterdir()
@@ -102,14 +102,14 @@ def test_cells_of_options() -> None:
         (Options(sizes=["smal"]), "did you mean small"),
         (Options(["tiny"], precisions=["bf61"]), "did you mean bf16"),
         (Options(["tiny"], passes=["full"]), "did you mean full step"),
-        (Options(["tiny"], contexts=[0]), "give 1 to"),
-        (Options(["tiny"], contexts=[10**6]), "give 1 to"),
-        (Options(["tiny"], batch=0), "give 1 or more"),
+        (Options(["tiny"], contexts=[0]), "use 1 to"),
+        (Options(["tiny"], contexts=[10**6]), "use 1 to"),
+        (Options(["tiny"], batch=0), "use at least 1"),
         (Options(["tiny"], kernels="quick"), "the choices are reference, fast"),
         (Options(["tiny"], loss="cross entropy"), "did you mean cross_entropy"),
     ],
 )
-def test_options_that_cannot_be(options: Options, words: str) -> None:
+def test_invalid_options_are_rejected(options: Options, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         cells(options)
 
@@ -138,8 +138,8 @@ def test_a_drawn_timeline_keeps_the_peak_and_few_points() -> None:
     assert found.timeline.end == 2003
 
 
-def test_small_blocks_take_no_place_on_the_axis() -> None:
-    """They are part of the levels: the peak is where one of them is added to a large one."""
+def test_small_blocks_are_not_on_the_axis() -> None:
+    """They count in the levels: the peak is where a small block is added to a large one."""
     large, next_one = block(100_000, start=0, end=1002), block(50_000, start=1003, end=1004)
     small = [block(8, start=2 + i, name="tiny") for i in range(1000)]
     spans = (PhaseSpan(RunPhase.FORWARD, 0, 500), PhaseSpan(RunPhase.BACKWARD, 500, 1005))
@@ -162,7 +162,7 @@ def test_equal_blocks_of_layers_are_one_row() -> None:
 
 
 def test_sizes_are_compared_with_tensors_first() -> None:
-    """A GPU's allocator may give a tensor more than it needs."""
+    """A GPU's allocator may allocate more bytes than a tensor needs."""
     tensor = block(1024, 0, tensor_bytes=1000, module="a")
     larger = block(1024, 1, tensor_bytes=1024, module="b")
     unknown = block(1024, 2, module="c")
@@ -238,13 +238,13 @@ def test_the_report_of_a_gpu_has_its_allocator(results: dict[str, dict[str, Any]
     assert buckets.head[-2:] == ("predicted", "error")
 
 
-def test_a_difference_between_the_runs_is_told(results: dict[str, dict[str, Any]]) -> None:
+def test_a_difference_between_the_runs_is_reported(results: dict[str, dict[str, Any]]) -> None:
     changed = {**results["full"], "measured_peak": results["full"]["measured_peak"] - 2**22}
     found = find_study("memory").sections([measurement(changed)])
     assert any("peaks 4.00 MiB above" in text.text for text in blocks_of(found, Text))
 
 
-def test_records_that_are_damaged(results: dict[str, dict[str, Any]]) -> None:
+def test_damaged_records_are_rejected(results: dict[str, dict[str, Any]]) -> None:
     for damaged in ({}, {**results["full"], "memory": {"peak_bytes": 1}}, {**results["full"], "more": 1}):
         with pytest.raises(DataError, match="damaged"):
             MemoryResult.from_dict(damaged)

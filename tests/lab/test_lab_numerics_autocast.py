@@ -1,4 +1,4 @@
-"""What autocast does, as observed: dtypes of modules and operations, and norms in 16 bits."""
+"""Observed behaviour of autocast: dtypes of modules and operations, and norms in 16 bits."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         study_autocast("bf61")
     assert study_autocast("bfloat16").dtype == "bf16"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    with pytest.raises(ResourceError, match=r"no bf16.*; use --dtype fp16"):
+    with pytest.raises(ResourceError, match=r"bf16 needs a GPU.*; use --dtype fp16"):
         study_autocast("bf16", "cuda")
 
 

@@ -1,4 +1,4 @@
-"""Dtypes in exact arithmetic, compared bit by bit with torch, numpy and Python, and what users see of them."""
+"""Dtypes in exact arithmetic, compared bit by bit with torch, numpy and Python, and the command's output."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_numbers_are_read_exactly() -> None:
     "text",
     ["", "abc", "1e", "1,5", "1/0", "0x", "0xp3", "--1", "1__0_", "٣", "fp16:3c00", "nan1", "0x1.8p", "1 2"],
 )
-def test_what_is_not_a_number_is_refused(text: str) -> None:
+def test_non_numbers_are_rejected(text: str) -> None:
     if text == "1__0_":  # underscores group digits, however many
         assert parse_number(text).value == 10
         return
@@ -207,10 +207,10 @@ def test_what_is_not_a_number_is_refused(text: str) -> None:
         parse_number(text)
 
 
-def test_numbers_beyond_all_reason_are_refused_at_once() -> None:
+def test_huge_numbers_are_rejected_immediately() -> None:
     for text, said in (
-        ("1e999999999999", "beyond every format"),
-        ("0x1p-5001", "beyond every format"),
+        ("1e999999999999", "outside the range of every format"),
+        ("0x1p-5001", "outside the range of every format"),
         ("9" * 5000, "5,000 characters"),
         ("fp16:0x10000", "fp16 has 16 bits"),
         ("fp17:0x1", "did you mean fp16"),
@@ -328,7 +328,7 @@ def test_bits_need_no_torch(tmp_path: Path) -> None:
     assert (tmp_path / "report.md").is_file()
 
 
-def test_a_stored_float_knows_its_spacings() -> None:
+def test_a_stored_float_has_its_spacings() -> None:
     row = study_bits(["1"], ["fp16"]).numbers[0].floats[0]
     assert isinstance(row, StoredFloat)
     assert row.spacings == (Fraction(1, 2048), Fraction(1, 1024))

@@ -60,7 +60,7 @@ def test_finer_scales_lose_less(study: QuantizeStudy) -> None:
     assert snr(study, Scheme.NF4, "64 values") > snr(study, Scheme.NF4, "256 values")
 
 
-def test_what_each_kind_of_data_teaches() -> None:
+def test_schemes_compared_on_each_kind_of_data() -> None:
     by_kind = {kind: study_quantization(kind, [64]) for kind in KINDS}
     gauss, outliers, relu = by_kind["gauss"], by_kind["outliers"], by_kind["relu"]
     gain = {
@@ -188,7 +188,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not a header")
     cases = [
-        (DataError, f"{tmp_path}/missing.safetensors:weight", "is not there"),
+        (DataError, f"{tmp_path}/missing.safetensors:weight", "does not exist"),
         (DataError, f"{broken}:weight", "cannot be read"),
         (
             RecipeError,
@@ -197,7 +197,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         ),
         (RecipeError, str(path), "name one with :TENSOR"),
         (DataError, f"{path}:weight", "2 values that are NaN or infinite"),
-        (DataError, f"{path}:ids", "holds torch.int64"),
+        (DataError, f"{path}:ids", "has the dtype torch.int64"),
         (DataError, f"{path}:none", "is empty"),
         (DataError, f"{path}:ones", "are equal"),
         (RecipeError, "gaus", "did you mean gauss"),
@@ -212,10 +212,10 @@ def test_bad_blocks() -> None:
     assert check_blocks([64, 32, 64]) == (32, 64)
     assert parse_blocks(["-32"]) == [-32]
     for blocks in ([], [-32], [0], [33], [8192]):
-        with pytest.raises(RecipeError, match="give some of 32, 64"):
+        with pytest.raises(RecipeError, match="use some of 32, 64"):
             check_blocks(blocks)
     for word in ("a", "3.5", "--5", "9" * 5000):
-        with pytest.raises(RecipeError, match="give whole numbers"):
+        with pytest.raises(RecipeError, match="use whole numbers"):
             parse_blocks([word])
 
 
@@ -232,6 +232,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert {sweep["clipping"]["bits"] for sweep in records if "clipping" in sweep} == {8, 4}
     assert call("numerics", "quantize", "--blocks", "-64") == (
         2,
-        "error: there are no blocks of -64 values; give some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
+        "error: NF4 has no blocks of -64 values; use some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
     )
     assert call("numerics", "quantize", "--data", f"{tmp_path}/no.safetensors:x")[0] == 3

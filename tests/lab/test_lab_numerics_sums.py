@@ -1,4 +1,4 @@
-"""Sums in mixtures of formats: torch's results are those of exact arithmetic, rounded where torch rounds."""
+"""Sums with different dtypes: torch's results equal exact arithmetic, rounded where torch rounds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_four_classic_cases(thousand: AccumulateStudy) -> None:
 
 @pytest.mark.parametrize("value", ["0.01", "-0.3", "1e-7", "3"])
 def test_every_mixture_is_rounded_where_torch_rounds(value: str) -> None:
-    """Torch adds in the wider of both formats, fp32 for two different ones of 16 bits, and rounds to the sum's."""
+    """Torch adds in the wider of both dtypes, fp32 for two different 16-bit dtypes, and rounds to the sum's."""
     count = 400
     study = study_accumulation(value, count)
     for row in study.rows:
@@ -65,7 +65,7 @@ def test_every_mixture_is_rounded_where_torch_rounds(value: str) -> None:
             assert abs(addend) <= row.stagnation.spacing / 2
 
 
-def test_a_bf16_sum_stands_still(thousand: AccumulateStudy) -> None:
+def test_a_bf16_sum_stops_growing(thousand: AccumulateStudy) -> None:
     row = find(thousand, "bf16", "bf16")
     assert row.result == 4
     assert row.stagnation is not None
@@ -120,10 +120,10 @@ def test_the_report_draws_the_running_sums(thousand: AccumulateStudy) -> None:
 
 def test_bad_input() -> None:
     for count in (0, -3, 100_001):
-        with pytest.raises(RecipeError, match="give 1 to 100000"):
+        with pytest.raises(RecipeError, match="use 1 to 100000"):
             study_accumulation(count=count)
     for value in ("0", "nan", "-inf", "1e301", "1e-301"):
-        with pytest.raises(RecipeError, match="give a magnitude between"):
+        with pytest.raises(RecipeError, match="use a magnitude between"):
             study_accumulation(value)
     with pytest.raises(RecipeError, match="is not a number"):
         study_accumulation("a lot")
@@ -141,4 +141,4 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert len(lines) == len(records)
     assert (tmp_path / "report.md").is_file()
     code, shown = call("numerics", "accumulate", "--count", 0)
-    assert (code, shown) == (2, "error: --count 0 additions; give 1 to 100000\n")
+    assert (code, shown) == (2, "error: --count 0 is out of range; use 1 to 100000\n")

@@ -1,4 +1,4 @@
-"""NVTX ranges: balanced, nested and named, in both passes, also where a pass fails. A double stands for NVTX."""
+"""NVTX ranges: balanced, nested and named, in both passes, also if a pass fails. A fake replaces NVTX."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.model.parts import MLP
 
 
 class Recorder:
-    """As `torch.cuda.nvtx`, per thread as NVTX is: keeps (depth, name) of each range in the order of beginning."""
+    """A fake `torch.cuda.nvtx`, per thread like NVTX: records (depth, name) of each range in the order of start."""
 
     def __init__(self) -> None:
         self.open: dict[int, list[str]] = {}
@@ -155,7 +155,7 @@ def test_compiled_blocks_have_one_range_each(step: StudyStep, recorder: Recorder
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has NVTX")
-def test_without_cuda_it_says_what_still_works(step: StudyStep) -> None:
+def test_without_cuda_the_error_names_an_alternative(step: StudyStep) -> None:
     with pytest.raises(NotSupported, match="need a CUDA GPU; without --nvtx operators are profiled"):
         nvtx_ranges(step.decoder).__enter__()
 

@@ -1,4 +1,4 @@
-"""Measured time per declared operation, of models that the product's builder makes: all three phases."""
+"""Measured time per declared operation in all three phases, of models built by trimtab's builder."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def measured(step: TrainingStep, device: str = "cpu") -> OperationTimes:
 
 
 def check(times: OperationTimes, block: DeclaredBlock) -> None:
-    """The time has names, and the names are declared ones."""
+    """Time is attributed to operations, and all of them are declared."""
     assert times.attributed >= 0.9, times.table()
     declared = {one.name for one in block.operations} | {"embed_tokens", "norm", "loss"}
     measured = {row.operation.removesuffix(" dequantization") for row in times.rows}
@@ -136,7 +136,7 @@ def test_on_a_gpu(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 @dataclass
 class Event:
-    """As torch's profiler has them, as far as they are read."""
+    """Fake profiler events, with only the attributes that are read."""
 
     name: str
     start: float
@@ -159,7 +159,7 @@ def kernel(number: int, microseconds: float) -> Event:
 
 
 def test_kernels_belong_to_the_operation_that_launched_them() -> None:
-    """A product and an addition forward; backward on a thread of its own, which recomputes the product first."""
+    """A product and an addition in forward; backward on a separate thread, which recomputes the product first."""
     node = "autograd::engine::evaluate_function: "
     forward = [
         Event("operation: other", 0, 100),

@@ -48,7 +48,7 @@ def test_every_case_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("line", ["gpt-5 full 1x1", "qwen3-0.6b full 1-1", "qwen3-0.6b full 1x1 speed=9"])
-def test_nonsense_is_refused(line: str) -> None:
+def test_invalid_options_are_rejected(line: str) -> None:
     with pytest.raises(ValueError, match=r"not a case|unknown keys speed"):
         Case.parse(line)
 
@@ -124,7 +124,7 @@ def test_failures_are_kept_and_retried_only_on_demand(tmp_path: Path) -> None:
     assert sweep.missing(path, cases, same, retry=True) == cases[1:]
 
 
-def test_a_worker_that_dies_is_recorded_and_the_others_go_on(
+def test_a_worker_that_dies_is_recorded_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (

@@ -1,4 +1,4 @@
-"""Which process measures a cell: a new one where it asks for that, the calling one where a study only counts."""
+"""The process that measures a cell: a new one for fresh cells, the calling one for a study that only counts."""
 
 from __future__ import annotations
 

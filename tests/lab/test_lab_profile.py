@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """One round of everything, and a profiler that prints nothing."""
+    """Reduces all measurements to one round, and silences the profiler."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KINETO_LOG_LEVEL", "6")
         patch.setattr("trimtab.lab.profiling.OPERATION_ROUNDS", 1)
@@ -48,7 +48,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def record(folder: Path) -> Any:
-    """Of the whole command, once."""
+    """The result of the whole command, run once."""
     out = folder / "lab"
     words = [
         "profile",
@@ -101,7 +101,7 @@ def test_the_files(record: dict[str, Any], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def adapted(folder: Path) -> tuple[ProfileResult, list[str]]:
-    """From Python: quantized, with dropout, recomputed, packed documents that are shorter than the sequence."""
+    """From Python: quantized, with dropout, recomputation and packed documents shorter than the sequence."""
     told: list[str] = []
     result = trimtab.profile_recipe(
         folder / "recipe.yaml",
@@ -128,17 +128,17 @@ def test_the_same_from_python_with_adapters(adapted: tuple[ProfileResult, list[s
     assert rows["attention"].recompute > 0
 
 
-def test_weights_that_are_not_here_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_weights_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("model: {name: Qwen/Qwen3-0.6B}\ndata: {train: nothing-here}\ndevice: cpu\n")
     found = find_target(load(recipe))
     assert found.prepared.recipe.model.init == "random"
-    assert any("are not here: random ones" in note for note in found.notes)
+    assert any("are not on this machine: random ones" in note for note in found.notes)
     assert found.prepared.shape.num_layers == 28
 
 
-def test_weights_that_are_here_are_read(folder: Path) -> None:
+def test_local_weights_are_loaded(folder: Path) -> None:
     found = find_target(load(folder / "recipe.yaml"))
     assert found.weights == folder / "model"
     assert found.prepared.recipe.model.init == "pretrained"
@@ -146,7 +146,7 @@ def test_weights_that_are_here_are_read(folder: Path) -> None:
     assert found.eager().plan is found.prepared.plan
 
 
-def test_compiling_is_off_where_operations_are_seen(folder: Path) -> None:
+def test_compiling_is_off_while_operations_are_measured(folder: Path) -> None:
     found = find_target(load(folder / "recipe.yaml", ["torch_compile=true"]))
     assert not found.is_eager
     assert not found.eager().resolved.compile.enabled
@@ -158,20 +158,20 @@ def test_compiling_is_off_where_operations_are_seen(folder: Path) -> None:
     [
         (["missing.yaml"], 2, "missing.yaml"),
         (["{recipe}", "max_seq_lenght=8"], 2, "max_seq_length"),
-        (["{recipe}", "--steps", "0"], 2, "--steps 0 is no number of steps"),
+        (["{recipe}", "--steps", "0"], 2, "--steps 0 is not a number of steps"),
         (["{recipe}", "--warm-up", "-1"], 2, "--warm-up -1"),
-        (["{recipe}", "--document", "1"], 2, "give 2 to 64 tokens"),
-        (["{recipe}", "--document", "65"], 2, "give 2 to 64 tokens"),
+        (["{recipe}", "--document", "1"], 2, "use 2 to 64 tokens"),
+        (["{recipe}", "--document", "65"], 2, "use 2 to 64 tokens"),
         (["{recipe}", "--device", "cuda"], 6, "torch sees no CUDA GPU"),
         (["{recipe}", "--device", "gpu"], 2, "device"),
         (["{recipe}", "--nvtx", "--device", "cpu"], 6, "--nvtx needs a CUDA GPU"),
         (["{recipe}", "--snapshot", "x.pickle", "--device", "cpu"], 6, "--snapshot needs a CUDA GPU"),
-        (["{recipe}", "--nvtx", "--trace", "--device", "cpu"], 2, "leave one of them out"),
+        (["{recipe}", "--nvtx", "--trace", "--device", "cpu"], 2, "remove --nvtx, or --trace and --snapshot"),
         (["{recipe}", "--max_seq_length", "8"], 2, "max_seq_length=8"),
         (["{recipe}", "memory_limit=300MiB"], 6, "memory_limit: 300MiB allows"),
     ],
 )
-def test_what_cannot_be(
+def test_invalid_options_are_rejected(
     words: list[str], code: int, said: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "cuda" in words and torch.cuda.is_available():
@@ -184,7 +184,7 @@ def test_what_cannot_be(
     assert not (tmp_path / "out" / "records.jsonl").exists(), "nothing was measured"
 
 
-def test_a_folder_that_cannot_be_written_is_met_first(
+def test_an_unwritable_folder_fails_before_measuring(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "taken").write_text("no folder")
@@ -226,7 +226,7 @@ def blocks_of(sections: list[Section], kind: type) -> list[Any]:
 
 
 def test_the_report_of_a_known_device(adapted: tuple[ProfileResult, list[str]]) -> None:
-    """With predictions, suggestions of both kinds, and one that trains something else."""
+    """A result with predictions, suggestions of both kinds, and one that changes training."""
     result, _ = adapted
     step = result.step_seconds
     suggestions = (
@@ -248,11 +248,11 @@ def test_the_report_of_a_known_device(adapted: tuple[ProfileResult, list[str]]) 
     assert any(cell not in ("", "–") for cell in recomputed), "the recomputed layers have a column"
 
 
-def test_a_share_of_another_dtype_is_called_what_it_is(adapted: tuple[ProfileResult, list[str]]) -> None:
+def test_a_share_of_another_dtype_is_labelled(adapted: tuple[ProfileResult, list[str]]) -> None:
     result, _ = adapted
     assert result.ceiling.dtype == result.job.dtype == "fp32"
     plain = blocks_of(profile_sections(result)[:1], Text)[0].text
-    assert "The share of a large fp32 product is the arithmetic" in plain
+    assert "The share of a large fp32 matrix product is the FLOPs" in plain
     assert "compares two dtypes" not in plain
     bf16 = replace(result, job=replace(result.job, dtype="bf16"))
     assert "compares two dtypes" in blocks_of(profile_sections(bf16)[:1], Text)[0].text
@@ -263,7 +263,7 @@ def test_a_share_of_another_dtype_is_called_what_it_is(adapted: tuple[ProfileRes
 
 
 def test_the_report_without_details_and_suggestions(adapted: tuple[ProfileResult, list[str]]) -> None:
-    """As --nvtx leaves it: nothing was profiled, and on a CPU no peak is known."""
+    """A result of --nvtx: nothing was profiled, and on a CPU no peak is known."""
     result, _ = adapted
     sections = profile_sections(replace(result, details=None, suggestions=(), peak_bytes=0))
     assert [section.title for section in sections] == [
@@ -276,7 +276,7 @@ def test_the_report_without_details_and_suggestions(adapted: tuple[ProfileResult
 
 
 def test_options_are_checked_from_python_too(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="no number of steps"):
+    with pytest.raises(RecipeError, match="not a number of steps"):
         profile_recipe(folder / "recipe.yaml", options=ProfileOptions(steps=0))
     with pytest.raises(ResourceError, match="--nvtx needs a CUDA GPU"):
         profile_recipe(folder / "recipe.yaml", options=ProfileOptions(nvtx=True))

@@ -1,4 +1,4 @@
-"""Profiles: kinds of real operators, JSON, doubles of a GPU's events, and what happens without a profiler."""
+"""Profiles: kinds of real operators, JSON, fake GPU events, and errors without a profiler."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_an_empty_profile() -> None:
 
 @dataclass
 class Event:
-    """As torch's profiler reports an event."""
+    """A fake event of torch's profiler."""
 
     name: str
     start: float
@@ -115,7 +115,7 @@ def test_kernels_of_a_gpu_are_counted_by_the_devices_time() -> None:
     assert profile.span_seconds == pytest.approx(80e-6)
 
 
-def test_without_a_profiler_what_still_works_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_profiler_the_error_names_an_alternative(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotSupported, match=r"recorded no kernel.*trimtab bench step"):
         summarize([Event("cudaLaunchKernel", 0, 5, DeviceType.CPU)], cuda=True, host_seconds=1.0)
     monkeypatch.setattr(torch.profiler, "supported_activities", lambda: {torch.profiler.ProfilerActivity.CPU})

@@ -26,7 +26,7 @@ def test_contestants_agree_on_a_tiny_layer() -> None:
     assert len(bench.bare(layer)()) == 7  # type: ignore[arg-type]
 
 
-def test_an_adapter_that_is_off_is_told() -> None:
+def test_a_disabled_adapter_is_reported() -> None:
     layer = bench.make_layer(SIZES, 16, 4, "cpu")
     right = bench.build(layer).contestants["trimtab"]
     with torch.no_grad():

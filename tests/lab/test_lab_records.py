@@ -1,4 +1,4 @@
-"""Records: appended as they come, readable after a stop, with their provenance."""
+"""Records: appended immediately, readable after a stop, with their provenance."""
 
 from __future__ import annotations
 

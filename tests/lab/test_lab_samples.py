@@ -1,4 +1,4 @@
-"""Samples of repeated runs: statistics, records, the budget, and what is inside the timed part."""
+"""Samples of repeated runs: statistics, records, the budget, and the limits of the timed part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_record_has_every_time_and_is_read_back() -> None:
             Samples.from_dict(damaged)
 
 
-def test_what_prepares_a_run_is_not_timed() -> None:
+def test_preparation_is_not_timed() -> None:
     calls = {"prepare": 0, "run": 0}
 
     def run() -> None:
@@ -62,7 +62,7 @@ def test_the_budget_ends_the_repetitions_and_one_is_always_made() -> None:
 
 
 class FakeGpu:
-    """A device with a clock of its own: what is launched on it takes known times, and its order is kept."""
+    """A fake device with a clock: launched runs take known times, and their order is recorded."""
 
     def __init__(self) -> None:
         self.now_ms, self.log = 0.0, []
@@ -95,7 +95,7 @@ class FakeGpu:
         self.log.append(name)
 
 
-def test_on_a_gpu_only_the_run_lies_between_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_only_the_run_is_between_the_events(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu()
     monkeypatch.setattr(timing, "torch", gpu)
 

@@ -1,4 +1,4 @@
-"""The step study: its cells, bad options, what is measured, and a report whose figures are known."""
+"""The step study: its cells, invalid options, measured cells, and a report with known figures."""
 
 from __future__ import annotations
 
@@ -77,13 +77,13 @@ def test_a_warm_up_study_has_fresh_processes() -> None:
         ({"kernels": ["quick"]}, "choose from reference, fast"),
         ({"losses": ["crossentropy"]}, "did you mean cross_entropy"),
         ({"parts": ["forwards"]}, "did you mean forward"),
-        ({"steps": 0}, "--steps 0 is too small; give at least 1"),
+        ({"steps": 0}, "--steps 0 is too small; use at least 1"),
         ({"batch": 0}, "--batch 0"),
         ({"contexts": [-1]}, "--contexts -1"),
-        ({"warm_up": [-1]}, "--warm-up -1 is too small; give at least 0"),
+        ({"warm_up": [-1]}, "--warm-up -1 is too small; use at least 0"),
         ({"budget_s": 0.0}, "--budget 0"),
         ({"budget_s": float("nan")}, "--budget nan"),
-        ({"contexts": [16, 70_000]}, "longer than the 65536 positions of tiny; give at most 65536"),
+        ({"contexts": [16, 70_000]}, "longer than the 65536 positions of tiny; use at most 65536"),
     ],
 )
 def test_bad_options_are_errors_with_a_remedy(changes: dict[str, Any], message: str) -> None:
@@ -214,13 +214,13 @@ def test_the_report_of_known_times() -> None:
     assert bars.bars[0].parts == (("forward", 10.0), ("backward", 20.0), ("optimizer", 10.0))
 
 
-def test_noise_is_said_and_nothing_is_claimed_from_it() -> None:
+def test_noise_is_reported_and_nothing_is_concluded_from_it() -> None:
     asked = settings(losses=["logits_sum"])
     times = {"forward": [8.0, 12.0], "backward": [20.0, 20.0], "both": [28.0, 32.0], "full": [27.0, 35.0]}
     noisy = text_of(sections([made(one, times[one["part"]], cpu_share=0.5) for one in asked]))
     assert "The optimizer takes" not in noisy, "31 ± 6 is not clearly more than 30 ± 3"
     assert "standard deviations reach 28 % of the mean" in noisy
-    assert "this process had it for 50 % of the time" in noisy
+    assert "this process ran 50 % of the time" in noisy
     assert "above 100 %" not in noisy
     quiet = [made(one, [PART_MS[one["part"]]] * 2, cpu_share=0.99, ceiling_flops=1e10) for one in asked]
     text = text_of(sections(quiet))
@@ -263,7 +263,7 @@ def test_gains_of_precision_mode_and_kernels() -> None:
     )
 
 
-def test_compiling_that_does_not_pay_is_said() -> None:
+def test_compiling_without_gain_is_reported() -> None:
     asked = settings(modes=["eager", "compiled"], losses=["logits_sum"], parts=["both"])
     found = [made(asked[0], [10.0]), made(asked[1], [11.0], compile_seconds=5.0, from_cache=True)]
     text = text_of(sections(found))
@@ -324,9 +324,9 @@ def test_the_command_measures_reports_and_resumes(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--contexts", "128,x"], "no list of whole numbers"),
+        (["--contexts", "128,x"], "not a list of whole numbers"),
         (["--sizes", "smal"], "did you mean small"),
-        (["--steps", "0"], "give at least 1"),
+        (["--steps", "0"], "use at least 1"),
         (["--device", "cuda"], "no CUDA GPU"),
     ],
 )

@@ -30,7 +30,7 @@ def step() -> StudyStep:
 
 
 @pytest.mark.parametrize("part", Part)
-def test_a_part_runs_what_it_says_and_starts_without_gradients(step: StudyStep, part: Part) -> None:
+def test_each_part_runs_its_passes_and_starts_without_gradients(step: StudyStep, part: Part) -> None:
     before = step.parameters[0].detach().clone()
     step.forward_backward()
     prepare = step.prepared(part)
@@ -89,7 +89,7 @@ def test_mixed_precision_computes_in_16_bits_with_fp32_weights() -> None:
     assert {p.grad.dtype for p in step.parameters if p.grad is not None} == {torch.float32}
 
 
-def test_what_a_cpu_cannot_do_is_not_supported() -> None:
+def test_modes_without_cpu_support_are_not_supported() -> None:
     with pytest.raises(NotSupported, match="TF32"):
         check_supported(dataclasses.replace(SETTINGS, precision=Precision.TF32))
     with pytest.raises(NotSupported, match="CUDA graphs need a CUDA GPU"):
@@ -112,7 +112,7 @@ def test_a_compiled_step_is_compared_with_eager_mode(
     assert all(p.grad is not None for p in step.parameters)
 
 
-def test_a_compiler_that_is_one_percent_off_gets_no_time(
+def test_a_compiled_step_that_is_one_percent_off_is_not_timed(
     step: StudyStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(function: Any, **options: Any) -> Any:
@@ -150,7 +150,7 @@ def test_disagreements_are_relative_and_nan_is_one() -> None:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the operations of a capture, with the tensors they wrote."""
+    """Records the operations of a capture, with the tensors they wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """`torch.cuda` as far as a capture needs it; returns the log of what was done."""
+    """Fakes the part of `torch.cuda` that a capture needs; returns a log of the calls."""
     log: list[str] = []
 
     @contextlib.contextmanager
@@ -252,7 +252,7 @@ def test_before_a_captured_backward_pass_the_forward_pass_is_replayed(
 
 
 @pytest.mark.parametrize("part", Part)
-def test_a_graph_that_computes_nothing_gets_no_time(
+def test_a_graph_that_computes_nothing_is_not_timed(
     step: StudyStep, part: Part, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGraph, "broken", True)

@@ -21,7 +21,7 @@ LAUNCH, WAIT = 0.25, 0.5
 
 
 class FakeDevice:
-    """An asynchronous device on paper: it runs what it is given in order, while its host continues."""
+    """A simulated asynchronous device: it runs its kernels in order, while the host continues."""
 
     def __init__(self) -> None:
         self.host_ms = self.free_ms = 0.0
@@ -93,8 +93,8 @@ def test_a_backward_pass_is_timed_without_the_forward_pass_before_it() -> None:
     assert found.host.times_ms == pytest.approx([11 + LAUNCH + WAIT] * 4)
 
 
-def test_the_end_of_a_step_is_waited_for() -> None:
-    """Launches alone take 0.75 ms of the host; a clock that is read without a wait would show that."""
+def test_timing_waits_for_the_end_of_a_step() -> None:
+    """Launches alone take 0.75 ms of host time; a clock without synchronization would show that."""
     device = FakeDevice()
     found = time_steps(
         lambda: kernels(device, 40.0, 40.0, 40.0), device="cuda", steps=2, warm_up=0, clock=device

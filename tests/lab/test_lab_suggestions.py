@@ -1,4 +1,4 @@
-"""The changes that would help most: by time where there is memory, by memory where it is tight."""
+"""The changes that would help most: by time if memory is free, by memory if it is tight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def roomy() -> Target:
     return read_target("starter", ["recompute=block"], gpu="rtx4060ti-16gb", method="full")
 
 
-def test_time_comes_first_where_memory_is_left(roomy: Target) -> None:
+def test_time_comes_first_if_memory_is_free(roomy: Target) -> None:
     found = suggested(roomy)
     assert len(found) == 3
     faster = [one for one in found if one.goal is Goal.TIME]
@@ -28,7 +28,7 @@ def test_time_comes_first_where_memory_is_left(roomy: Target) -> None:
     assert same == sorted(same, reverse=True), "what trains the same comes first"
 
 
-def test_memory_comes_first_where_it_is_tight_and_fixed() -> None:
+def test_memory_comes_first_if_it_is_tight_and_the_policy_is_fixed() -> None:
     full = read_target("Qwen/Qwen3-0.6B", ["recompute=none"], gpu="24GB", method="full")
     limit = f"{full.plan.memory.needed / 2**20 * 1.02:.0f}MiB"
     tight = read_target(
@@ -55,7 +55,7 @@ def test_each_key_is_suggested_once(roomy: Target) -> None:
 
 
 def test_the_batch_that_the_recipe_has_is_no_other_microbatch() -> None:
-    """The fastest one may be the recipe's own, with other memory keys, which are suggestions of their own."""
+    """The fastest batch may be the recipe's own with other memory keys, which are separate suggestions."""
     own = ["recompute=block", "per_device_train_batch_size=16", "gradient_accumulation_steps=1"]
     target = read_target("starter", own, gpu="rtx4060ti-16gb", method="full")
     found = suggest(target.plan, target.plan_for, count=20)

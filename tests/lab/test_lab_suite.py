@@ -1,4 +1,4 @@
-"""The suites: what they measure, their time limit, and mistakes."""
+"""The suites: their cells, their time limit, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps: every way in which a cell can end is a result, nothing that was measured is lost or measured twice."""
+"""Sweeps: every outcome of a cell is a result, and no measurement is lost or repeated."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
 
 
-def test_every_end_of_a_cell_is_a_result_and_the_sweep_goes_on(tmp_path: Path) -> None:
+def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> None:
     cells = [
         cell("measure", value=1),
         cell("measure", value=2),
@@ -63,7 +63,7 @@ def test_every_end_of_a_cell_is_a_result_and_the_sweep_goes_on(tmp_path: Path) -
     assert ends["raise as torch"] == (oom, "CUDA out of memory. Tried to allocate 20 GiB.")
     assert ends["refuse"] == (Outcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
     assert ends["predict"] == (Outcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
-    assert ends["kill"] == (oom, "the process was killed, as when memory is full")
+    assert ends["kill"] == (oom, "the process was killed, as the kernel does when memory is full")
     assert ends["abort"] == (failed, f"the process was ended by SIGABRT; see {tmp_path / LOG}")
     assert ends["exit"] == (failed, f"the process ended with code 7; see {tmp_path / LOG}")
     assert ends["fail"] == (failed, "ValueError: no such backend")
@@ -125,7 +125,7 @@ def test_records_of_another_machine_or_version_do_not_count(tmp_path: Path) -> N
 
 
 def running(pid: int) -> bool:
-    """Whether a process is there and is not a zombie that was never waited for."""
+    """Whether a process exists and is no zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
@@ -143,11 +143,11 @@ def test_a_cell_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     found = sweep([slow, cell("measure", value=1)], tmp_path, cell_seconds=0.5)
     assert [m.outcome for m in found] == [Outcome.TIMED_OUT, Outcome.MEASURED]
     assert 0.5 <= found[0].seconds < 20
-    assert found[0].message.startswith("longer than ")
+    assert found[0].message.startswith("took longer than ")
     assert ended(tmp_path / "pids")
 
 
-def test_a_signal_loses_nothing_that_was_measured(tmp_path: Path) -> None:
+def test_a_signal_loses_no_measurement(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     cells = [cell("measure", value=1), cell("sleep", pids=str(pids)), cell("measure", value=2)]
 
@@ -230,10 +230,10 @@ def test_damaged_lines_are_counted(tmp_path: Path) -> None:
     assert damaged == len(bad) + 1
 
 
-def test_paths_without_records_are_refused(tmp_path: Path) -> None:
+def test_paths_without_records_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Dear diary,\n")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"text\.txt has no measurement in it"):
+    with pytest.raises(DataError, match=r"text\.txt has no measurements"):
         read_measurements([tmp_path / "text.txt"])
     with pytest.raises(DataError, match=r"empty has no records\.jsonl"):
         read_measurements([tmp_path / "empty"])
@@ -260,7 +260,7 @@ def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
     assert not worker.is_out_of_memory(ValueError("no such backend"))
 
 
-def test_the_gpu_that_was_asked_for_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_gpu_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[int] = []
 
     class Chosen(contextlib.nullcontext[None]):

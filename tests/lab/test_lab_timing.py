@@ -1,4 +1,4 @@
-"""The summary of times; on a GPU, that timed regions are distinguished and memory is counted."""
+"""The summary of times; on a GPU, timed regions are distinguished and memory is counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_summary() -> None:
     assert summary(times[::-1], host_ms=3.0) == Timing(50.0, 10.0, 90.0, 101, 3.0)
 
 
-def test_times_on_a_cpu_are_told_apart_and_have_turns() -> None:
+def test_functions_on_a_cpu_are_distinguished_and_alternate() -> None:
     x, calls = torch.randn(256, 256), {"one": 0, "eight": 0}
 
     def products(name: str, count: int) -> None:

@@ -25,8 +25,8 @@ case(
     lambda w: ask(backends=["flash"]),
     lambda w, remedy: in_turn(lambda name: ask(backends=[name]), listed(remedy, "use one of")),
 )
-case(f"{CELLS}:_positive: give at least 1", lambda w: ask(lengths=[0]), lambda w, remedy: ask(lengths=[1]))
-case(f"{CELLS}:_checked: give more than 0", lambda w: ask(seconds=0.0), lambda w, remedy: ask(seconds=0.001))
+case(f"{CELLS}:_positive: use at least 1", lambda w: ask(lengths=[0]), lambda w, remedy: ask(lengths=[1]))
+case(f"{CELLS}:_checked: use more than 0", lambda w: ask(seconds=0.0), lambda w, remedy: ask(seconds=0.001))
 
 
 def measured_once_more(w: World, remedy: str) -> None:

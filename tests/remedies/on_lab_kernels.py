@@ -14,13 +14,13 @@ PLACE = "lab/studies/kernels/cells.py"
 
 
 def either(w: World, remedy: str) -> None:
-    assert remedy == "give --nvtx or --trace"
+    assert remedy == "use --nvtx or --trace"
     assert cells(device="cpu", nvtx=True)
     assert cells(device="cpu", trace=Path("traces"))
 
 
 case(
-    f"{PLACE}:cells: give --nvtx or --trace",
+    f"{PLACE}:cells: use --nvtx or --trace",
     lambda w: cells(device="cpu", nvtx=True, trace=Path("x")),
     either,
 )

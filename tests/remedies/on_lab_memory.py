@@ -33,7 +33,7 @@ case(
     known_ones,
 )
 case(
-    f"{CELLS}:cells: give 1 or more",
+    f"{CELLS}:cells: use at least 1",
     lambda w: cells(Options(["tiny"], batch=0)),
     lambda w, remedy: cells(Options(["tiny"], batch=1)),
 )
@@ -44,7 +44,7 @@ def shortest_and_longest(w: World, remedy: str) -> None:
 
 
 case(
-    f"{CELLS}:_check_contexts: give 1 to {{}}",
+    f"{CELLS}:_check_contexts: use 1 to {{}}",
     lambda w: cells(Options(["tiny"], contexts=[0])),
     shortest_and_longest,
 )
@@ -80,7 +80,7 @@ def prepared(w: World) -> Prepared:
 
 
 case(
-    f"{OPTIONS}: give 1 step or more, and a warm-up of 0 or more",
+    f"{OPTIONS}: use at least 1 step, and a warm-up of at least 0",
     lambda w: check_options(ProfileOptions(steps=0), prepared(w)),
     lambda w, remedy: check_options(ProfileOptions(steps=1, warm_up=0), prepared(w)),
 )
@@ -92,17 +92,17 @@ def documents(w: World, remedy: str) -> None:
 
 
 case(
-    f"{OPTIONS}: give 2 to {{}} tokens",
+    f"{OPTIONS}: use 2 to {{}} tokens",
     lambda w: check_options(ProfileOptions(document=1), prepared(w)),
     documents,
 )
 case(
-    f"{OPTIONS}: leave one of them out",
+    f"{OPTIONS}: remove --nvtx, or --trace and --snapshot",
     lambda w: check_options(ProfileOptions(nvtx=True, trace=True), prepared(w)),
     lambda w, remedy: check_options(ProfileOptions(trace=True), prepared(w)),
 )
 case(
-    f"{OPTIONS}: leave {{}} out; the report and memory.json are written on a CPU too",
+    f"{OPTIONS}: remove {{}}; the report and memory.json are written on a CPU too",
     lambda w: check_options(ProfileOptions(snapshot=Path("x")), prepared(w)),
     lambda w, remedy: check_options(ProfileOptions(), prepared(w)),
 )

@@ -18,30 +18,30 @@ def bits(*words: object) -> object:
 
 def offered(w: World, remedy: str) -> None:
     """Every number that the remedy writes."""
-    examples = re.split(r", | or ", remedy.removeprefix("write it as ").partition(", or give")[0])
+    examples = re.split(r", | or ", remedy.removeprefix("write it as ").partition(", or write")[0])
     in_turn(lambda number: w.cli("numerics", "bits", number), [*examples, remedy.rpartition(" ")[2]])
 
 
 case(
-    "lab/numerics/number_text.py:parse_number: write it as 3.14, 1e-8, 1/3, 0x1.8p3, inf or nan, or give the bits of a "
-    "format as fp16:0x3c00",
+    "lab/numerics/number_text.py:parse_number: write it as 3.14, 1e-8, 1/3, 0x1.8p3, inf or nan, or write the bits of "
+    "a format as fp16:0x3c00",
     bits("pi"),
     offered,
 )
 case(
-    "lab/numerics/number_text.py:parse_number: give at most 1000 characters",
+    "lab/numerics/number_text.py:parse_number: use at most 1000 characters",
     bits("1" * 1001),
     lambda w, remedy: w.cli("numerics", "bits", "1" * int(re.findall(r"\d+", remedy)[0])),
 )
 case(
-    "lab/numerics/number_text.py:_check_exponent: give one between -5000 and 5000",
+    "lab/numerics/number_text.py:_check_exponent: use one between -5000 and 5000",
     bits("1e5001"),
     lambda w, remedy: in_turn(
         lambda exponent: w.cli("numerics", "bits", f"1e{exponent}"), re.findall(r"-?\d+", remedy)
     ),
 )
 case(
-    "lab/numerics/number_text.py:_stored: give at most {} bits",
+    "lab/numerics/number_text.py:_stored: use at most {} bits",
     bits("fp16:0x10000"),
     lambda w, remedy: w.cli("numerics", "bits", f"fp16:0b{'1' * int(re.findall(r'[0-9]+', remedy)[0])}"),
 )
@@ -87,12 +87,12 @@ def sums(*words: object) -> object:
 
 
 case(
-    "lab/numerics/accumulate.py:study_accumulation: give 1 to 100000",
+    "lab/numerics/accumulate.py:study_accumulation: use 1 to 100000",
     sums("--count", 0),
     lambda w, remedy: w.cli("numerics", "accumulate", "--count", re.findall(r"\d+", remedy)[0]),
 )
 case(
-    "lab/numerics/accumulate.py:study_accumulation: give a magnitude between 1e-300 and 1e300",
+    "lab/numerics/accumulate.py:study_accumulation: use a magnitude between 1e-300 and 1e300",
     sums("--value", "0"),
     lambda w, remedy: in_turn(
         lambda value: w.cli("numerics", "accumulate", "--count", 2, "--value", value),
@@ -158,7 +158,7 @@ case(
     ),
 )
 case(
-    "lab/numerics/samples.py:_read: give the path of a safetensors file",
+    "lab/numerics/samples.py:_read: pass the path of a safetensors file",
     lambda w: quantize(w, w.tmp / "missing.safetensors:weight"),
     another,
 )
@@ -182,7 +182,7 @@ case(
     lambda w, remedy: quantize(w, f"{model(w)}:{listed(remedy, 'it has')[-1]}"),
 )
 case("lab/numerics/samples.py:_read: choose another tensor", tensor("none"), another)
-case("lab/numerics/samples.py:_read: choose a tensor of floating-point numbers", tensor("ids"), another)
+case("lab/numerics/samples.py:_read: choose a floating-point tensor", tensor("ids"), another)
 case("lab/numerics/samples.py:_check_values: choose another tensor", tensor("broken"), another)
 case("lab/numerics/samples.py:_check_values: choose a tensor whose values differ", tensor("ones"), another)
 
@@ -195,10 +195,10 @@ def all_blocks(w: World, remedy: str) -> None:
     w.cli("numerics", "quantize", "--blocks", ",".join(listed(remedy, "some of")))
 
 
-case("lab/numerics/quantize.py:check_blocks: give some of {}", blocks("-32"), all_blocks)
-case("lab/numerics/quantize.py:check_blocks: give some of {}", blocks(","), all_blocks)
+case("lab/numerics/quantize.py:check_blocks: use some of {}", blocks("-32"), all_blocks)
+case("lab/numerics/quantize.py:check_blocks: use some of {}", blocks(","), all_blocks)
 case(
-    "lab/numerics/quantize.py:parse_blocks: give whole numbers, as in 32,64",
+    "lab/numerics/quantize.py:parse_blocks: use whole numbers, as in 32,64",
     blocks("many"),
     lambda w, remedy: w.cli("numerics", "quantize", "--blocks", remedy.rpartition(" ")[2]),
 )

@@ -45,7 +45,7 @@ def any_named_model(w: World, remedy: str) -> None:
 
 
 case(
-    f"{MODELS}:named_shape: {{}}the sizes are {{}}; or give a recipe, a hub id of the catalogue, a folder, a "
+    f"{MODELS}:named_shape: {{}}the sizes are {{}}; or name a recipe, a hub id of the catalogue, a folder, a "
     "config.json or a GGUF file",
     lambda w: named_shape("smal"),
     any_named_model,
@@ -56,7 +56,7 @@ case(
     lambda w, remedy: in_turn(lambda name: ask(precisions=[name]), listed(remedy, "choose from")),
 )
 case(
-    f"{CHOICES}:check_counts: give at least {{}}",
+    f"{CHOICES}:check_counts: use at least {{}}",
     lambda w: ask(steps=0),
     lambda w, remedy: ask(steps=number(remedy)),
 )
@@ -66,12 +66,12 @@ case(
     lambda w, remedy: parse_counts(remedy.split()[-1], "--contexts"),
 )
 case(
-    f"{CELLS}:cells: give seconds above 0",
+    f"{CELLS}:cells: use more than 0 seconds",
     lambda w: ask(budget_s=-1.0),
     lambda w, remedy: ask(budget_s=0.5),
 )
 case(
-    f"{CELLS}:check_model: give at most {{}}",
+    f"{CELLS}:check_model: use at most {{}}",
     lambda w: ask(contexts=[100_000]),
     lambda w, remedy: ask(contexts=[number(remedy)]),
 )

@@ -68,7 +68,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "trainer/tracking.py:WandbSink.__init__: pip install 'trimtab[wandb]'",
     ),
     GPU: (
-        "lab/profiling.py:_Profiling._details: give --nvtx for NVIDIA's own tools, or see `trimtab doctor`",
+        "lab/profiling.py:_Profiling._details: use --nvtx for NVIDIA's own tools, or run `trimtab doctor`",
         "cli/commands.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
         "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",
@@ -82,7 +82,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     MEMORY: (
         "lab/profiling.py:_explained: use a device with more memory",
-        "lab/calibrate.py:_Measuring._best_copy: end other programs that use it and calibrate again",
+        "lab/calibrate.py:_CalibrationRun._best_copy: end other programs that use it and calibrate again",
     ),
     HUB: (
         "hub/faults.py:_explain_status: check the id and the revision",

@@ -4,7 +4,7 @@ forward and backward, launch overhead, the link to the host, the disk.
     from trimtab.lab.calibrate import calibrate
     write_calibration(calibrate("auto"))
 
-Measurements are ordered by how much they tell, and end when the time is up. Ctrl-C leaves no file behind.
+The most informative measurements come first; they end when the time is up. Ctrl-C leaves no file behind.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from trimtab.lab.timing import time_together
 from trimtab.run.device import current_gpu, detect
 
 Progress = Callable[[str, float], None]
-"""Called with what is measured now and the share of the time that is used."""
+"""Called with the name of the current measurement and the elapsed share of the time."""
 
 SECONDS = {"cuda": 50.0, "cpu": 45.0}
 BUDGET_MS = {"cuda": 8.0, "cpu": 15.0}
-"""Of one probe."""
+"""Milliseconds for one probe."""
 ROUNDS = 3
 DOUBTFUL_SPREAD = 0.15
 DOUBTFUL_SHARE = 0.2
-"""Share of probes whose times spread by more than that, from which a warning is given."""
+"""Share of probes with a larger spread than `DOUBTFUL_SPREAD`, above which a warning is added."""
 FALLING_RATE = 0.9
-"""A product that is slower at the end by this factor: the clock was throttled."""
+"""Final rate of products relative to the first one, below which the clock counts as throttled."""
 LONGEST_SECONDS = {"cuda": 0.1, "cpu": 0.3}
-"""Of a probe at the rate of large products; longer ones are left out."""
+"""Estimated seconds of a probe at the rate of large products, above which it is skipped."""
 CACHED_SHARE = 0.4
-"""Of a GPU's free memory that torch's allocator may cache between probes."""
+"""Share of a GPU's free memory that torch's allocator may cache between probes."""
 LARGE_COPY = 2**25
-"""Bytes from which a copy counts for the best rate: smaller ones stay in caches."""
+"""Minimum bytes of a copy that counts for the best rate: smaller ones fit into caches."""
 
 
 def calibrate(
@@ -66,10 +66,10 @@ def calibrate(
         threads: CPU threads, torch's current number by default; ignored on a GPU.
         progress: called before each measurement.
         folder: where a temporary file measures the disk; the current folder by default.
-        seconds: the most time to take, 50 on a GPU and 45 on a CPU by default; a slow machine measures fewer sizes.
+        seconds: the time limit, 50 on a GPU and 45 on a CPU by default; a slow machine measures fewer sizes.
 
     Raises:
-        ResourceError: the device is not there, or has no free memory.
+        ResourceError: the device does not exist, or has too little free memory.
         RecipeError: the device's name is unknown, or `threads` is below 1.
 
     Example:
@@ -82,7 +82,7 @@ def calibrate(
     with current_gpu(device):
         facts = detect(device)
         with _torch_threads(threads if facts.kind == "cpu" else None) as used:
-            measuring = _Measuring(facts, seconds or SECONDS[facts.kind], progress or _silent)
+            measuring = _CalibrationRun(facts, seconds or SECONDS[facts.kind], progress or _silent)
             return measuring.run(folder or Path.cwd(), used if facts.kind == "cpu" else None)
 
 
@@ -101,8 +101,8 @@ def _torch_threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-class _Measuring:
-    """One calibration under way."""
+class _CalibrationRun:
+    """A calibration in progress."""
 
     def __init__(self, device: DeviceFacts, seconds: float, progress: Progress) -> None:
         self.device, self.kind = device, device.kind
@@ -115,7 +115,7 @@ class _Measuring:
         self.rates: dict[str, float] = {}
 
     def run(self, folder: Path, threads: int | None) -> Calibration:
-        """Everything, in order."""
+        """Runs all measurements in order."""
         free = self.device.available_bytes
         self.rates = self._estimate_rates()
         training = "bf16" if self.device.bf16 else "fp32"
@@ -156,7 +156,7 @@ class _Measuring:
         )
 
     def _estimate_rates(self) -> dict[str, float]:
-        """Estimated rates of the dtypes to measure; those that a CPU hardly supports are left out."""
+        """Estimated rates of the dtypes to measure, without those that a CPU only emulates."""
         self._report("dtypes")
         rates = {dtype: probe_rate(self.kind, dtype) for dtype in product_dtypes(self.device)}
         return {
@@ -183,10 +183,10 @@ class _Measuring:
                     self.samples.append(probe.sample(times.seconds))
                     self.spreads.append(times.spread)
         except torch.OutOfMemoryError:
-            self.warnings.append(f"{group.label} was left out: it does not fit into the memory that is free")
+            self.warnings.append(f"{group.label} was skipped: it does not fit into free memory")
             gc.collect()
         if self.kind == "cuda" and torch.cuda.memory_reserved() > CACHED_SHARE * self.device.available_bytes:
-            torch.cuda.empty_cache()  # seldom: giving memory back and asking for it again takes milliseconds
+            torch.cuda.empty_cache()  # rarely: releasing memory and reserving it again takes milliseconds
 
     def _estimate(self, probe: Probe) -> float:
         """Seconds of a probe at the rate of large products."""
@@ -200,15 +200,15 @@ class _Measuring:
             return None, None
 
     def _has_products(self) -> bool:
-        """Whether every dtype has a product: without one there would be no rate."""
-        wanted = {"bf16" if self.device.bf16 else "fp32"}
-        return wanted <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
+        """Whether the training dtype has a product: without one it would have no rate."""
+        required = {"bf16" if self.device.bf16 else "fp32"}
+        return required <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
 
     def _best_copy(self) -> float:
         copies = [s.moved / s.seconds for s in self.samples if s.kind is Kind.COPY and s.moved >= LARGE_COPY]
         if not copies:
             raise ResourceError(
-                f"{self.device.name} has too little free memory to be measured",
+                f"{self.device.name} has too little free memory for a calibration",
                 "end other programs that use it and calibrate again",
             )
         return max(copies)
@@ -237,8 +237,8 @@ class _Measuring:
             )
         if self.left_out:
             self.warnings.append(
-                f"{self.left_out} measurements were left out: they would have taken more than {self.seconds:.0f} s; "
-                "times of such sizes are extrapolated"
+                f"{self.left_out} measurements were skipped, to finish within {self.seconds:.0f} s; times of such "
+                "sizes are extrapolated"
             )
 
     def _report(self, label: str) -> None:
@@ -246,6 +246,6 @@ class _Measuring:
 
 
 def _interleaved(streams: list[Iterator[ProbeGroup]]) -> Iterator[ProbeGroup]:
-    """One group of each in turn, so that whatever is left out at the end is the least telling of all."""
+    """One group of each stream at a time, so that the least informative groups of all streams come last."""
     for groups in itertools.zip_longest(*streams):
         yield from (group for group in groups if group is not None)

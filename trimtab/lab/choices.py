@@ -1,4 +1,4 @@
-"""Options of studies, checked: names with the nearest one in errors, counts, lists with commas. Imports no torch."""
+"""Parses and validates options of studies: names, counts, comma-separated lists. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def choose_members(kind: type[Member], words: Sequence[str], option: str) -> lis
 
     Args:
         kind: the enum; its values are the words that users write.
-        words: what was written.
-        option: how errors name it.
+        words: the words that the user wrote.
+        option: the option's name in errors.
+
+    Raises:
+        RecipeError: a word is unknown; the error suggests the nearest one.
 
     Example:
         >>> from trimtab.lab.step_settings import Precision
@@ -26,18 +29,18 @@ def choose_members(kind: type[Member], words: Sequence[str], option: str) -> lis
         ['BF16', 'FP32']
     """
     known = {str(member.value): member for member in kind}
-    found: dict[Member, None] = {}
+    members: dict[Member, None] = {}
     for word in words:
         if word not in known:
             near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise RecipeError(f"{option} {word!r} is not known", f"{hint}choose from {', '.join(known)}")
-        found[known[word]] = None
-    return list(found)
+            raise RecipeError(f"{option} {word!r} is unknown", f"{hint}choose from {', '.join(known)}")
+        members[known[word]] = None
+    return list(members)
 
 
 def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int]:
-    """The values, each once; a RecipeError for one that is too small.
+    """The values without duplicates; raises RecipeError for one that is too small.
 
     Example:
         >>> check_counts([128, 256, 128], "--contexts")
@@ -45,12 +48,12 @@ def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int
     """
     for value in values:
         if value < least:
-            raise RecipeError(f"{option} {value} is too small", f"give at least {least}")
+            raise RecipeError(f"{option} {value} is too small", f"use at least {least}")
     return list(dict.fromkeys(values))
 
 
 def parse_counts(text: str, option: str, least: int = 1) -> list[int]:
-    """Whole numbers from a list with commas, as the command line has them.
+    """Whole numbers of a comma-separated option.
 
     Example:
         >>> parse_counts("0,1,5", "--warm-up", least=0)
@@ -59,12 +62,14 @@ def parse_counts(text: str, option: str, least: int = 1) -> list[int]:
     try:
         values = [int(word) for word in split_words(text)]
     except ValueError:
-        raise RecipeError(f"{option} {text!r} is no list of whole numbers", "write it like 128,256") from None
+        raise RecipeError(
+            f"{option} {text!r} is not a list of whole numbers", "write it like 128,256"
+        ) from None
     return check_counts(values, option, least)
 
 
 def split_words(text: str | None) -> list[str]:
-    """Words of a list with commas.
+    """Words of a comma-separated option.
 
     Example:
         >>> split_words("small, medium,"), split_words(None)

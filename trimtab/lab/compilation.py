@@ -1,7 +1,7 @@
-"""Records what torch.compile does: graph breaks with their places, compilations with their reasons and seconds.
+"""Records torch.compile at work: graph breaks with their places, compilations with their reasons and seconds.
 
-Everything comes from what torch itself keeps of each compilation (`torch._dynamo.utils`), so that nothing is compiled
-otherwise than without the record.
+All of it comes from the metrics that torch keeps of each compilation (`torch._dynamo.utils`), so that recording does
+not change what is compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import _dynamo as dynamo
 from trimtab.lab.compile_data import Compilation, CompileLog, GraphBreak
 
 MOST_COMPILATIONS = 10_000
-"""torch keeps 64 of them, unless it is given another number."""
+"""Limit of torch's compilation metrics, instead of its default of 64."""
 LONGEST_REASON = 300
 
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"^\d+/\d+: ")
 
 @contextmanager
 def record_compilations() -> Iterator[Callable[[], CompileLog]]:
-    """Inside, everything that torch compiles is recorded; what was compiled before is forgotten.
+    """Records every compilation inside; resets compiled code from before.
 
     Yields a function that returns the record so far.
 
@@ -46,15 +46,15 @@ def record_compilations() -> Iterator[Callable[[], CompileLog]]:
     utils.clear_compilation_metrics()
     utils.set_compilation_metrics_limit(MOST_COMPILATIONS)
     before = _seconds()
-    found: list[CompileLog] = []
+    logs: list[CompileLog] = []
 
     def recorded() -> CompileLog:
-        return found[0] if found else _read(before)
+        return logs[0] if logs else _read(before)
 
     try:
         yield recorded
     finally:
-        found.append(_read(before))
+        logs.append(_read(before))
         utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
 
 
@@ -74,15 +74,15 @@ def _read(before: float) -> CompileLog:
 
 
 def _breaks(reasons: list[Any]) -> tuple[GraphBreak, ...]:
-    """By place: a break in a function that was inlined is met again where that function is compiled alone."""
-    found: dict[str, list[str]] = {}
-    for one in reasons:
-        if not one.graph_break:
+    """Graph breaks by place: one in an inlined function occurs again when that function is compiled alone."""
+    reasons_by_place: dict[str, list[str]] = {}
+    for entry in reasons:
+        if not entry.graph_break:
             continue
-        frame = one.user_stack[-1] if one.user_stack else None
+        frame = entry.user_stack[-1] if entry.user_stack else None
         place = "unknown" if frame is None else place_of(frame.filename, frame.lineno)
-        found.setdefault(place, []).append(break_reason(one.reason))
-    return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in found.items())
+        reasons_by_place.setdefault(place, []).append(break_reason(entry.reason))
+    return tuple(GraphBreak(place, texts[0], len(texts)) for place, texts in reasons_by_place.items())
 
 
 def break_reason(text: str) -> str:
@@ -98,25 +98,25 @@ def break_reason(text: str) -> str:
 
 
 def _compilations(metrics: list[Any]) -> tuple[Compilation, ...]:
-    """Functions in the order of compiling; the seconds of a backward pass are added to its forward's."""
+    """Functions in the order of compilation; seconds of a backward pass are added to its forward pass."""
     seconds: dict[str, float] = {}
-    for one in metrics:
-        seconds[one.compile_id] = seconds.get(one.compile_id, 0.0) + (one.duration_us or 0) / 1e6
+    for metric in metrics:
+        seconds[metric.compile_id] = seconds.get(metric.compile_id, 0.0) + (metric.duration_us or 0) / 1e6
     return tuple(
         Compilation(
-            one.co_name,
-            place_of(one.co_filename or "", one.co_firstlineno),
-            recompile_reason(getattr(one, "recompile_reason", None)),
-            round(seconds[one.compile_id], 6),
-            one.graph_op_count or 0,
+            metric.co_name,
+            place_of(metric.co_filename or "", metric.co_firstlineno),
+            recompile_reason(getattr(metric, "recompile_reason", None)),
+            round(seconds[metric.compile_id], 6),
+            metric.graph_op_count or 0,
         )
-        for one in metrics
-        if one.co_name is not None and one.fail_type is None
+        for metric in metrics
+        if metric.co_name is not None and metric.fail_type is None
     )
 
 
 def recompile_reason(text: str | None) -> str:
-    """Why a function was compiled again, in one line, without torch's number of the program before.
+    """The reason of a recompilation in one line, without torch's id of the previous program.
 
     Example:
         >>> recompile_reason("0/0: tensor 'x' size mismatch at index 0. expected 8, actual 16")
@@ -127,7 +127,7 @@ def recompile_reason(text: str | None) -> str:
 
 
 def place_of(file: str, line: int | None) -> str:
-    """file:line, from the package or the current folder on.
+    """file:line, relative to site-packages, the checkout or the current folder.
 
     Example:
         >>> place_of("/usr/lib/python3/site-packages/torch/nn/functional.py", 12)

@@ -1,4 +1,4 @@
-"""What torch.compile did: graph breaks, compilations with their reasons, seconds. Imports no torch.
+"""The record of torch.compile: graph breaks, compilations with their reasons, seconds. Imports no torch.
 
 `trimtab.lab.compilation` records it; reports read it from JSON.
 """
@@ -20,51 +20,51 @@ class GraphBreak:
     """file:line"""
     reason: str
     count: int
-    """How often it was met, in compilations and in recompilations."""
+    """Number of occurrences, in compilations and recompilations."""
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """One function, compiled or compiled again."""
+    """The compilation or recompilation of a function."""
 
     function: str
     place: str
     """file:line of the function"""
     reason: str
-    """Why it was compiled again: the guard that failed; empty for the first time."""
+    """The guard that failed and caused a recompilation; empty for the first compilation."""
     seconds: float
-    """Of its forward and backward pass."""
+    """Of compiling its forward and backward pass."""
     operations: int
-    """In its graph; 0 of a function that breaks off before the first."""
+    """In its graph; 0 if the graph breaks before the first one."""
 
     @property
-    def is_again(self) -> bool:
-        """Whether it had been compiled before, for other inputs."""
+    def is_recompilation(self) -> bool:
+        """Whether the function had been compiled before, for other inputs."""
         return bool(self.reason)
 
 
 @dataclass(frozen=True)
 class CompileLog:
-    """All that was compiled while something ran."""
+    """All compilations of a run."""
 
     graphs: int
-    """Programs that the backend was given."""
+    """Graphs that the backend compiled."""
     seconds: float
     breaks: tuple[GraphBreak, ...]
     compilations: tuple[Compilation, ...]
     cached: int = 0
-    """Graphs whose code came from the cache on the disk."""
+    """Graphs whose code came from the cache on disk."""
 
     @property
     def recompilations(self) -> tuple[Compilation, ...]:
-        """Those with a reason.
+        """Compilations with a reason.
 
         Example:
             >>> once = Compilation("forward", "model.py:3", "", 1.0, 40)
             >>> CompileLog(1, 1.0, (), (once,)).recompilations
             ()
         """
-        return tuple(one for one in self.compilations if one.is_again)
+        return tuple(compilation for compilation in self.compilations if compilation.is_recompilation)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON.
@@ -78,13 +78,13 @@ class CompileLog:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CompileLog:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return CompileLog(
                 int(data["graphs"]),
                 float(data["seconds"]),
-                tuple(GraphBreak(**one) for one in data["breaks"]),
-                tuple(Compilation(**one) for one in data["compilations"]),
+                tuple(GraphBreak(**entry) for entry in data["breaks"]),
+                tuple(Compilation(**entry) for entry in data["compilations"]),
                 int(data["cached"]),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Comparison of implementations of one operation: each is verified, then all are timed in turns.
+"""Compares implementations of one operation: verifies each, then times all of them in alternation.
 
-A case is one shape of one operation. Building it makes the inputs once, and a contestant for each implementation and
-each peer that can be imported; the others are listed in `absent` with the reason. A contestant whose result is wrong
-gets no time.
+A case is one shape of one operation. Building it creates the inputs once, and a contestant for each implementation
+and each importable peer; `absent` lists the other peers with the reason. A contestant with a wrong result is not
+timed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Contestant:
     """One implementation on a case's inputs."""
 
     run: Callable[[], object]
-    """Does the work that is timed."""
+    """The timed function."""
     check: Callable[[], str | None]
-    """None if the result agrees with truth within the allowed error, else a sentence."""
+    """Returns None if the result is within the allowed error of the truth, else a message."""
     exact: bool = True
-    """False for a method that approximates: the result of `check` is shown with its time and does not fail the run."""
+    """False for an approximation: the message of `check` is shown with its time and does not fail the run."""
     ours: bool = False
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A case's contestants, by name, and the absent ones, with the reason."""
+    """A case's contestants by name, and the absent peers with the reason."""
 
     contestants: dict[str, Contestant]
     absent: dict[str, str] = field(default_factory=dict)
@@ -48,11 +48,11 @@ class Case:
     name: str
     build: Callable[[], Bench]
     floor: Callable[[Ceilings], float]
-    """Seconds below which no implementation can come on a device with these ceilings."""
+    """Lower bound of the seconds on a device with these ceilings."""
 
 
 def floor(*, bytes_moved: float = 0, flops: float = 0) -> Callable[[Ceilings], float]:
-    """The roofline: least bytes at the rate of a copy or FLOPs at that of a product, whichever takes longer.
+    """The roofline: minimum bytes at the rate of a copy or FLOPs at that of a product, whichever takes longer.
 
     Example:
         >>> floor(bytes_moved=1e12, flops=3e14)(Ceilings(1e12, 1e14, "a GPU", 90, "bfloat16"))
@@ -62,14 +62,14 @@ def floor(*, bytes_moved: float = 0, flops: float = 0) -> Callable[[Ceilings], f
 
 
 def missing(package: str) -> str | None:
-    """Why a peer cannot take part; None if it is installed.
+    """The reason why a peer is absent; None if it is installed.
 
     Example:
         >>> missing("torch"), missing("no_such_package")
         (None, 'no_such_package is not installed')
     """
-    found = importlib.util.find_spec(package) is not None
-    return None if found else f"{package} is not installed"
+    is_installed = importlib.util.find_spec(package) is not None
+    return None if is_installed else f"{package} is not installed"
 
 
 def disagreement(
@@ -79,7 +79,7 @@ def disagreement(
     reference: Sequence[torch.Tensor],
     dtype: str,
 ) -> str | None:
-    """What a contestant's `check` returns: the first result whose error is larger than allowed."""
+    """Describes the first result with a larger error than allowed, for `Contestant.check`; None without one."""
     for name, x, true, own in zip(names, got, truth, reference, strict=True):
         v = judge(name, x, truth=true, reference=own, share=SHARE[dtype])
         if not v:
@@ -105,7 +105,7 @@ def measure_case(
 
 
 def is_good(record: dict[str, Any]) -> bool:
-    """Whether a case ran and every contestant that promises to be exact was.
+    """Whether a case ran without failures and wrong results.
 
     Example:
         >>> is_good({"contestants": {"triton": {"note": "wrong: y"}}}), is_good({"contestants": {"triton": {}}})
@@ -125,7 +125,7 @@ def first_line(error: Exception) -> str:
 
 
 def _verify(contestant: Contestant, device: str) -> dict[str, Any]:
-    """Whether the result is right, and the memory that a run takes."""
+    """Checks the result and measures peak memory."""
     entry: dict[str, Any] = {"exact": contestant.exact, "ours": contestant.ours}
     try:
         sentence = contestant.check()

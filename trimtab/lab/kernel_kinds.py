@@ -1,7 +1,7 @@
 """The kind of a CUDA kernel or of a torch operator, from its name. Imports no torch.
 
-Kernels are matched by rules in their order: the first that fits decides. Operators of a CPU profile (`aten::…`) are
-listed by name. What only arranges tensors without computing (views, allocations, autograd's own work) is `other`.
+Kernels are matched by rules: the first match decides. Operators of a CPU profile (`aten::…`) are listed by name. Views,
+allocations and autograd's own work compute nothing and are `other`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 
 class KernelKind(enum.Enum):
-    """What a kernel or operator does."""
+    """The kind of work of a kernel or operator."""
 
     GEMM = "GEMM"
     """Matrix products, with the reductions of products that are split over their inner dimension."""
@@ -24,18 +24,18 @@ class KernelKind(enum.Enum):
     OPTIMIZER = "optimizer"
     REDUCTION = "reduction"
     COPY = "copy"
-    """Copies, casts, fills, gathers and transfers: bytes are moved and nothing is computed."""
+    """Copies, casts, fills, gathers and transfers: they move bytes and compute nothing."""
     OTHER = "other"
 
 
 _KERNEL_RULES: tuple[tuple[KernelKind, str], ...] = (
     (KernelKind.COPY, r"^Mem(cpy|set)\b"),
     (KernelKind.OPTIMIZER, r"multi_tensor_apply|[Aa]dam|^_?step(8|32)_kernel|\bsgd\b"),
-    # attention comes before products: its kernels are built of them
+    # attention before products: its kernel names contain those of products
     (KernelKind.ATTENTION, r"flash|fmha|sdpa|attention|cudnn::fusion|MemEff"),
     (KernelKind.GEMM, r"gemm|nvjet|cutlass|cublas|splitKreduce|gemv|xmma|wgmma|^triton_tem_|dot_kernel"),
     (KernelKind.GEMM, r"^_?rows_kernel$|reduce_1Block_kernel"),
-    # what inductor generates is named by its form and by the operators that it fuses
+    # inductor names its kernels by their form and the operators that they fuse
     (KernelKind.ELEMENTWISE, r"^triton_poi_"),
     (KernelKind.SOFTMAX, r"soft_?max|SoftMax|logsumexp|nll_loss|cross_entropy"),
     (KernelKind.SOFTMAX, r"^(loss_and_gradient|row_numbers|gradient)_kernel$"),
@@ -96,7 +96,7 @@ def kind_of(name: str) -> KernelKind:
 
 
 def _operator_kind(operator: str) -> KernelKind:
-    """Of a torch operator, without its namespace; an operator in place has the kind of the one that is not."""
+    """The kind of a torch operator without its namespace; in-place variants have the kind of the operator."""
     if "attention" in operator:
         return KernelKind.ATTENTION
     if operator.startswith(("_fused_adam", "_fused_sgd", "_foreach_", "_amp_")):
@@ -110,7 +110,7 @@ def _operator_kind(operator: str) -> KernelKind:
 
 
 _WRAPPER = re.compile(r"gpu_kernel_impl\w*|[AB]?UnaryFunctor|BinaryFunctor")
-"""Functors that apply another one, named behind them."""
+"""Functors that apply another functor, whose name follows."""
 
 
 def short_name(name: str, length: int = 60) -> str:

@@ -1,4 +1,4 @@
-"""Host time per operation in eager mode: a tiny block, whose kernels take almost no time themselves."""
+"""Measures the host time per operation in eager mode, with a block so small that its kernels take almost no time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trimtab.model.spec_operations import Execution
 
 TOKENS = 16
 HEAD_DIM = {"cpu": 8, "cuda": 64}
-"""Small, so that arithmetic takes no time; every attention backend of a GPU serves 64."""
+"""Small, so that arithmetic takes little time; every attention backend of a GPU supports 64."""
 REPEATS = 25
 
 
@@ -53,9 +53,8 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
     gradient_BTC = torch.ones_like(x_BTC)
 
     def step() -> None:
-        block.zero_grad(
-            set_to_none=True
-        )  # as between optimizer steps: otherwise each gradient is added to the last
+        # as between optimizer steps: otherwise gradients would accumulate
+        block.zero_grad(set_to_none=True)
         block(x_BTC, cos_BTF, sin_BTF, layout).backward(gradient_BTC)
 
     times = [time_once(step, device.kind) for _ in range(REPEATS)][REPEATS // 5 :]
@@ -63,10 +62,10 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
 
 
 def _declared_launches(block: BlockShape, hidden_size: int, choices: Choices, impl: str) -> int:
-    """Of forward and backward, all weights trained."""
+    """Declared launches of forward and backward, with all weights trainable."""
     run = Execution(1, TOKENS, choices.dtype, impl, device=choices.kind, pointwise=choices.pointwise)
     total = 0
-    for one in block_operations(block, hidden_size, run):
-        total += one.forward.launches + one.backward.launches
-        total += one.parameter_backward.launches if one.kind is Kind.PRODUCT else 0
+    for operation in block_operations(block, hidden_size, run):
+        total += operation.forward.launches + operation.backward.launches
+        total += operation.parameter_backward.launches if operation.kind is Kind.PRODUCT else 0
     return total

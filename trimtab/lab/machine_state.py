@@ -1,4 +1,4 @@
-"""What makes a measurement of this machine doubtful, and the rates of what no kernel uses: host link and disk."""
+"""Warns about conditions that distort measurements on this machine; measures the rates of host link and disk."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ from trimtab.lab.timing import Run, time_once, time_together
 from trimtab.run.gpu_processes import other_processes
 
 BUSY_LOAD = 0.5
-"""Load average per core before the measurement, from which a CPU counts as busy."""
+"""Load average per core before the measurement, above which a CPU counts as busy."""
 BUSY_GPU = 10
-"""Per cent of utilization before the measurement."""
+"""Utilization in percent before the measurement, above which a GPU counts as busy."""
 OTHERS_BYTES = 3 * 2**30 // 2
-"""Memory of a GPU in use beyond this process's own tensors, from which other processes are suspected; a CUDA context
-takes about 0.5 GiB."""
+"""GPU memory in use outside this process's tensors, above which other processes are suspected; a CUDA context takes
+about 0.5 GiB."""
 SLOWDOWNS = {
     0x08: "a hardware slowdown",
     0x20: "a software thermal slowdown",
     0x40: "a hardware thermal slowdown",
     0x80: "a power brake",
 }
-"""Bits of NVML's clock event reasons that no training should meet; the usual power cap (0x04) is not among them."""
+"""Bits of NVML's clock event reasons that distort a measurement; the usual power cap (0x04) does not."""
 LINK_BYTES = 256 * 2**20
 DISK_BYTES = 128 * 2**20
 LOAD_SECONDS = 0.4
-"""How long a GPU computes while it is asked for its clock."""
+"""Seconds for which the GPU computes while its clock is queried."""
 
 
 def load_warnings(device: str) -> list[str]:
-    """Sentences about other work on the machine; to be asked before anything is measured."""
-    found = []
+    """Warnings about other work on the machine; call it before measuring."""
+    warnings = []
     if hasattr(os, "getloadavg"):
         load, cores = os.getloadavg()[0], host_cores() or 1
         if load > BUSY_LOAD * cores:
-            found.append(f"the machine is busy: a load average of {load:.1f} on {cores} cores")
+            warnings.append(f"the machine is busy: a load average of {load:.1f} on {cores} cores")
     if device.startswith("cuda"):
         used = _nvidia_smi("utilization.gpu")
         if used is not None and used.isdigit() and int(used) > BUSY_GPU:
-            found.append(f"the GPU is busy: {used} % utilization before the measurement")
-        names = [one.describe() for one in other_processes(torch.cuda.current_device()) if not one.graphics]
+            warnings.append(f"the GPU is busy: {used} % utilization before the measurement")
+        names = [
+            process.describe()
+            for process in other_processes(torch.cuda.current_device())
+            if not process.graphics
+        ]
         free, total = torch.cuda.mem_get_info()
         others = total - free - torch.cuda.memory_reserved()
         if names:
-            found.append(f"other processes use the GPU: {', '.join(names)}")
+            warnings.append(f"other processes use the GPU: {', '.join(names)}")
         elif others > OTHERS_BYTES:  # in a container the driver may list none
-            found.append(f"other processes hold memory of the GPU: {format_bytes(others)} are in use")
-    return found
+            warnings.append(f"other processes use {format_bytes(others)} of the GPU's memory")
+    return warnings
 
 
 def clock_warnings(work: Run) -> list[str]:
-    """Sentences about a throttled clock of a CUDA GPU, asked while it computes `work`; nothing without nvidia-smi."""
+    """Warnings about a throttled clock of a CUDA GPU, queried while it runs `work`; none without nvidia-smi."""
     once = max(min(time_once(work, "cuda") for _ in range(3)), 1e-5)
     for _ in range(min(1000, round(LOAD_SECONDS / once))):
         work()
@@ -68,7 +72,7 @@ def clock_warnings(work: Run) -> list[str]:
 
 
 def slowdowns(reasons: str) -> list[str]:
-    """Sentences for NVML's bit mask of clock event reasons.
+    """Warnings for NVML's bit mask of clock event reasons.
 
     Example:
         >>> slowdowns("0x0000000000000044")
@@ -85,7 +89,7 @@ def slowdowns(reasons: str) -> list[str]:
 
 
 def _nvidia_smi(field: str) -> str | None:
-    """One value of torch's current GPU, without its unit; None where it cannot be asked."""
+    """One value of torch's current GPU, without its unit; None if it cannot be queried."""
     words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     if shutil.which(words[0]) is None:
         return None
@@ -115,7 +119,7 @@ def host_link() -> tuple[float, float]:
 def disk_rates(folder: Path, nbytes: int | None = None) -> tuple[float, float]:
     """(bytes per second written and synchronized, bytes per second read) of a temporary file in a folder.
 
-    The file is dropped from the page cache before it is read, where the operating system can be asked to.
+    The file is dropped from the page cache before it is read, if the operating system supports that.
 
     Raises:
         OSError: the folder cannot be written, or is full.

@@ -2,7 +2,7 @@
 
 Both come from the allocation events of torch's profiler, on a CPU as on a GPU, where torch's caching allocator reports
 to the profiler: bytes are those that the allocator counts as allocated, so that the peak of a timeline is
-`torch.cuda.max_memory_allocated`. `memory_recorder.py` adds to each allocation what it is for and where it was made.
+`torch.cuda.max_memory_allocated`. `memory_recorder.py` adds role, module and source line to each allocation.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch.profiler import ProfilerActivity, profile
 from trimtab.lab.timing import synchronize
 
 LABEL = "allocates: "
-"""Begins the name of a profiler's range that says which operation allocates; a number follows."""
+"""Prefix of the name of a profiler range around an operation; the operation's number follows."""
 _NODE = "autograd::engine::evaluate_function: "
 _ACCUMULATES = "AccumulateGrad"
 _OPERATION = ("aten::", "trimtab::")
 
 
 @dataclass(frozen=True)
-class Around:
-    """The profiler's ranges around an event, by their ids."""
+class EnclosingRanges:
+    """The profiler's ranges that enclose an event, by their ids."""
 
     label: int | None = None
     """The number of the innermost range whose name begins with `LABEL`."""
     after: int | None = None
     """The number of the last such range that began before the event."""
     node: int | None = None
-    """The node of the backward pass."""
+    """The enclosing autograd node of the backward pass."""
     sequence: int | None = None
-    """Autograd's number of that node, which the forward operation that made it knows as well."""
+    """Autograd's sequence number of that node, which the forward operation that created it has as well."""
     accumulates: bool = False
     """Whether the node accumulates a parameter's gradient."""
     call: int | None = None
-    """The outermost of torch's operations inside of label or node."""
+    """The outermost torch operation inside of label or node."""
     operation: str = ""
     """Its name."""
 
@@ -52,12 +52,12 @@ class MemoryEvent:
     """Since the first event."""
     nbytes: int
     address: int = 0
-    around: Around = Around()
+    around: EnclosingRanges = EnclosingRanges()
 
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Allocations and releases of a run in their order, counted from what was allocated before it."""
+    """Allocations and releases of a run in their order, relative to the memory allocated before it."""
 
     events: tuple[MemoryEvent, ...]
 
@@ -68,15 +68,15 @@ class MemoryTimeline:
             >>> MemoryTimeline((MemoryEvent(0.0, 8), MemoryEvent(0.5, -8))).levels()
             [(0.0, 8), (0.5, 0)]
         """
-        found, level = [], 0
+        levels, level = [], 0
         for event in self.events:
             level += event.nbytes
-            found.append((event.seconds, level))
-        return found
+            levels.append((event.seconds, level))
+        return levels
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated at once.
+        """Peak bytes.
 
         Example:
             >>> MemoryTimeline((MemoryEvent(0.0, 8), MemoryEvent(0.1, -8), MemoryEvent(0.2, 4))).peak_bytes
@@ -86,7 +86,7 @@ class MemoryTimeline:
 
 
 def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
-    """The most bytes that tensors of a run had at once, above what was allocated before it.
+    """Peak bytes of a run's tensors, relative to the memory allocated before it.
 
     Example:
         >>> peak_bytes(lambda: torch.empty(1024, dtype=torch.uint8), "cpu")
@@ -104,12 +104,12 @@ def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     return peak - before
 
 
-def kept_bytes(run: Callable[[], object], device: str = "cuda") -> int:
-    """Bytes of tensors that a run leaves allocated while its result is alive: of a forward pass, its output and what it
-    saved for the backward pass.
+def retained_bytes(run: Callable[[], object], device: str = "cuda") -> int:
+    """Bytes still allocated after a run while its result is alive: of a forward pass, its output and saved
+    activations.
 
     Example:
-        >>> kept_bytes(lambda: torch.empty(256).exp(), "cpu")
+        >>> retained_bytes(lambda: torch.empty(256).exp(), "cpu")
         1024
     """
     results: list[object] = []
@@ -124,7 +124,7 @@ def kept_bytes(run: Callable[[], object], device: str = "cuda") -> int:
 
 
 def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
-    """Every allocation and release of a run; what it returns counts as released after it.
+    """Records every allocation and release of a run; its result is released at the end.
 
     Example:
         >>> timeline = memory_timeline(lambda: torch.empty(256).clone(), "cpu")
@@ -142,50 +142,50 @@ def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
 
 
 def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
-    """The allocations and releases on a device in the profiler's tree of events, in their order.
+    """The allocations and releases on a device from the profiler's event tree, in their order.
 
     Args:
         roots: from `experimental_event_tree()`.
-        device: cpu or cuda; of several GPUs torch's current one.
+        device: cpu or cuda; with several GPUs, torch's current one.
     """
     kind = "cuda" if device.startswith("cuda") else "cpu"
     index = torch.cuda.current_device() if kind == "cuda" else None
-    found: list[tuple[int, Any, Around]] = []
-    waiting: list[tuple[Any, Around]] = [(root, Around()) for root in roots]
+    entries: list[tuple[int, Any, EnclosingRanges]] = []
+    waiting: list[tuple[Any, EnclosingRanges]] = [(root, EnclosingRanges()) for root in roots]
     while waiting:
         event, around = waiting.pop()
         if event.tag == _EventType.TorchOp:
             around = _inside(event, around)
             if around.label is not None and event.name.startswith(LABEL):
-                found.append((event.start_time_ns, None, around))
+                entries.append((event.start_time_ns, None, around))
         elif event.tag == _EventType.Allocation:
             fields = event.extra_fields
             if fields.device.type == kind and (index is None or fields.device.index == index):
-                found.append((event.start_time_ns, fields, around))
+                entries.append((event.start_time_ns, fields, around))
         waiting += [(child, around) for child in event.children]
-    found.sort(key=lambda one: one[0])
-    return list(_in_order(found))
+    entries.sort(key=lambda entry: entry[0])
+    return list(_in_order(entries))
 
 
-def _inside(event: Any, around: Around) -> Around:
-    """What is around the children of a range."""
+def _inside(event: Any, around: EnclosingRanges) -> EnclosingRanges:
+    """The ranges that enclose the children of an event."""
     name: str = event.name
     if name.startswith(LABEL):
         return replace(around, label=int(name.removeprefix(LABEL)), call=None, operation="")
     if name.startswith(_NODE):
         node, sequence = event.id, event.extra_fields.sequence_number
-        return Around(node=node, sequence=sequence, accumulates=_ACCUMULATES in name)
+        return EnclosingRanges(node=node, sequence=sequence, accumulates=_ACCUMULATES in name)
     if around.call is not None or (around.node is not None and not name.startswith(_OPERATION)):
         return around  # inside of an operation, or a node's own function
     return replace(around, call=event.id, operation=name)
 
 
-def _in_order(found: list[tuple[int, Any, Around]]) -> Iterator[MemoryEvent]:
-    """Events from (nanoseconds, fields of an allocation, ranges), and from the beginnings of labelled ranges, without
+def _in_order(entries: list[tuple[int, Any, EnclosingRanges]]) -> Iterator[MemoryEvent]:
+    """Memory events from (nanoseconds, fields of an allocation, ranges); the start of a labelled range has no
     fields."""
-    first = next((nanoseconds for nanoseconds, fields, _ in found if fields is not None), 0)
+    first = next((nanoseconds for nanoseconds, fields, _ in entries if fields is not None), 0)
     after = None
-    for nanoseconds, fields, around in found:
+    for nanoseconds, fields, around in entries:
         if fields is None:
             after = around.label
         else:

@@ -1,4 +1,4 @@
-"""Blocks of memory from the profiler's allocation events and from what was recorded of the operations around them."""
+"""Attributes the profiler's allocation events to the recorded operations around them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory import Around, MemoryEvent
+from trimtab.lab.memory import EnclosingRanges, MemoryEvent
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role, spans
 from trimtab.lab.memory_roles import Place, role_of
 from trimtab.run.live_tensors import Origin, States, named_tensors
@@ -22,30 +22,30 @@ UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
 
 
 @dataclass(frozen=True)
-class Made:
-    """A tensor that an operation returned."""
+class OperationResult:
+    """A tensor returned by an operation."""
 
     address: int
     nbytes: int
     index: int
-    """Which of the operation's results it is."""
+    """Index among the operation's results."""
     text: str
-    """Its shape and format."""
+    """Its shape and dtype."""
 
 
 @dataclass(frozen=True)
 class OperationRecord:
-    """One operation that ran."""
+    """An executed operation."""
 
     name: str
     origin: Origin
     place: Place
-    made: tuple[Made, ...] = ()
+    made: tuple[OperationResult, ...] = ()
 
 
 @dataclass(frozen=True)
-class Known:
-    """What is known of an address from outside of operations, after some number of them."""
+class NamedAddress:
+    """The named tensor that is stored at an address after a number of operations."""
 
     address: int
     operations: int
@@ -57,19 +57,19 @@ def attribute(
     events: Sequence[MemoryEvent],
     operations: Sequence[OperationRecord],
     forward: Mapping[int, Origin],
-    known: Sequence[Known],
-    standing: Sequence[Block],
+    known: Sequence[NamedAddress],
+    persistent: Sequence[Block],
 ) -> AttributedTimeline:
     """Blocks from allocation events.
 
     Args:
         events: allocations and releases with the ranges around them, whose labels are numbers of operations.
         operations: in order.
-        forward: where nodes of the backward pass were made, by autograd's numbers.
-        known: what some addresses were seen to hold, in order.
-        standing: blocks that were there before.
+        forward: the forward operation of each backward node, by autograd's sequence number.
+        known: named tensors at some addresses, in order.
+        persistent: blocks that were allocated before the run.
     """
-    blocks = list(standing)
+    blocks = list(persistent)
     alive = {block.address: index for index, block in enumerate(blocks)}
     phases: list[RunPhase] = []
     makers: dict[int, list[tuple[int, int]]] = {}
@@ -82,16 +82,16 @@ def attribute(
             blocks.append(_block(event, number, phases[-1], operations, forward))
             continue
         index = alive.pop(event.address, None)
-        if index is None:  # unknown, and it was there before
+        if index is None:  # an unknown block that was allocated before the run
             blocks.append(replace(UNNAMED, nbytes=-event.nbytes, end=number, address=event.address))
         else:
             start = blocks[index].start
-            made = None if start is None else events[start].around
-            blocks[index] = replace(_released(blocks[index], made, event.around), end=number)
-    for one in known:
-        index = _latest(makers.get(one.address, []), one.operations)
+            allocation = None if start is None else events[start].around
+            blocks[index] = replace(_released(blocks[index], allocation, event.around), end=number)
+    for entry in known:
+        index = _latest(makers.get(entry.address, []), entry.operations)
         if index is not None:
-            blocks[index] = replace(blocks[index], role=Role(one.kind), name=one.name)
+            blocks[index] = replace(blocks[index], role=Role(entry.kind), name=entry.name)
     return AttributedTimeline(tuple(blocks), spans(phases), len(events))
 
 
@@ -108,63 +108,63 @@ def _block(
     if around.label is None and around.node is None:
         return replace(block, role=role_of(Place(phase), "", None))
     if around.label is None:
-        made = forward.get(around.sequence or 0, Origin())
+        origin = forward.get(around.sequence or 0, Origin())
         part = Part.PARAMETER_GRADIENTS if around.accumulates else Part.GRADIENTS
-        module = f"backward of {made.module}" if made.module else "backward"
-        return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=made.line)
+        module = f"backward of {origin.module}" if origin.module else "backward"
+        return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=origin.line)
     operation = operations[around.label]
     block = replace(block, module=operation.origin.module, line=operation.origin.line)
-    if operation.place.phase is RunPhase.BACKWARD:  # recomputed: its results are not looked at
+    if operation.place.phase is RunPhase.BACKWARD:  # recomputation: results are not recorded
         return replace(block, role=role_of(operation.place, around.operation, 0))
-    result = next((one for one in operation.made if one.address == event.address), None)
+    result = next((tensor for tensor in operation.made if tensor.address == event.address), None)
     role = role_of(operation.place, operation.name, None if result is None else result.index)
     if result is None:
         return replace(block, role=role, name=f"scratch of {short}")
     return replace(block, role=role, name=f"{short} {result.text}", tensor_bytes=result.nbytes)
 
 
-def _released(block: Block, made: Around | None, released: Around) -> Block:
-    """What the place of its release says of a block: scratch, or a gradient of a parameter that was not kept."""
-    if made is None or block.role.kind is not TensorKind.ACTIVATIONS:
+def _released(block: Block, allocated: EnclosingRanges | None, released: EnclosingRanges) -> Block:
+    """Refines a block's role by the place of its release: scratch, or a temporary gradient of a parameter."""
+    if allocated is None or block.role.kind is not TensorKind.ACTIVATIONS:
         return block
-    if made.label is None and made.node is not None and made.node == released.node:
+    if allocated.label is None and allocated.node is not None and allocated.node == released.node:
         return replace(block, role=SCRATCH, name=f"scratch of {block.name}")
-    if made.label is not None and made.call is not None and made.call == released.call:
+    if allocated.label is not None and allocated.call is not None and allocated.call == released.call:
         return replace(block, role=SCRATCH)
     if released.accumulates and block.role.part is Part.GRADIENTS:
         return replace(block, role=replace(block.role, part=Part.PARAMETER_GRADIENTS))
     return block
 
 
-def _latest(made: Sequence[tuple[int, int]], operations: int) -> int | None:
-    """The last block at an address that one of the first operations made."""
-    found = [block for operation, block in made if operation < operations]
-    return found[-1] if found else None
+def _latest(allocations: Sequence[tuple[int, int]], operations: int) -> int | None:
+    """The last block at an address that was allocated before operation number `operations`."""
+    candidates = [block for operation, block in allocations if operation < operations]
+    return candidates[-1] if candidates else None
 
 
-def standing_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
-    """What is there before: on a GPU every block of the allocator, on a CPU what has a name."""
+def persistent_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
+    """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
-    found: dict[int, Block] = {}
-    for one in named_tensors(model, optimizer):
-        storage = one.tensor.untyped_storage()
-        if one.tensor.device.type == kind and storage.nbytes():
+    blocks: dict[int, Block] = {}
+    for named in named_tensors(model, optimizer):
+        storage = named.tensor.untyped_storage()
+        if named.tensor.device.type == kind and storage.nbytes():
             block = Block(
                 storage.nbytes(),
-                Role(one.kind),
-                one.name,
-                one.module,
+                Role(named.kind),
+                named.name,
+                named.module,
                 tensor_bytes=storage.nbytes(),
                 address=storage.data_ptr(),
             )
-            found.setdefault(block.address, block)
+            blocks.setdefault(block.address, block)
     if kind == "cpu":
-        return list(found.values())
-    return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), found))
+        return list(blocks.values())
+    return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), blocks))
 
 
 def _allocated(segments: Any, device: int, named: dict[int, Block]) -> Iterator[Block]:
-    """The allocated blocks of a snapshot of torch's CUDA allocator, with the names that are known."""
+    """The allocated blocks of a snapshot of torch's CUDA allocator, named where possible."""
     for segment in segments:
         address = segment["address"]
         for block in segment["blocks"]:

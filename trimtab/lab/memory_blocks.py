@@ -1,6 +1,6 @@
-"""The memory of a run block by block: what each allocation is for, when it lived and where it was made. No torch.
+"""The memory of a run block by block: role, lifetime and source line of each allocation. Imports no torch.
 
-`memory_recorder.py` makes these; `memory_summary.py` reduces them to what a report shows.
+`memory_recorder.py` creates blocks; `memory_summary.py` reduces them to the figures of a report.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from trimtab.facts.tensor_kinds import TensorKind
 
 @dataclass(frozen=True)
 class Role:
-    """What memory is for: a bucket, and of activations the part."""
+    """The role of a block: its bucket and, for activations, the part."""
 
     kind: TensorKind
     part: Part | None = None
 
     @property
     def name(self) -> str:
-        """In tables and charts.
+        """The name in tables and charts.
 
         Example:
             >>> Role(TensorKind.OPTIMIZER).name, Role(TensorKind.ACTIVATIONS, Part.LOSS).name
@@ -46,7 +46,7 @@ ROLES = (
     Role(TensorKind.ACTIVATIONS),
     Role(TensorKind.OTHER),
 )
-"""All of them, from the bottom of a stack to its top."""
+"""All roles, from the bottom of a stacked chart to its top."""
 
 
 @dataclass(frozen=True)
@@ -59,29 +59,29 @@ class Block:
     """
 
     nbytes: int
-    """As the allocator counts them: on a GPU rounded up."""
+    """As the allocator counts them: rounded up on a GPU."""
     role: Role
     name: str = ""
-    """What it is: a parameter, a tensor with its shape and format, scratch of an operation."""
+    """A parameter's name, an operation with the tensor's shape and dtype, or scratch of an operation."""
     module: str | None = None
     line: str | None = None
     """`file:line (function)`."""
     phase: RunPhase | None = None
-    """In which it was made; None where it was there before."""
+    """Phase of the allocation; None if it was allocated before the run."""
     tensor_bytes: int | None = None
-    """Of the tensor in it; None where none is known."""
+    """Bytes of the tensor in it; None if it is unknown."""
     start: int | None = None
-    """The number of the event that allocated it; None where it was there before."""
+    """The number of the event that allocated it; None if it was allocated before the run."""
     end: int | None = None
-    """The number of the event that released it; None where it was there afterwards."""
+    """The number of the event that released it; None if it was not released during the run."""
     address: int = 0
 
     def exists_at(self, event: int) -> bool:
-        """Whether it is there after an event of that number."""
+        """Whether it is allocated after the event of that number."""
         return (self.start is None or self.start <= event) and (self.end is None or event < self.end)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """As plain JSON values."""
         return {
             "address": self.address,
             "bytes": self.nbytes,
@@ -107,20 +107,20 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All roles together."""
+        """Bytes of all roles."""
         return sum(self.roles.values())
 
     def by_kind(self) -> dict[TensorKind, int]:
-        """The buckets."""
-        found = dict.fromkeys(TensorKind, 0)
+        """Bytes of each bucket."""
+        totals = dict.fromkeys(TensorKind, 0)
         for role, nbytes in self.roles.items():
-            found[role.kind] += nbytes
-        return found
+            totals[role.kind] += nbytes
+        return totals
 
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """Events of one phase, from the first to the one behind the last."""
+    """Events of one phase: `end` is exclusive."""
 
     phase: RunPhase
     start: int
@@ -129,7 +129,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class AttributedTimeline:
-    """All blocks of a run, those that were there before it included, and its phases.
+    """All blocks of a run, including those allocated before it, and its phases.
 
     Example:
         >>> weights, made = Block(8, Role(TensorKind.WEIGHTS)), Block(4, Role(TensorKind.OTHER), start=0, end=1)
@@ -166,22 +166,22 @@ class AttributedTimeline:
 
     @property
     def peak(self) -> Moment:
-        """The first moment at which most bytes are allocated."""
+        """The first moment with the most allocated bytes."""
         return max(self.moments(), key=lambda moment: moment.total)
 
     def phase_at(self, event: int) -> RunPhase | None:
         """The phase of an event; None before the first."""
-        return next((one.phase for one in self.phases if one.start <= event < one.end), None)
+        return next((span.phase for span in self.phases if span.start <= event < span.end), None)
 
     def alive_at(self, event: int) -> list[Block]:
-        """The blocks that are there after an event."""
+        """The blocks that are allocated after an event."""
         return [block for block in self.blocks if block.exists_at(event)]
 
     def write(self, path: Path) -> None:
-        """Every block as JSON: this library's own snapshot, which needs no pickle to be read."""
+        """Writes every block as JSON: trimtab's own snapshot, which is no pickle."""
         plain = {
             "events": self.num_events,
-            "phases": [{**dataclasses.asdict(one), "phase": one.phase.value} for one in self.phases],
+            "phases": [{**dataclasses.asdict(span), "phase": span.phase.value} for span in self.phases],
             "blocks": [block.to_dict() for block in self.blocks],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,16 +189,16 @@ class AttributedTimeline:
 
 
 def spans(phases: Sequence[RunPhase]) -> tuple[PhaseSpan, ...]:
-    """The phase of each event as stretches of equal ones.
+    """Groups consecutive events of the same phase.
 
     Example:
         >>> [(one.phase.value, one.start, one.end) for one in spans([RunPhase.LOSS, RunPhase.LOSS, RunPhase.BACKWARD])]
         [('loss', 0, 2), ('backward', 2, 3)]
     """
-    found: list[PhaseSpan] = []
+    spans: list[PhaseSpan] = []
     for event, phase in enumerate(phases):
-        if found and found[-1].phase is phase:
-            found[-1] = dataclasses.replace(found[-1], end=event + 1)
+        if spans and spans[-1].phase is phase:
+            spans[-1] = dataclasses.replace(spans[-1], end=event + 1)
         else:
-            found.append(PhaseSpan(phase, event, event + 1))
-    return tuple(found)
+            spans.append(PhaseSpan(phase, event, event + 1))
+    return tuple(spans)

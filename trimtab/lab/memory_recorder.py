@@ -1,8 +1,8 @@
 """Records the memory of a step: every allocation with its bucket, phase, module and line, on a CPU and on a GPU.
 
-An `AllocationRecorder` follows modules, lines and the backward pass. Here it also numbers the operations and runs each
-in a range of torch's profiler, whose allocation events then say by address which operation made which block, scratch
-of kernels included. Compiled regions and CUDA graphs show none of their operations: record without them.
+`AllocationRecorder` tracks modules, lines and the backward pass. Its subclass here also numbers the operations and runs
+each in a range of torch's profiler, so that allocation events identify the operation of every block, scratch of kernels
+included. Compiled regions and CUDA graphs hide their operations: record without them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from torch.utils._pytree import tree_leaves
 from trimtab.facts.phases import During, RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import LABEL, memory_timeline
-from trimtab.lab.memory_attribution import Known, Made, OperationRecord, attribute, standing_blocks
+from trimtab.lab.memory_attribution import (
+    NamedAddress,
+    OperationRecord,
+    OperationResult,
+    attribute,
+    persistent_blocks,
+)
 from trimtab.lab.memory_blocks import AttributedTimeline
 from trimtab.lab.memory_roles import Place
 from trimtab.run.allocations import AllocationRecorder, line_here
 from trimtab.run.live_tensors import NamedTensor, Origin, States, named_tensors
 
 FINAL_NORM = "model.norm"
-"""The module of a decoder behind which the loss begins."""
+"""The last module of a decoder before the loss."""
 
 
 class MemoryRecorder(AllocationRecorder):
-    """Numbers the operations of each phase and remembers what each one was.
+    """Numbers and records the operations of each phase.
 
-    In the backward pass nothing is looked at from Python, which would keep autograd from adding gradients in place:
-    there the profiler's ranges say which node allocates, and autograd's numbers which forward operation made the node.
+    It does not intercept the backward pass, which would keep autograd from accumulating gradients in place: there the
+    profiler's ranges identify the allocating node, and autograd's sequence number its forward operation.
 
     Example:
         >>> recorder = MemoryRecorder(torch.nn.Linear(2, 2))
@@ -47,20 +53,20 @@ class MemoryRecorder(AllocationRecorder):
         super().__init__()
         self.model, self.optimizer = model, optimizer
         self.operations: list[OperationRecord] = []
-        self.known: list[Known] = []
-        """In order: what gradients and optimizer states were seen to be."""
+        self.known: list[NamedAddress] = []
+        """Addresses of gradients and optimizer states, in the order in which they were seen."""
         self._phase = RunPhase.OTHER
         self._after_norm = False
-        self._weights = {one.data_ptr() for one in model.parameters()}
+        self._weights = {parameter.data_ptr() for parameter in model.parameters()}
 
     @property
     def forward(self) -> Mapping[int, Origin]:
-        """Where the forward operations were that made the nodes of the backward pass, by autograd's numbers."""
+        """The forward operation of each backward node, by autograd's sequence number."""
         return self._forward
 
     @contextmanager
     def during(self, phase: RunPhase) -> Iterator[None]:
-        """What happens inside belongs to a phase; the loss is recognized inside of the forward pass."""
+        """Operations inside belong to `phase`; the loss is recognized inside the forward pass."""
         before, self._phase, self._after_norm = self._phase, phase, False
         self._begin_phase()
         looks = nullcontext() if phase is RunPhase.BACKWARD else self
@@ -69,12 +75,12 @@ class MemoryRecorder(AllocationRecorder):
                 yield
         finally:
             if phase is RunPhase.BACKWARD:
-                self._note(one for one in named_tensors(self.model) if one.kind is TensorKind.GRADIENTS)
+                self._note(named for named in named_tensors(self.model) if named.kind is TensorKind.GRADIENTS)
             self._phase = before
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Inside, modules are followed; at the end optimizer states are noted, some of which may be new."""
+        """Tracks modules inside; at the end notes optimizer states, some of which may be new."""
         self.watch(self.model)
         try:
             yield
@@ -83,7 +89,7 @@ class MemoryRecorder(AllocationRecorder):
         self._note(named_tensors(None, self.optimizer))
 
     def __exit__(self, *exc: Any) -> None:
-        """Ends a phase; modules are followed on."""
+        """Ends a phase; modules stay tracked."""
         TorchDispatchMode.__exit__(self, *exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +116,7 @@ class MemoryRecorder(AllocationRecorder):
 
     @contextmanager
     def entering(self, name: str) -> Iterator[None]:
-        """A module runs inside; in the backward pass, where layers are recomputed, a range of the profiler names it."""
+        """Tracks a module's call; in the backward pass, where layers are recomputed, in a profiler range."""
         if self._phase is not RunPhase.BACKWARD:
             with super().entering(name):
                 yield
@@ -120,7 +126,7 @@ class MemoryRecorder(AllocationRecorder):
             yield
 
     def _begin_phase(self) -> None:
-        """An operation that does nothing: what is released behind it is of the phase."""
+        """Records an empty operation, so that releases after it belong to the new phase."""
         with self._numbered(OperationRecord("", Origin(), Place(self._phase))):
             pass
 
@@ -132,9 +138,9 @@ class MemoryRecorder(AllocationRecorder):
             yield
 
     def _note(self, tensors: Iterable[NamedTensor]) -> None:
-        for one in tensors:
-            address = one.tensor.untyped_storage().data_ptr()
-            self.known.append(Known(address, len(self.operations), one.kind, one.name))
+        for named in tensors:
+            address = named.tensor.untyped_storage().data_ptr()
+            self.known.append(NamedAddress(address, len(self.operations), named.kind, named.name))
 
 
 def record_memory(
@@ -146,10 +152,10 @@ def record_memory(
     """Runs once and attributes every block of memory.
 
     Args:
-        run: is called with a function to enter for each phase: `with during(RunPhase.FORWARD): …`.
-        device: cpu or cuda, where the model is.
-        model: names weights and gradients, and modules.
-        optimizer: names its states.
+        run: called with a context manager for phases: `with during(RunPhase.FORWARD): …`.
+        device: the model's device, cpu or cuda.
+        model: for the names of weights, gradients and modules.
+        optimizer: for the names of its states.
 
     Example:
         >>> layer = torch.nn.Linear(256, 256)
@@ -163,7 +169,7 @@ def record_memory(
         263168
     """
     recorder = MemoryRecorder(model, optimizer)
-    before = standing_blocks(model, optimizer, device)
+    before = persistent_blocks(model, optimizer, device)
 
     def recorded() -> object:
         with recorder.following():
@@ -173,9 +179,11 @@ def record_memory(
     return attribute(timeline.events, recorder.operations, recorder.forward, recorder.known, before)
 
 
-def _made(out: Any) -> Iterator[Made]:
+def _made(out: Any) -> Iterator[OperationResult]:
     for index, tensor in enumerate(tree_leaves(out)):
         if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             dtype = str(tensor.dtype).removeprefix("torch.")
-            yield Made(storage.data_ptr(), storage.nbytes(), index, f"{list(tensor.shape)} {dtype}")
+            yield OperationResult(
+                storage.data_ptr(), storage.nbytes(), index, f"{list(tensor.shape)} {dtype}"
+            )

@@ -1,4 +1,4 @@
-"""What a block of memory is for, from the place of the operation that made it. No torch."""
+"""The role of a memory block, from the place of the operation that allocated it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import Role
 
 SUM_AND_NORM = "trimtab::add_rms_norm"
-"""Returns the norm, and the residual stream that was normed as its second result."""
+"""Returns the norm and, as its second result, the normalized residual stream."""
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -20,18 +20,18 @@ class Place:
 
     phase: RunPhase
     module: str | None = None
-    """Whose method ran; None outside of all modules."""
+    """The running module; None outside of all modules."""
     casts_weight: bool = False
     """Whether its first input is a parameter."""
 
 
 def role_of(place: Place, operation: str, index: int | None) -> Role:
-    """The bucket of a new block, and of activations its part.
+    """The bucket of a new block and, for activations, its part.
 
     Args:
-        place: of the operation.
+        place: the place of the operation.
         operation: its name in torch.
-        index: which of its results the block holds; None where it holds none of them.
+        index: the index of the operation's result in the block; None if the block contains no result.
 
     Example:
         >>> role_of(Place(RunPhase.FORWARD, "model.layers.3.mlp.up_proj"), "aten::mm", 0).part

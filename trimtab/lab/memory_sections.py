@@ -1,4 +1,4 @@
-"""Memory in a report: the stacked timeline, the buckets at the peak, the largest allocations. Imports no torch."""
+"""Memory blocks of reports: the stacked timeline, the buckets at the peak, the largest allocations. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.report.document import Band, Phase, StackChart, Table
 from trimtab.report.timeline import PARTS, SERIES
 
 ROLES = {name: role for _, name, role in SERIES} | PARTS
-"""The colour's name of each series of a timeline."""
+"""The colour name of each series of a timeline."""
 UNKNOWN_LINE = "–"
 
 
@@ -22,11 +22,11 @@ def timeline_chart(
     """The memory of a run over its events, stacked by bucket and part, with its phases.
 
     Args:
-        summary: of the run.
-        id: of the chart; letters, digits and dashes.
-        title: what ran.
-        limit: bytes that the device has, where that is of interest.
-        note: below the chart.
+        summary: the run's memory.
+        id: the chart's id: letters, digits and dashes.
+        title: the chart's title.
+        limit: the device's bytes, to draw a line there.
+        note: the text below the chart.
     """
     drawn = summary.timeline
     bands = tuple(
@@ -59,18 +59,18 @@ def largest_table(title: str, largest: Sequence[Allocations], peak_bytes: int) -
     """
     rows = tuple(
         (
-            one.name,
-            f"{one.count} × {format_bytes(one.nbytes)}",
-            format_bytes(one.total),
-            f"{one.total / peak_bytes:.1%}".replace("%", " %"),
-            one.role,
-            one.phase,
-            one.module or UNKNOWN_LINE,
-            one.line or UNKNOWN_LINE,
+            group.name,
+            f"{group.count} × {format_bytes(group.nbytes)}",
+            format_bytes(group.total),
+            f"{group.total / peak_bytes:.1%}".replace("%", " %"),
+            group.role,
+            group.phase,
+            group.module or UNKNOWN_LINE,
+            group.line or UNKNOWN_LINE,
         )
-        for one in largest
+        for group in largest
     )
-    head = ("allocation", "at the peak", "together", "of the peak", "what for", "made in", "module", "line")
+    head = ("allocation", "at the peak", "total", "of the peak", "role", "phase", "module", "line")
     return Table(title, head, rows)
 
 
@@ -86,7 +86,7 @@ def bucket_cells(buckets: dict[str, int] | MemorySummary) -> tuple[str, ...]:
 
 
 def peak_sentence(name: str, summary: MemorySummary) -> str:
-    """Where the peak is and what is largest in it.
+    """Where the peak is, and its largest bucket.
 
     Example:
         >>> peak_sentence("small, 128 tokens", summary)                              # doctest: +SKIP
@@ -101,7 +101,7 @@ def peak_sentence(name: str, summary: MemorySummary) -> str:
         f"{_BUCKETS[largest]}, {share:.0%} of it."
     ).replace("%", " %")
     if summary.parts:
-        part = max(summary.parts, key=lambda one: summary.parts[one])
+        part = max(summary.parts, key=lambda role: summary.parts[role])
         text += f" The largest part of the activations is {part} ({format_bytes(summary.parts[part])})."
     return text
 

@@ -1,7 +1,7 @@
 """Snapshots of torch's CUDA allocator, in the form that pytorch.org/memory_viz draws.
 
-The file is torch's own pickle: this library writes it where it is asked to by name, and never reads one.
-`AttributedTimeline.write` writes what is recorded here as JSON, on a CPU too.
+The file is torch's own pickle: trimtab writes it only where the user requests it by name, and never reads one.
+`AttributedTimeline.write` writes trimtab's own record as JSON, on a CPU too.
 """
 
 from __future__ import annotations

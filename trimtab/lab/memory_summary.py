@@ -1,4 +1,4 @@
-"""What a report shows of a run's memory, as plain data: the peak, a timeline of few points, the largest allocations.
+"""A run's memory reduced for reports, as plain data: the peak, a timeline of few points, the largest allocations.
 
 Imports no torch: reports read it from records.
 """
@@ -17,12 +17,12 @@ from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import ROLES, AttributedTimeline, Block, Moment
 
 POINTS = 300
-"""Moments of a drawn timeline at most; of those between two of them the largest is drawn."""
+"""Maximum number of moments of a drawn timeline; each is the largest of its stretch."""
 SIGNIFICANT = 0.0005
-"""Of the peak: smaller allocations are part of the levels and take no place on the axis, where some kernels would fill
-it with thousands of them."""
+"""Share of the peak below which an allocation counts in the levels, but not on the axis: some kernels would fill it
+with thousands of them."""
 LARGEST = 12
-"""Groups of equal allocations that are listed."""
+"""Number of listed groups of equal allocations."""
 ALIGNMENT = 512
 """Bytes to which torch's CUDA allocator rounds up."""
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
@@ -30,15 +30,15 @@ _LAYER = re.compile(r"\.\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Allocations:
-    """Equal blocks at the peak: of every layer, as a rule."""
+    """Equal blocks at the peak, usually one per layer."""
 
     nbytes: int
-    """Of each."""
+    """Bytes of each block."""
     count: int
     role: str
     name: str
     module: str
-    """With * for the layer's number; empty where it is not known."""
+    """With * for the layer index; empty if it is unknown."""
     line: str
     phase: str
 
@@ -59,12 +59,12 @@ class Span:
 
 @dataclass(frozen=True)
 class DrawnTimeline:
-    """Some moments of a timeline: the largest of each stretch, the peak among them."""
+    """Selected moments of a timeline: the largest of each stretch, including the peak."""
 
     events: tuple[int, ...]
-    """The number of the significant event from which on each moment is; 0 stands for before the first."""
+    """The number of the significant event at which each moment's stretch begins; 0 is before the first."""
     series: Mapping[str, tuple[int, ...]]
-    """Bytes of each role at these moments; roles without any are left out."""
+    """Bytes of each role at these moments, without roles that are always 0."""
     titles: tuple[str, ...]
     phases: tuple[Span, ...]
     end: int
@@ -79,9 +79,9 @@ class MemorySummary:
     peak_bytes: int
     before_bytes: int
     phase: str
-    """Of the peak."""
+    """Phase of the peak."""
     module: str
-    """That made the block with which the peak was reached."""
+    """Module of the allocation that reached the peak."""
     buckets: Mapping[str, int]
     """At the peak, by `TensorKind`."""
     parts: Mapping[str, int]
@@ -95,7 +95,7 @@ class MemorySummary:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> MemorySummary:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             drawn = record["timeline"]
             timeline = DrawnTimeline(
@@ -106,7 +106,7 @@ class MemorySummary:
                 int(drawn["end"]),
                 int(drawn["least"]),
             )
-            largest = tuple(Allocations(**one) for one in record["largest"])
+            largest = tuple(Allocations(**entry) for entry in record["largest"])
             known = {**record, "timeline": timeline, "largest": largest}
             return MemorySummary(**known)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -120,8 +120,8 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
 
     Args:
         timeline: from `trimtab.lab.memory_recorder.record_memory`.
-        points: moments to draw, at most.
-        largest: groups of allocations to list, at most.
+        points: the maximum number of moments to draw.
+        largest: the maximum number of groups of allocations to list.
 
     Example:
         >>> from trimtab.facts.phases import RunPhase
@@ -134,9 +134,9 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
     """
     moments = list(timeline.moments())
     peak = max(moments, key=lambda moment: moment.total)
-    made = {block.start: block for block in timeline.blocks if block.start is not None}
+    allocated = {block.start: block for block in timeline.blocks if block.start is not None}
     phase = timeline.phase_at(peak.event)
-    reached = made.get(peak.event)
+    reached = allocated.get(peak.event)
     return MemorySummary(
         peak_bytes=peak.total,
         before_bytes=moments[0].total,
@@ -149,12 +149,12 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
             if role.kind is TensorKind.ACTIVATIONS and nbytes
         },
         largest=group_allocations(timeline.alive_at(peak.event))[:largest],
-        timeline=_drawn(timeline, moments, made, points),
+        timeline=_drawn(timeline, moments, allocated, points),
     )
 
 
 def group_allocations(blocks: Iterable[Block]) -> tuple[Allocations, ...]:
-    """Equal blocks together, those first that take most; what was there before the run is left out.
+    """Groups equal blocks, the largest groups first; blocks from before the run are skipped.
 
     Example:
         >>> from trimtab.lab.memory_blocks import Role
@@ -175,13 +175,13 @@ def group_allocations(blocks: Iterable[Block]) -> tuple[Allocations, ...]:
         for block in blocks
         if block.start is not None
     )
-    found = [Allocations(nbytes, count, *rest) for (nbytes, *rest), count in counts.items()]
-    return tuple(sorted(found, key=lambda one: -one.total))
+    groups = [Allocations(nbytes, count, *rest) for (nbytes, *rest), count in counts.items()]
+    return tuple(sorted(groups, key=lambda group: -group.total))
 
 
 @dataclass(frozen=True)
 class FoundSize:
-    """Allocations of one size, by the module that made them."""
+    """Allocations of one size by one module."""
 
     module: str
     phase: str
@@ -190,9 +190,9 @@ class FoundSize:
 
 
 def find_size(timeline: AttributedTimeline, nbytes: int) -> tuple[FoundSize, ...]:
-    """Every allocation of a run whose tensor has exactly so many bytes, by module, phase and role, in their order.
+    """Counts the allocations whose tensor has exactly `nbytes`, by module, phase and role, in their order.
 
-    Where no tensor is known, as in the backward pass, the block's own size counts, rounded up as allocators do.
+    If the tensor is unknown, as in the backward pass, the block's own size counts, rounded up as the allocator does.
 
     Example:
         >>> from trimtab.facts.phases import RunPhase
@@ -217,7 +217,7 @@ def _module(block: Block) -> str:
 
 
 def _drawn(
-    timeline: AttributedTimeline, moments: Sequence[Moment], made: Mapping[int, Block], points: int
+    timeline: AttributedTimeline, moments: Sequence[Moment], allocated: Mapping[int, Block], points: int
 ) -> DrawnTimeline:
     peak = max(moment.total for moment in moments)
     least = int(SIGNIFICANT * peak)
@@ -231,13 +231,15 @@ def _drawn(
     chosen = _largest_of_stretches(moments, events, points)
     series = {role.name: tuple(moment.roles[role] for _, moment in chosen) for role in ROLES}
     phases = [
-        Span(one.phase.value, bisect.bisect_left(events, one.start), bisect.bisect_left(events, one.end))
-        for one in timeline.phases
+        Span(
+            phase.phase.value, bisect.bisect_left(events, phase.start), bisect.bisect_left(events, phase.end)
+        )
+        for phase in timeline.phases
     ]
     return DrawnTimeline(
         tuple(number for number, _ in chosen),
         {name: values for name, values in series.items() if any(values)},
-        tuple(_title(timeline, moment, made) for _, moment in chosen),
+        tuple(_title(timeline, moment, allocated) for _, moment in chosen),
         tuple(span for span in phases if span.end > span.start),
         len(events) + 1,
         least,
@@ -247,25 +249,26 @@ def _drawn(
 def _largest_of_stretches(
     moments: Sequence[Moment], events: Sequence[int], points: int
 ) -> list[tuple[int, Moment]]:
-    """(number of a significant event, moment): of as many stretches as there are points, each one's largest moment.
+    """(number of a significant event, moment): the largest moment of each of `points` stretches.
 
-    A stretch is some significant events and all that follows them before the next.
+    A stretch is a range of significant events, with all insignificant events after them.
     """
-    starts = [0, *(event + 1 for event in events)]  # in `moments`, whose first one is before all events
+    # indices of `moments`; the first moment precedes all events
+    starts = [0, *(event + 1 for event in events)]
     step = -(-len(starts) // points)
-    found = []
+    largest = []
     for number in range(0, len(starts), step):
         end = starts[number + step] if number + step < len(starts) else len(moments)
-        found.append((number, max(moments[starts[number] : end], key=lambda moment: moment.total)))
-    return found
+        largest.append((number, max(moments[starts[number] : end], key=lambda moment: moment.total)))
+    return largest
 
 
-def _title(timeline: AttributedTimeline, moment: Moment, made: Mapping[int, Block]) -> str:
-    """When it is: the phase, and the module that allocates."""
+def _title(timeline: AttributedTimeline, moment: Moment, allocated: Mapping[int, Block]) -> str:
+    """The title of a moment: the phase, and the allocating module."""
     phase = timeline.phase_at(moment.event)
     if phase is None:
         return "before"
-    block = made.get(moment.event)
+    block = allocated.get(moment.event)
     if block is None:
         return f"{phase.value}: released"
     return f"{phase.value}: {block.module or block.name}"

@@ -2,10 +2,10 @@
 
 The forward pass of each module is one range ("model.layers.3.mlp.up_proj"), nested as the modules are; functions such
 as attention are ranges inside of their layer. In the backward pass each node of autograd is one range, with the name of
-the module that made it and " backward" behind it: nodes run one after the other and never inside each other, so that
-these ranges are sound where ranges around whole modules would overlap.
+the module that created it and the suffix " backward": nodes run one after the other and are never nested, so that these
+ranges are correct where ranges around whole modules would overlap.
 
-Ranges cost time on the host, and are emitted where the host runs: a replayed CUDA graph has none.
+Ranges cost host time, and the host emits them: a replayed CUDA graph has none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BACKWARD = " backward"
 
 
 class Nvtx(Protocol):
-    """What is used of `torch.cuda.nvtx`."""
+    """The interface of `torch.cuda.nvtx`."""
 
     def range_push(self, msg: str) -> Any: ...
 
@@ -34,11 +34,11 @@ class Nvtx(Protocol):
 
 @contextmanager
 def nvtx_ranges(decoder: Decoder, nvtx: Nvtx | None = None) -> Iterator[NvtxRanges]:
-    """Inside, the decoder's forward and backward passes emit NVTX ranges with the names of its modules.
+    """Emits NVTX ranges with module names in the decoder's forward and backward passes inside.
 
     Args:
-        decoder: any, compiled or not; compiled blocks have one range each.
-        nvtx: where ranges go; torch.cuda.nvtx by default.
+        decoder: compiled or not; a compiled block has one range.
+        nvtx: receives the ranges; torch.cuda.nvtx by default.
 
     Raises:
         NotSupported: torch has no CUDA, and so no NVTX.
@@ -64,7 +64,7 @@ def _torch_nvtx() -> Nvtx:
 
 
 class NvtxRanges:
-    """Emits ranges; counts them."""
+    """Emits and counts ranges."""
 
     def __init__(self, nvtx: Nvtx) -> None:
         self._nvtx = nvtx
@@ -77,7 +77,7 @@ class NvtxRanges:
 
     @contextmanager
     def named(self, name: str) -> Iterator[None]:
-        """A range of any name; one inside of an equal one is left out."""
+        """Emits a range; skips it directly inside a range of the same name."""
         names = self._names()
         if names and names[-1] == name:
             yield
@@ -89,7 +89,7 @@ class NvtxRanges:
             self._pop()
 
     def emit(self, label: Label, call: Callable[[], Any]) -> Any:
-        """The call in a range; what autograd will run for it is named as well."""
+        """Runs the call in a range, and names its autograd nodes."""
         name = label.module or label.operation
         first = torch.autograd._get_sequence_nr()
         with self.named(name):
@@ -99,19 +99,19 @@ class NvtxRanges:
         return result
 
     def close(self) -> None:
-        """Ends what an exception left open in this thread; nodes that run later emit nothing."""
+        """Ends ranges that an exception left open in this thread; nodes that run later emit nothing."""
         self._closed = True
         while self._names():
             self._pop()
 
     def _name_backward(self, result: Any, name: str, first: int) -> None:
-        """Names every node that was made since `first` and has no name yet: those of inner modules have one."""
+        """Names every node created since `first`, unless an inner module has named it."""
         thread = threading.get_ident()
         waiting = [tensor.grad_fn for tensor in _tensors(result) if tensor.grad_fn is not None]
         while waiting:
             node = waiting.pop()
             key = (thread, node._sequence_nr())
-            # nodes that accumulate into .grad have the largest number there is, and no module
+            # AccumulateGrad nodes have the maximum sequence number, and no module
             if key in self._made or key[1] < first or type(node).__name__ == "AccumulateGrad":
                 continue
             self._made.add(key)
@@ -128,7 +128,7 @@ class NvtxRanges:
             self._pop()
 
     def _names(self) -> list[str]:
-        """Open ranges of this thread: backward passes on a GPU run in threads of their own."""
+        """Open ranges of this thread: backward passes on a GPU run in separate threads."""
         names: list[str] | None = getattr(self._open, "names", None)
         if names is None:
             names = self._open.names = []
@@ -148,5 +148,5 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     if isinstance(result, list | tuple):
-        return [tensor for one in result for tensor in _tensors(one)]
+        return [tensor for item in result for tensor in _tensors(item)]
     return []

@@ -1,8 +1,8 @@
-"""Labels on the operations of a decoder, for tools that record ranges: by the names that its blocks declare.
+"""Labels the operations of a decoder with the names that its blocks declare, for tools that record ranges.
 
-Modules are labelled by their path in the block, functions by what they compute. A label is a range around a call:
-`record_function` for torch's profiler (the default), NVTX for NVIDIA's tools (`trimtab.lab.nvtx`). No hook is
-registered, since adapters run one by one where a layer has hooks, and everything is put back.
+Modules are labelled by their path in the block, functions by their operation. A label is a range around a call:
+`record_function` for torch's profiler (the default), NVTX for NVIDIA's tools (`trimtab.lab.nvtx`). Methods are wrapped
+and restored; hooks are not used, because a layer with hooks runs its adapters one by one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trimtab.run.allocations import replaced
 
 PREFIX = "operation: "
 BLOCK = "block"
-"""What is in a block and in no operation: the additions to the residual stream."""
+"""Label of a block's code outside its operations: the additions to the residual stream."""
 DEQUANTIZE = "dequantization"
-"""Inside of a product; its own operation is the product's with this word behind it."""
+"""Label inside a product; the operation's name is the product's, followed by this word."""
 
 LOSS = (decoder_module, "linear_cross_entropy", "loss")
 FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
@@ -41,39 +41,39 @@ FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
 )
 """(module, name there, label)."""
 METHODS = ("forward", "forward_group", "save_only")
-"""Of a linear layer or norm."""
+"""Labelled methods of linear layers and norms."""
 BLOCK_METHODS = ("forward", "layers", "attend", "feed")
 
 SCORES, SOFTMAX, VALUES = "attention: scores", "attention: softmax", "attention: values"
 ATTENTION_PARTS = (SCORES, SOFTMAX, VALUES)
-"""Q·Kᵀ, the softmax of its rows, and their product with V, of plain attention alone."""
+"""The parts of plain attention: Q·Kᵀ, the softmax of its rows, and their product with V."""
 ATTENTION_PRODUCTS = {"bthd,bshd->bhts": SCORES, "bhts,bshd->bthd": VALUES}
-"""How `trimtab/kernels/attention/impl_reference.py` writes its products."""
+"""The einsum equations in `trimtab/kernels/attention/impl_reference.py`."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """Of one call: the declared operation, and the module's path in the decoder ("" for a function)."""
+    """The label of a call: the declared operation, and the module's path in the decoder ("" for a function)."""
 
     operation: str
     module: str = ""
 
 
 Emitter = Callable[[Label, Callable[[], Any]], Any]
-"""Makes a call inside a range with the label's name; returns the call's result."""
+"""Runs a call inside a range with the label's name; returns the call's result."""
 
 
 def record_operation(label: Label, call: Callable[[], Any]) -> Any:
-    """A range of torch's profiler, by the name of the operation."""
+    """Runs a call in a range of torch's profiler with the operation's name."""
     with record_function(PREFIX + label.operation):
         return call()
 
 
 @contextmanager
 def labelled_operations(decoder: Decoder, emit: Emitter = record_operation) -> Iterator[None]:
-    """Inside, every operation of the decoder runs in a range with its declared name.
+    """Runs every operation of the decoder inside in a range with its declared name.
 
-    Compiled blocks have one range each: what is inside of them is compiled without labels.
+    A compiled block has one range: its operations are compiled without labels.
 
     Example:
         >>> with labelled_operations(decoder):                                       # doctest: +SKIP
@@ -96,7 +96,7 @@ def labelled_operations(decoder: Decoder, emit: Emitter = record_operation) -> I
 
 @contextmanager
 def labelled_attention_parts(emit: Emitter = record_operation) -> Iterator[None]:
-    """Inside, the products and the softmax of plain attention (impl "reference") have labels of their own.
+    """Labels the products and the softmax of plain attention (impl "reference") separately inside.
 
     Example:
         >>> with labelled_operations(decoder), labelled_attention_parts():           # doctest: +SKIP
@@ -107,7 +107,7 @@ def labelled_attention_parts(emit: Emitter = record_operation) -> Iterator[None]
 
 
 class _AttentionParts(TorchFunctionMode):
-    """Sees torch's functions as they are called, and labels the three that plain attention consists of."""
+    """Intercepts torch functions, and labels the three operations of plain attention."""
 
     def __init__(self, emit: Emitter) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class _AttentionParts(TorchFunctionMode):
 
 
 class _Labelling:
-    """Puts labels on modules and functions until a stack is closed."""
+    """Labels modules and functions until the stack is closed."""
 
     def __init__(self, stack: ExitStack, emit: Emitter) -> None:
         self.stack, self.emit = stack, emit
@@ -136,7 +136,7 @@ class _Labelling:
             self._replace(module, name, getattr(module, name), Label(label))
 
     def block(self, block: nn.Module, place: str) -> None:
-        """A block's own methods, and every layer in it by its path."""
+        """Labels a block's own methods, and every layer in it by its path."""
         self.methods(block, BLOCK_METHODS, Label(BLOCK, place))
         for path, module in block.named_modules():
             if not path or _inside_linear(block, path):
@@ -145,7 +145,7 @@ class _Labelling:
             self.methods(module, METHODS, Label(operation, f"{place}.{path}"))
 
     def regions(self, decoder: Decoder) -> None:
-        """Compiled blocks, as they are called."""
+        """Labels the calls of compiled blocks."""
         compiled = decoder.regions or []
         decoder.regions = [
             _labelled(region, Label(BLOCK, f"model.layers.{number}"), self.emit)
@@ -169,7 +169,7 @@ def _computes(module: nn.Module) -> bool:
 
 
 def _inside_linear(block: nn.Module, path: str) -> bool:
-    """Whether a module is a part of a linear layer, as an adapter's base is."""
+    """Whether a module is a part of a linear layer, like the base layer of an adapter."""
     names = path.split(".")
     return any(_computes(block.get_submodule(".".join(names[:i]))) for i in range(1, len(names)))
 

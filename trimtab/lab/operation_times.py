@@ -1,10 +1,10 @@
 """Measured time of each declared operation of a model: forward, recomputation and backward.
 
-One step runs in eager mode under torch's profiler with labels on its operations (`operation_labels`). Backward passes
-are matched to the operation whose forward pass made them, by autograd's sequence numbers. On a CPU times are those of
-the host, on a GPU those of the kernels that an operation launched.
+One step runs in eager mode under torch's profiler with labels on its operations (`operation_labels`). Backward nodes
+are matched to their forward operation by autograd's sequence numbers. On a CPU times are those of the host, on a GPU
+those of the kernels that an operation launched.
 
-Three names are of no declared operation: "gradient additions", where autograd adds gradients of one tensor,
+Three names are no declared operations: "gradient additions", where autograd adds several gradients of one tensor,
 "gradient accumulation" into `.grad`, and "other".
 """
 
@@ -38,7 +38,7 @@ UNDECLARED = (ADDITIONS, ACCUMULATION, OTHER)
 _NODE = "autograd::engine::evaluate_function: "
 _LAUNCHES = ("cuda", "cuLaunch", "hip")
 _BACKWARD_FUNCTION = 1
-"""torch's RecordScope of a node's own function."""
+"""torch's RecordScope of an autograd node's function."""
 _COPIES = ("aten::contiguous", "aten::clone")
 
 
@@ -57,10 +57,10 @@ class OperationTimes:
 
     rows: tuple[MeasuredTime, ...]
     step_seconds: float
-    """Of the profiled step: by the host's clock on a CPU, the sum of all kernels on a GPU."""
+    """The profiled step: by the host's clock on a CPU, the sum of all kernels on a GPU."""
 
     def seconds(self, operation: str, phase: str | None = None) -> float:
-        """Of one operation, in one phase or in all.
+        """Seconds of one operation, in one phase or in all.
 
         Example:
             >>> rows = MeasuredTime("rope", "forward", 0.25), MeasuredTime("rope", "backward", 0.5)
@@ -69,18 +69,18 @@ class OperationTimes:
             (0.75, 0.5, 0.75)
         """
         return sum(
-            one.seconds for one in self.rows if one.operation == operation and phase in (None, one.phase)
+            row.seconds for row in self.rows if row.operation == operation and phase in (None, row.phase)
         )
 
     @property
     def attributed(self) -> float:
-        """The share of the step that has a name other than "other"."""
-        named = sum(one.seconds for one in self.rows if one.operation != OTHER)
+        """The share of the step that is attributed to an operation other than "other"."""
+        named = sum(row.seconds for row in self.rows if row.operation != OTHER)
         return named / self.step_seconds if self.step_seconds else 0.0
 
     def table(self) -> str:
-        """Operations by phase, in milliseconds."""
-        names = dict.fromkeys(one.operation for one in self.rows)
+        """A text table of operations by phase, in milliseconds."""
+        names = dict.fromkeys(row.operation for row in self.rows)
         rows = [["operation", *PHASES]]
         rows += [[name, *(f"{1e3 * self.seconds(name, phase):.3f}" for phase in PHASES)] for name in names]
         return aligned_table(rows)
@@ -94,27 +94,27 @@ def measure_operations(
     rounds: int = 5,
     attention_parts: bool = False,
 ) -> OperationTimes:
-    """Runs steps under the profiler and attributes the time of the fastest one, which other work disturbed least.
+    """Profiles steps and attributes the time of the fastest one, which other work disturbed least.
 
     Args:
         decoder: the model as `trimtab.run.build` makes it, not compiled.
         step: one forward and backward pass of it, without CUDA graphs.
-        device: cpu or cuda, where it runs.
-        rounds: profiled steps.
-        attention_parts: whether the products and the softmax of plain attention have rows of their own; "attention" is
-            then the rest of it.
+        device: cpu or cuda.
+        rounds: the number of profiled steps.
+        attention_parts: whether the products and the softmax of plain attention have separate rows; "attention" is then
+            the remainder.
 
     Example:
         >>> measure_operations(decoder, step, "cpu").seconds("mlp.down_proj")        # doctest: +SKIP
         0.0123
     """
     assert decoder.regions is None, (
-        "compiled blocks are single kernels: build the model with torch_compile: false"
+        "compiled blocks hide their operations: build the model with torch_compile: false"
     )
     step()
     parts = labelled_attention_parts if attention_parts else nullcontext
-    found = (_profiled(decoder, step, device, parts()) for _ in range(rounds))
-    return min(found, key=lambda one: one.step_seconds)
+    candidates = (_profiled(decoder, step, device, parts()) for _ in range(rounds))
+    return min(candidates, key=lambda times: times.step_seconds)
 
 
 def _profiled(
@@ -133,7 +133,7 @@ def _profiled(
 
 @dataclass
 class _Scope:
-    """A label, a node of the backward pass, or an event of its own, while the events of a thread are walked."""
+    """A label, a backward node or a single event, while the events of a thread are walked."""
 
     operation: str
     phase: str
@@ -141,9 +141,9 @@ class _Scope:
     end: float
     is_node: bool = False
     function_end: float | None = None
-    """Of a node: where its own function ended; behind that, autograd adds gradients."""
+    """For a node: the end of its own function; after that, autograd adds gradients."""
     inner: float = 0.0
-    """Microseconds of the scopes inside."""
+    """Microseconds of nested scopes."""
 
 
 def attribute(events: Iterable[Any], *, cuda: bool) -> OperationTimes:
@@ -152,35 +152,35 @@ def attribute(events: Iterable[Any], *, cuda: bool) -> OperationTimes:
     everything = list(events)
     on_host = [event for event in everything if event.device_type == kinds.CPU]
     walk = _Walk(cuda)
-    # The thread with the outermost label first: it makes the nodes that other threads run.
+    # The thread with the outermost label first: it creates the nodes that other threads run.
     main = next(event.thread for event in on_host if event.name == PREFIX + OTHER)
-    for thread in sorted({event.thread for event in on_host}, key=lambda one: one != main):
+    for thread in sorted({event.thread for event in on_host}, key=lambda ident: ident != main):
         walk.thread([event for event in on_host if event.thread == thread])
     if cuda:
         walk.kernels([event for event in everything if event.device_type == kinds.CUDA])
     rows = [MeasuredTime(*key, us / 1e6) for key, us in walk.times.items() if us > 0]
-    rows.sort(key=lambda one: one.operation in UNDECLARED)
+    rows.sort(key=lambda row: row.operation in UNDECLARED)
     return OperationTimes(tuple(rows), walk.total / 1e6)
 
 
 class _Walk:
-    """Events in their order, attributed to scopes."""
+    """Attributes events, in their order, to scopes."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
         self.times: dict[tuple[str, str], float] = {}
         self.total = 0.0
         self.owners: dict[tuple[int, int], str] = {}
-        """The operation that made a node, by (thread, sequence number)."""
+        """The operation that created a node, by (thread, sequence number)."""
         self.launches: dict[int, tuple[str, str]] = {}
         """(operation, phase) of each launch, by its correlation id."""
         self.last = ""
-        """The label before, which tells the two residual additions apart."""
+        """The previous label, which distinguishes the two residual additions."""
 
     def thread(self, events: Sequence[Any]) -> None:
-        """The events of one thread, outer ones before inner ones."""
+        """Attributes the events of one thread, outer ones before inner ones."""
         stack: list[_Scope] = []
-        for event in sorted(events, key=lambda one: (one.time_range.start, -one.time_range.end)):
+        for event in sorted(events, key=lambda entry: (entry.time_range.start, -entry.time_range.end)):
             while stack and stack[-1].end <= event.time_range.start:
                 self._close(stack)
             scope = self._opened(event, stack)
@@ -192,7 +192,7 @@ class _Walk:
             self._close(stack)
 
     def _opened(self, event: Any, stack: list[_Scope]) -> _Scope | None:
-        """The scope that an event opens, if it does."""
+        """The scope that an event opens, if any."""
         start, end = event.time_range.start, event.time_range.end
         top = stack[-1] if stack else None
         if event.name.startswith(PREFIX):
@@ -200,7 +200,7 @@ class _Walk:
             if name == DEQUANTIZE and top is not None:
                 return _Scope(f"{top.operation} {DEQUANTIZE}", top.phase, start, end)
             if top is not None and top.operation == name and not top.is_node:
-                return None  # a method that calls another one of the same layer
+                return None  # a method that calls another method of the same layer
             if name not in (BLOCK, OTHER):
                 self.last = name
             recomputed = any(scope.is_node for scope in stack)
@@ -219,13 +219,13 @@ class _Walk:
         return None
 
     def _in_block(self, event: Any) -> str:
-        """The operation of an event that is in a block and in none of its labels."""
+        """The operation of an event inside a block and outside its labels."""
         if event.name == "aten::add":
             return FEED_FORWARD_RESIDUAL if self.last.startswith("mlp.") else BETWEEN
         return "self_attn.v" if event.name in _COPIES else OTHER
 
     def _note(self, event: Any, scope: _Scope) -> None:
-        """What is remembered of an event: launches, the ends of nodes' functions, who made which node."""
+        """Records launches, ends of node functions, and the operation that created each node."""
         if event.name.startswith(_LAUNCHES):
             self.launches[event.id] = (scope.operation, scope.phase)
         elif event.scope == _BACKWARD_FUNCTION:
@@ -246,7 +246,7 @@ class _Walk:
         self._add(scope.operation, scope.phase, spent - scope.inner)
 
     def kernels(self, events: Sequence[Any]) -> None:
-        """Kernels and copies of the device, by the launches that they came from."""
+        """Attributes kernels and copies of the device by their launches."""
         for event in events:
             if event.is_user_annotation or event.name.startswith(PREFIX):
                 continue

@@ -1,6 +1,7 @@
-"""What a calibration times: single operations with the costs that their specs declare.
+"""The timed operations of a calibration, with the costs that their specs declare.
 
-A probe is one pass of one operation on prepared inputs; a group shares its inputs and is built when its turn comes.
+A probe is one pass of one operation on prepared inputs. A group of probes shares inputs, and is built just before it is
+measured.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from trimtab.facts.operations import Kind
 
 @dataclass(frozen=True)
 class Probe:
-    """A `KernelSample` before it has a time, and the function to time."""
+    """A `KernelSample` without its time, and the function to time."""
 
     kind: Kind
     dtype: str
@@ -55,9 +56,9 @@ class ProbeGroup:
     label: str
     build: Callable[[], list[Probe]]
     nbytes: int = 0
-    """About what the inputs and results take."""
+    """Approximate bytes of inputs and results."""
     within: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the probes run."""
+    """Context manager around the probes."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,15 @@ def two_passes(
         ([False, True], torch.Size([4, 8]))
     """
     leaves = {name: x.detach().requires_grad_(name not in frozen) for name, x in inputs.items()}
-    wanted = [x for x in leaves.values() if x.requires_grad]
+    differentiated = [x for x in leaves.values() if x.requires_grad]
     graph: list[Any] = []
 
     def backward() -> object:
-        if not graph:  # made at the first call, which is never timed
+        if not graph:  # built in the first call, which is never timed
             outs = function(**leaves)
             outs = outs if isinstance(outs, tuple) else (outs,)
             graph.extend((outs, [torch.randn_like(out) for out in outs]))
-        return torch.autograd.grad(graph[0], wanted, graph[1], retain_graph=True)
+        return torch.autograd.grad(graph[0], differentiated, graph[1], retain_graph=True)
 
     return [
         Probe(kind, dtype, costs[0].flops, costs[0].moved, lambda: function(**leaves), impl=impl, dims=dims),

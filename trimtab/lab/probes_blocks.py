@@ -1,6 +1,6 @@
-"""Operations of a block but matrix products, with the implementations that training chooses on a device.
+"""Probes of a block's operations except matrix products, with the implementations that training chooses on a device.
 
-FLOPs and bytes come from the kernels' own specs, so that measured efficiencies fit what the planner declares.
+FLOPs and bytes come from the kernels' own specs, so that measured efficiencies match the planner's declarations.
 
 Legend: N = B · T tokens, C hidden size, H query heads, K key heads, D head size.
 """
@@ -27,12 +27,12 @@ from trimtab.lab.probes import Cost, Probe, two_passes
 from trimtab.lab.probes_products import torch_dtype
 
 DOCUMENT = {"cuda": 512, "cpu": 128}
-"""Tokens of a document of packed sequences."""
+"""Tokens per document of packed sequences."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What training chooses on a device.
+    """The implementations that training chooses on a device.
 
     Example:
         >>> gpu = DeviceFacts("a GPU", "cuda", 2**34, capability=(9, 0), bf16=True)
@@ -42,7 +42,7 @@ class Choices:
 
     device: DeviceFacts
     dtype: str
-    """Of weights and products."""
+    """Dtype of weights and products."""
 
     @property
     def kind(self) -> str:
@@ -51,7 +51,7 @@ class Choices:
 
     @property
     def pointwise(self) -> str:
-        """Of norms, RoPE and gates."""
+        """The implementation of norms, RoPE and gated activations."""
         return "triton" if self.device.runs_triton else "reference"
 
     def attention(self, head_dim: int, tokens: int, *, packed: bool) -> str:
@@ -69,7 +69,7 @@ class Choices:
         ).impl
 
     def random(self, *dims: int) -> torch.Tensor:
-        """Normal values in the training dtype."""
+        """Normally distributed values in the training dtype."""
         return torch.randn(dims, device=self.kind, dtype=torch_dtype(self.dtype))
 
 
@@ -87,13 +87,13 @@ def norm_probes(choices: Choices, N: int, C: int) -> list[Probe]:
         )
 
     norm = partial(rms_norm, eps=1e-6, impl=impl)
-    found = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
-    if impl == "triton":  # the addition before the second norm of a block is a part of its kernel
+    probes = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
+    if impl == "triton":  # the kernel of a block's second norm includes the residual addition before it
         both = partial(add_rms_norm, eps=1e-6, impl=impl)
         inputs = {**inputs, "residual": choices.random(N, C)}
         name = f"{impl} with addition"
-        found += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
-    return found
+        probes += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
+    return probes
 
 
 def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
@@ -108,14 +108,16 @@ def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
 
 
 def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
-    dtype, impl, found = choices.dtype, choices.pointwise, []
-    # Queries and keys are normed in the same kernel, where a model has such norms; otherwise by norms of their own.
+    dtype, impl, probes = choices.dtype, choices.pointwise, []
+    # Triton's RoPE kernel also normalizes queries and keys; elsewhere these norms are separate kernels.
     for norm in (False, True) if impl == "triton" else (False,):
-        made = rope_spec.make_inputs(rope_spec.Case("probe", B, T, H, K, D, norm=norm), dtype, choices.kind)
-        angles = {"cos_BTF": made["cos"], "sin_BTF": made["sin"]}
-        inputs = {"q_BTHD": made["q"], "k_BTKD": made["k"], **angles}
+        arguments = rope_spec.make_inputs(
+            rope_spec.Case("probe", B, T, H, K, D, norm=norm), dtype, choices.kind
+        )
+        angles = {"cos_BTF": arguments["cos"], "sin_BTF": arguments["sin"]}
+        inputs = {"q_BTHD": arguments["q"], "k_BTKD": arguments["k"], **angles}
         if norm:
-            inputs |= {"q_weight_D": made["q_weight"], "k_weight_D": made["k_weight"]}
+            inputs |= {"q_weight_D": arguments["q_weight"], "k_weight_D": arguments["k_weight"]}
         forward, backward = (
             Cost(
                 rope_spec.flops(B * T, H, K, D, norm=norm, backward=way),
@@ -123,7 +125,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
             )
             for way in (False, True)
         )
-        found += two_passes(
+        probes += two_passes(
             Kind.ROPE,
             dtype,
             f"{impl} with norm" if norm else impl,
@@ -133,7 +135,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
             dims=(B, T, H, K, D),
             frozen=tuple(angles),
         )
-    return found
+    return probes
 
 
 def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
@@ -149,9 +151,9 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
         "k_BSKD": choices.random(B, T, K, D),
         "v_BSKD": choices.random(B, T, K, D),
     }
-    found = []
+    probes = []
     for impl, documents in runs:
-        masked = impl in attention_spec.MASKED  # a mask is read, and no pair skipped for it
+        masked = impl in attention_spec.MASKED  # it reads a mask and skips no pairs
         layout = Layout.causal()
         pairs = B * attention_spec.visible_pairs(T, T)
         if documents:
@@ -166,7 +168,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             )
             for way in (False, True)
         )
-        found += two_passes(
+        probes += two_passes(
             Kind.ATTENTION,
             dtype,
             f"{impl} packed" if documents and masked else impl,
@@ -175,7 +177,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             (forward, backward),
             dims=(pairs // (B * T), D),
         )
-    return found
+    return probes
 
 
 def add_probes(choices: Choices, N: int, C: int) -> list[Probe]:

@@ -1,6 +1,6 @@
-"""Every kind of operation that a calibration times besides matrix products, and at which sizes.
+"""All probes of a calibration except matrix products, with their sizes.
 
-What is around the blocks is declared here: dequantization, embedding, loss, optimizer steps and copies.
+Operations outside of blocks are declared here: dequantization, embedding, loss, optimizer steps and copies.
 
 Legend: N tokens, C hidden size, V vocabulary.
 """
@@ -37,14 +37,14 @@ from trimtab.optim import spec as optim_spec
 ROWS = {"cuda": ((4096, 4096), (2048, 1024), (16384, 4096)), "cpu": ((512, 1024), (256, 256), (2048, 576))}
 """(N, C) of norms, additions and embeddings."""
 GATES = {"cuda": ((4096, 14336), (2048, 3072), (16384, 8192)), "cpu": ((512, 1536), (256, 512), (1024, 3072))}
-"""(N, I)."""
+"""(N, I) of gated activations; I is the intermediate size."""
 HEADS = {
     "cuda": ((2, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (1, 8192, 32, 8, 128), (4, 2048, 32, 8, 64)),
     "cpu": ((1, 512, 9, 3, 64), (4, 128, 4, 2, 32), (1, 1024, 8, 4, 64)),
 }
 """(B, T, H, K, D) of RoPE and attention."""
 LONG_HEADS = {"cuda": ((1, 32768, 32, 8, 128),), "cpu": ((1, 2048, 2, 1, 64),)}
-"""Of attention alone."""
+"""(B, T, H, K, D) of attention alone."""
 WEIGHTS = {
     "cuda": ((4096, 4096), (1024, 1024), (14336, 4096)),
     "cpu": ((1024, 1024), (512, 256), (1536, 576)),
@@ -54,11 +54,11 @@ LOSSES = {
     "cuda": ((4096, 1024, 151_936), (4096, 4096, 128_256), (4096, 2048, 49_152), (16384, 1024, 151_936)),
     "cpu": ((128, 256, 8192), (512, 256, 4096), (64, 256, 49_152)),
 }
-"""(N, C, V)."""
+"""(N, C, V) of losses."""
 ELEMENTS = {"cuda": (2**28, 2**24), "cpu": (2**21, 2**18)}
-"""Of optimizer steps, in square matrices."""
+"""Parameters of optimizer steps, in square matrices."""
 COPIES = {"cuda": (2**30, 2**28, 2**24, 2**20), "cpu": (2**26, 2**22, 2**18)}
-"""Bytes."""
+"""Bytes of copies."""
 MATRIX = {"cuda": 4096, "cpu": 512}
 
 
@@ -202,21 +202,21 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
         parameter = torch.nn.Parameter(choices.random(size, size) * 0.02)
         parameter.grad = choices.random(size, size) * 1e-3
         parameters.append((str(number), parameter))
-    one, no = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
-    found = []
+    grad_scale, skip = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
+    probes = []
     for name in OPTIMIZERS:
         step = build(name, parameters, lr=1e-5, impl=impl).step
         shape = (size, size)
         flops = adamw8bit_spec.flops(shape) * len(parameters) if name == "adamw_8bit" else 0
-        found.append(
+        probes.append(
             Probe(
                 Kind.OPTIMIZER,
                 dtype,
                 float(flops),
                 float(optim_spec.bytes_moved(name, shape, dtype, dtype) * len(parameters)),
-                partial(step, lr=1e-5, grad_scale=one, skip=no),
+                partial(step, lr=1e-5, grad_scale=grad_scale, skip=skip),
                 impl=impl if name == "adamw_8bit" else name,
                 dims=(elements,),
             )
         )
-    return found
+    return probes

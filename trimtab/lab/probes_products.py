@@ -22,7 +22,7 @@ Sizes = tuple[int, int, int]
 """(m, n, k)."""
 
 TOKENS = {"cuda": (4096, 512, 2048, 8192, 16384), "cpu": (512, 128, 2048)}
-"""The most telling first: what a slow device leaves out is at the end."""
+"""The most informative first: a slow device skips the last ones."""
 WIDTHS = {
     "cuda": (
         (4096, 4096), (2048, 2048), (1024, 1024), (14336, 4096), (4096, 14336), (3072, 1024), (1024, 3072),
@@ -36,15 +36,15 @@ WIDTHS = {
 }  # fmt: skip
 """(n, k) of layers of models from 0.1 to 70 B parameters, and of adapters of rank 16."""
 LONGEST_SECONDS = {"cuda": 0.02, "cpu": 0.03}
-"""Of one product, as the probe estimates it; larger ones are left out."""
+"""Estimated seconds of one product; longer ones are skipped."""
 SLOWEST = 10.0
-"""A CPU's dtype that is so many times slower than fp32 is left out."""
+"""A dtype that is this many times slower than fp32 on a CPU is skipped."""
 PROBED = {"cuda": 4096, "cpu": 256}
 """Size of the square product that estimates a rate."""
 
 
 def product_dtypes(device: DeviceFacts) -> tuple[str, ...]:
-    """The dtypes to measure, the one that training uses first.
+    """The dtypes to measure, the training dtype first.
 
     Example:
         >>> product_dtypes(DeviceFacts("a GPU", "cuda", 2**34, capability=(7, 5)))
@@ -58,7 +58,7 @@ def product_dtypes(device: DeviceFacts) -> tuple[str, ...]:
 
 
 def probe_rate(kind: str, dtype: str) -> float:
-    """FLOPs per second of a square product in the layout of a gradient, roughly: the best of three."""
+    """Estimates FLOP/s from a square product: the best of three."""
     size = PROBED[kind]
     a, b = (torch.randn(size, size, device=kind).to(torch_dtype(dtype)) for _ in range(2))
     with matmul_precision("high" if dtype == "tf32" else "highest"):
@@ -67,13 +67,13 @@ def probe_rate(kind: str, dtype: str) -> float:
 
 
 def product_groups(device: DeviceFacts, dtype: str, rate: float, free_bytes: int) -> Iterator[ProbeGroup]:
-    """Groups of one dtype, the most telling first.
+    """Groups of one dtype, the most informative first.
 
     Args:
-        device: where they run.
+        device: the device to measure.
         dtype: fp32, tf32, bf16 or fp16.
         rate: from `probe_rate`.
-        free_bytes: of the device's memory; larger groups are left out.
+        free_bytes: free memory of the device; larger groups are skipped.
     """
     kind = device.kind
     for m in TOKENS[kind]:
@@ -87,14 +87,14 @@ def product_groups(device: DeviceFacts, dtype: str, rate: float, free_bytes: int
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype; TF32 is computed from fp32 tensors."""
+    """torch's dtype of a name; fp32 for TF32, whose operands are fp32 tensors."""
     dtype = getattr(torch, TORCH_NAMES["fp32" if name == "tf32" else name])
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def _products(device: str, dtype: str, sizes: Sizes) -> list[Probe]:
-    """A linear layer's product, and those of the gradients of its input and of its weight."""
+    """A linear layer's product, and the products of its input gradient and weight gradient."""
     m, n, k = sizes
     kind = torch_dtype(dtype)
     x_MK = torch.randn(m, k, device=device, dtype=kind)

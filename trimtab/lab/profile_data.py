@@ -1,6 +1,6 @@
-"""What a profile is: kernels or operators with their time, by name and by kind. Imports no torch.
+"""A profile: kernels or operators with their time, by name and by kind. Imports no torch.
 
-`trimtab.lab.profiles` makes profiles; reports read them from JSON.
+`trimtab.lab.profiles` records profiles; reports read them from JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.lab.kernel_kinds import KernelKind, kind_of
 
 SHOWN = 26
 LONGEST_NAME = 160
-"""Of what is written to a file: templates of C++ have names of a thousand characters."""
+"""Maximum length of a name in a file: names of C++ templates have thousands of characters."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Entry:
 
     @staticmethod
     def of(name: str, count: int, seconds: float) -> Entry:
-        """With the kind that the name says.
+        """An entry with the kind that follows from its name.
 
         Example:
             >>> Entry.of("aten::mm", 2, 0.5).kind
@@ -53,9 +53,9 @@ class Profile:
 
     entries: tuple[Entry, ...]
     span_seconds: float
-    """From the start of the first to the end of the last."""
+    """From the start of the first entry to the end of the last."""
     host_seconds: float = 0.0
-    """Of the same run by the host's clock, synchronized before and after."""
+    """The same run by the host's clock, synchronized before and after."""
     device: str = "cpu"
     """cpu: entries are torch's operators; cuda: they are kernels."""
 
@@ -71,11 +71,11 @@ class Profile:
 
     @property
     def calls(self) -> int:
-        """Kernels launched, or operators called."""
+        """Number of launched kernels or called operators."""
         return sum(entry.count for entry in self.entries)
 
     def share(self, seconds: float) -> float:
-        """Of the time of all entries; 0 in an empty profile."""
+        """Share of the time of all entries; 0 in an empty profile."""
         return seconds / self.busy_seconds if self.busy_seconds else 0.0
 
     def by_kind(self) -> list[KindTime]:
@@ -86,15 +86,17 @@ class Profile:
             >>> [(one.kind.value, one.calls, one.share) for one in found]
             [('GEMM', 2, 0.75), ('elementwise', 1, 0.25)]
         """
-        found = []
+        kind_times = []
         for kind in dict.fromkeys(entry.kind for entry in self.entries):
-            own = [entry for entry in self.entries if entry.kind is kind]
-            seconds = sum(entry.seconds for entry in own)
-            found.append(KindTime(kind, sum(entry.count for entry in own), seconds, self.share(seconds)))
-        return sorted(found, key=lambda one: -one.seconds)
+            kind_entries = [entry for entry in self.entries if entry.kind is kind]
+            seconds = sum(entry.seconds for entry in kind_entries)
+            kind_times.append(
+                KindTime(kind, sum(entry.count for entry in kind_entries), seconds, self.share(seconds))
+            )
+        return sorted(kind_times, key=lambda kind_time: -kind_time.seconds)
 
     def kind_share(self, kind: KernelKind) -> float:
-        """Of the time of all entries.
+        """Share of a kind in the time of all entries.
 
         Example:
             >>> Profile((Entry.of("aten::mm", 2, 0.5),), 1.0).kind_share(KernelKind.GEMM)
@@ -111,8 +113,8 @@ class Profile:
                 500.00 ms     2 × mm
         """
         busy, span = 1e3 * self.busy_seconds, 1e3 * self.span_seconds
-        found = [f"kernels {self.calls}, busy {busy:.1f} ms, from first to last {span:.1f} ms"]
-        return found + [
+        lines = [f"kernels {self.calls}, busy {busy:.1f} ms, from first to last {span:.1f} ms"]
+        return lines + [
             f"  {1e3 * entry.seconds:8.2f} ms {entry.count:5d} × {entry.name[:110]}"
             for entry in self.entries[:shown]
         ]
@@ -137,7 +139,7 @@ class Profile:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Profile:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             entries = tuple(
                 Entry(str(name), int(count), float(seconds), KernelKind(kind))

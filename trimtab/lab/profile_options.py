@@ -1,4 +1,4 @@
-"""How a recipe is profiled, checked. Imports no torch."""
+"""Options of `trimtab profile`, and their validation. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trimtab.run.prepare import Prepared
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """How a recipe is profiled.
+    """Options of a profile.
 
     Args:
         steps: timed optimizer steps.
         warm_up: steps before them.
         document: tokens per document of packed sequences; None for one document per sequence.
-        folder: gets memory.json with every block of the recorded step, and the trace.
+        folder: folder for memory.json, with every block of the recorded step, and the trace.
         trace: also write a trace that ui.perfetto.dev opens.
-        nvtx: emit NVTX ranges around the timed steps, for NVIDIA's tools, and run no profiler of our own.
-        snapshot: a file for torch's own snapshot of the CUDA allocator.
+        nvtx: emit NVTX ranges in the timed steps, for NVIDIA's tools, and do not run torch's profiler.
+        snapshot: file for torch's own snapshot of the CUDA allocator.
     """
 
     steps: int = 5
@@ -33,20 +33,21 @@ class ProfileOptions:
 
 
 def check_options(options: ProfileOptions, prepared: Prepared) -> None:
-    """RecipeError or ResourceError for what cannot be done."""
+    """Raises RecipeError or ResourceError for options that cannot be used."""
     if options.steps < 1 or options.warm_up < 0:
         word, value = ("--steps", options.steps) if options.steps < 1 else ("--warm-up", options.warm_up)
         raise RecipeError(
-            f"{word} {value} is no number of steps", "give 1 step or more, and a warm-up of 0 or more"
+            f"{word} {value} is not a number of steps", "use at least 1 step, and a warm-up of at least 0"
         )
     tokens = prepared.recipe.max_seq_length
     if options.document is not None and not 2 <= options.document <= tokens:
         raise RecipeError(
-            f"--document {options.document} is no length of a document", f"give 2 to {tokens} tokens"
+            f"--document {options.document} is not a possible document length", f"use 2 to {tokens} tokens"
         )
     if options.nvtx and (options.trace or options.snapshot is not None):
         raise RecipeError(
-            "--nvtx runs without the profiler that writes traces and snapshots", "leave one of them out"
+            "--nvtx runs without the profiler that writes traces and snapshots",
+            "remove --nvtx, or --trace and --snapshot",
         )
     if prepared.device.kind == "cuda":
         return
@@ -54,5 +55,5 @@ def check_options(options: ProfileOptions, prepared: Prepared) -> None:
         if given:
             raise ResourceError(
                 f"{option} needs a CUDA GPU, and this profile runs on the CPU",
-                f"leave {option} out; the report and memory.json are written on a CPU too",
+                f"remove {option}; the report and memory.json are written on a CPU too",
             )

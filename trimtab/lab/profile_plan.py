@@ -1,4 +1,4 @@
-"""What the plan says of a step that is profiled, in the terms of the measurement."""
+"""Predictions of the plan for a profiled step, in the terms of the measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.plan.time import flops_per_token
 
 
 def profiled_job(plan: Plan) -> ProfiledJob:
-    """The recipe with every `auto` decided."""
+    """The recipe's settings with every `auto` resolved."""
     job, resolved = plan.job, plan.resolved
     settings = {
         "device": plan.device.name,
@@ -52,13 +52,13 @@ def _method(plan: Plan) -> str:
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of an optimizer step's forward and backward passes, each once: what is recomputed does not count."""
+    """FLOPs of an optimizer step's forward and backward passes, without recomputation."""
     job = plan.job.changed(policies=("none",) * plan.shape.num_layers, mlp_tiles=1)
     return flops_per_token(job) * job.batch * job.tokens * job.accumulation
 
 
 def ceiling_of(plan: Plan, measured: Ceilings | None) -> Ceiling:
-    """The device's peak rate: of its data sheet, or as measured with a large product."""
+    """The device's peak rate: from its data sheet, or measured with a large product."""
     known = plan.device.ceiling(plan.job.dtype)
     if known is not None:
         return Ceiling(*known, dtype=plan.job.dtype, is_data_sheet=True)
@@ -70,16 +70,16 @@ def ceiling_of(plan: Plan, measured: Ceilings | None) -> Ceiling:
 
 
 def predicted_step(plan: Plan) -> PredictedStep | None:
-    """Time of an optimizer step; None where the device's rates are not known."""
+    """Predicted time of an optimizer step; None if the device's rates are unknown."""
     step = plan.time.step
     if step is None:
         return None
-    update = sum(one.total for one in step.operations if one.phase == UPDATE)
+    update = sum(operation.total for operation in step.operations if operation.phase == UPDATE)
     return PredictedStep(step.seconds, step.low_seconds, step.high_seconds, update, step.basis)
 
 
 def predicted_peak(plan: Plan) -> PredictedPeak:
-    """Memory at the peak of a step."""
+    """Predicted memory at the peak of a step."""
     buckets = plan.memory.peak.to_dict()
     return PredictedPeak(
         {name: amount for name, amount in buckets.items() if name != "total"},
@@ -97,7 +97,7 @@ def operation_rows(
 
     Args:
         measured: seconds of forward, recomputation and backward by operation.
-        plan: of the same job.
+        plan: the plan of the same job.
     """
     predicted = _predicted(plan)
     rows = [OperationRow(name, *seconds, predicted.pop(name, None)) for name, seconds in measured.items()]
@@ -106,11 +106,13 @@ def operation_rows(
 
 
 def _predicted(plan: Plan) -> dict[str, float]:
-    """Seconds of each operation in one microbatch; empty where there are no rates."""
-    found: dict[str, float] = {}
-    for one in plan.time.step.operations if plan.time.step is not None else ():
-        if one.phase == UPDATE:
+    """Predicted seconds of each operation in one microbatch; empty if the device's rates are unknown."""
+    seconds_by_name: dict[str, float] = {}
+    for operation in plan.time.step.operations if plan.time.step is not None else ():
+        if operation.phase == UPDATE:
             continue
-        name = ADDITIONS if one.kind is Kind.ADD and one.name.endswith(".grad") else one.name
-        found[name] = found.get(name, 0.0) + one.total / plan.job.accumulation
-    return found
+        name = (
+            ADDITIONS if operation.kind is Kind.ADD and operation.name.endswith(".grad") else operation.name
+        )
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + operation.total / plan.job.accumulation
+    return seconds_by_name

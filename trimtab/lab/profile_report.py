@@ -1,4 +1,4 @@
-"""The report of a recipe's profile: sections from what was measured. Imports no torch."""
+"""The report of a recipe's profile. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trimtab.report.document import Block, Document, Section, Table, Text
 
 NOTHING = "–"
 SMALL = 0.005
-"""Operations below this share of the time are added up in the last row."""
+"""Operations below this share of the time are summed in the last row."""
 
 
 def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) -> Document:
     """The whole report.
 
     Args:
-        result: what was measured.
+        result: the measurements and predictions.
         title: the recipe's name, with the keys that were set on the command line.
         facts: device, versions, date.
     """
@@ -30,19 +30,19 @@ def profile_document(result: ProfileResult, title: str, facts: tuple[str, ...]) 
 
 
 def profile_sections(result: ProfileResult) -> list[Section]:
-    """Everything, the summary first."""
-    found = [
+    """All sections, the summary first."""
+    sections = [
         Section("At a glance", tuple(_glance(result))),
         Section("What would help most", tuple(_suggestions(result))),
     ]
     if result.details is not None:
-        found += kernel_sections({"full step": result.details.kernels}, id="profile")
-        found += [
+        sections += kernel_sections({"full step": result.details.kernels}, id="profile")
+        sections += [
             Section("Time by operation", tuple(_operations(result, result.details))),
             Section("Memory", tuple(_memory(result, result.details))),
         ]
-    found.append(Section("What was profiled", tuple(_job(result))))
-    return found
+    sections.append(Section("What was profiled", tuple(_job(result))))
+    return sections
 
 
 def _glance(result: ProfileResult) -> Iterator[Block]:
@@ -58,10 +58,10 @@ def _glance(result: ProfileResult) -> Iterator[Block]:
         ("tokens per second", format_rate(result.tokens_per_second), _rate(result), ""),
     ]
     if result.update is not None:
-        own = result.update.host.median_ms / 1e3
+        measured = result.update.host.median_ms / 1e3
         planned = None if predicted is None else predicted.update_seconds
         shown = NOTHING if planned is None else f"{ms(planned)} ms"
-        rows.append(("optimizer alone", f"{ms(own)} ms", shown, _error(own, planned)))
+        rows.append(("optimizer alone", f"{ms(measured)} ms", shown, _error(measured, planned)))
     rows.append((_ceiling_words(result)[0], percent(result.ceiling_share), "", ""))
     if result.peak_bytes:
         rows.append(
@@ -79,24 +79,24 @@ def _glance(result: ProfileResult) -> Iterator[Block]:
 
 
 def _ceiling_words(result: ProfileResult) -> tuple[str, str]:
-    """What the share of the device's ceiling is called in a table and at the beginning of a sentence."""
+    """The name of the share of the device's peak rate, in a table and at the beginning of a sentence."""
     if result.ceiling.is_data_sheet:
         return "MFU", "MFU"
-    product = f"of a large {result.ceiling.dtype} product"
-    return f"arithmetic, {product}", f"The share {product}"
+    product = f"of a large {result.ceiling.dtype} matrix product"
+    return f"FLOP/s, share {product}", f"The share {product}"
 
 
 def _step_text(result: ProfileResult) -> str:
     times, ceiling = result.times.host, result.ceiling
     text = (
         f"The step is the median of {times.repetitions}, synchronized before and after each; 10th to 90th percentile "
-        f"{ms(times.low_ms / 1e3)} to {ms(times.high_ms / 1e3)} ms. {_ceiling_words(result)[1]} is the arithmetic of "
-        f"forward and backward ({result.model_flops:.3g} FLOPs per step, nothing recomputed) over what the device "
-        f"could do in that time: {ceiling.flops_per_second:.3g} FLOP/s, {ceiling.source}."
+        f"{ms(times.low_ms / 1e3)} to {ms(times.high_ms / 1e3)} ms. {_ceiling_words(result)[1]} is the FLOPs of "
+        f"forward and backward ({result.model_flops:.3g} per step, without recomputation) divided by those that the "
+        f"device could do in that time: {ceiling.flops_per_second:.3g} FLOP/s, {ceiling.source}."
     )
     if ceiling.dtype != result.job.dtype:
         text += (
-            f" Products of this run are in {result.job.dtype} and the large one in {ceiling.dtype}: the share compares "
+            f" This run computes in {result.job.dtype}, the large product in {ceiling.dtype}: the share compares "
             "two dtypes and is no utilization."
         )
     return text
@@ -112,7 +112,7 @@ def _rate(result: ProfileResult) -> str:
 
 
 def _error(measured: float, predicted: float | None) -> str:
-    """Of the prediction, as a share of what was measured."""
+    """The error of the prediction, relative to the measurement."""
     if predicted is None or not measured:
         return NOTHING
     return f"{predicted / measured - 1:+.1%}".replace("%", " %")
@@ -122,15 +122,15 @@ def _suggestions(result: ProfileResult) -> Iterator[Block]:
     peak = result.predicted_peak
     used = (peak.total + peak.outside) / peak.limit if peak.limit else 0.0
     yield Text(
-        f"The run is predicted to need {percent(used, 0)} of the {format_bytes(peak.limit)} that it may take, what the "
-        "process holds besides tensors included. Changes that save time come first; where the recipe fixes what is "
-        "recomputed and memory is tight, those that save memory. Each is predicted alone, for as many tokens per step, "
-        "by the planner: `trimtab plan --what-if` lists all of them. None was measured."
+        f"The run is predicted to need {percent(used, 0)} of its memory limit, {format_bytes(peak.limit)}, memory "
+        "outside tensors included. Changes that save time come first; where the recipe fixes the recomputation and "
+        "memory is tight, those that save memory. The planner predicts each change alone, for the same number of "
+        "tokens per step: `trimtab plan --what-if` lists all of them. None was measured."
     )
     if not result.suggestions:
-        yield Text("No change of the recipe is predicted to save a hundredth of the time or of the memory.")
+        yield Text("No change of the recipe is predicted to save 1 % of the time or of the memory.")
         return
-    rows = tuple(_suggestion_row(result, one) for one in result.suggestions)
+    rows = tuple(_suggestion_row(result, suggestion) for suggestion in result.suggestions)
     head = ("change", "recipe", "step, predicted", "memory, predicted", "same training")
     yield Table("", head, rows)
     if result.predicted_step is None:
@@ -138,22 +138,26 @@ def _suggestions(result: ProfileResult) -> Iterator[Block]:
             "Without rates of this device only memory is predicted; `trimtab plan --calibrate` measures them in a "
             "minute, and the next profile predicts times as well."
         )
-    elif all(one.goal is Goal.MEMORY for one in result.suggestions):
+    elif all(suggestion.goal is Goal.MEMORY for suggestion in result.suggestions):
         yield Text("No change is predicted to make the step faster: these save memory.")
 
 
-def _suggestion_row(result: ProfileResult, one: Suggestion) -> tuple[str, ...]:
+def _suggestion_row(result: ProfileResult, suggestion: Suggestion) -> tuple[str, ...]:
     step = _seconds(result)
     time = NOTHING
-    if one.seconds is not None and step:
-        time = f"{1e3 * one.seconds:+,.3g} ms ({one.seconds / step:+.0%})".replace("%", " %")
-    memory = f"{'−' if one.saved > 0 else '+'}{format_bytes(abs(one.saved))}" if one.saved else "±0"
+    if suggestion.seconds is not None and step:
+        time = f"{1e3 * suggestion.seconds:+,.3g} ms ({suggestion.seconds / step:+.0%})".replace("%", " %")
+    memory = (
+        f"{'−' if suggestion.saved > 0 else '+'}{format_bytes(abs(suggestion.saved))}"
+        if suggestion.saved
+        else "±0"
+    )
     return (
-        one.name,
-        ", ".join(one.lines),
+        suggestion.name,
+        ", ".join(suggestion.lines),
         time,
         memory,
-        "yes" if one.same_training else "no: trains differently",
+        "yes" if suggestion.same_training else "no: trains differently",
     )
 
 
@@ -164,8 +168,8 @@ def _operations(result: ProfileResult, details: Details) -> Iterator[Block]:
     rest = [row for row in rows if row not in shown]
     yield Text(
         "Forward and backward of one microbatch, all layers together, by the operations that the planner predicts. "
-        f"{percent(details.attributed)} of the measured time has such a name. torch.compile and CUDA graphs are off "
-        "for this measurement, and the profiler slows short operations down."
+        f"{percent(details.attributed)} of the measured time belongs to one of them. torch.compile and CUDA graphs "
+        "are off for this measurement, and the profiler slows short operations down."
     )
     predicted = any(row.predicted is not None for row in rows)
     head: tuple[str, ...] = (
@@ -173,14 +177,14 @@ def _operations(result: ProfileResult, details: Details) -> Iterator[Block]:
         "forward, ms",
         "recompute, ms",
         "backward, ms",
-        "together, ms",
+        "total, ms",
         "share",
     )
     head += ("predicted, ms", "error of the prediction") if predicted else ()
     table = [(*_operation_cells(row, total), *(_predicted_cells(row) if predicted else ())) for row in shown]
     if rest:
-        own, planned = sum(row.measured for row in rest), sum(row.predicted or 0.0 for row in rest)
-        others = (f"{len(rest)} others", "", "", "", ms(own), percent(own / total))
+        measured, planned = sum(row.measured for row in rest), sum(row.predicted or 0.0 for row in rest)
+        others = (f"{len(rest)} others", "", "", "", ms(measured), percent(measured / total))
         table.append((*others, *((ms(planned), "") if predicted else ())))
     yield Table("", head, tuple(table))
 
@@ -204,13 +208,13 @@ def _memory(result: ProfileResult, details: Details) -> Iterator[Block]:
         )
         for kind in TensorKind
     )
-    rows += (("together", format_bytes(memory.peak_bytes), format_bytes(peak.total)),)
+    rows += (("total", format_bytes(memory.peak_bytes), format_bytes(peak.total)),)
     yield Text(peak_sentence("The recorded step", memory))
     yield Table("At the peak", ("bucket", "measured", "predicted"), rows)
     recorded = "one microbatch" if details.microbatches == 1 else f"{details.microbatches} microbatches"
     yield Text(
-        f"The prediction is for {peak.moment}, and counts all gradients from the first moment on, as they are in every "
-        f"microbatch but a step's first. Recorded was a step of {recorded}."
+        f"The prediction is for {peak.moment}, and includes all gradients, which exist throughout every microbatch "
+        f"but the first of a step. The recorded step had {recorded}."
     )
     limit = peak.limit if peak.limit < 2 * memory.peak_bytes else None
     yield timeline_chart(memory, id="profile-memory", title="Memory over one step", limit=limit)
@@ -222,12 +226,12 @@ def _job(result: ProfileResult) -> Iterator[Block]:
     rows = [
         (
             "model",
-            f"{job.model}, {format_count(job.parameters)} parameters, {format_count(job.trained)} trained",
+            f"{job.model}, {format_count(job.parameters)} parameters, {format_count(job.trained)} trainable",
         ),
         *job.settings.items(),
     ]
-    yield Table("", ("", "as it ran"), tuple(rows))
+    yield Table("", ("", "value"), tuple(rows))
     yield Text(
-        "Built by the functions that `trimtab train` calls, over random tokens of the recipe's length: no training "
-        "data is read. Gradient clipping, evaluation and checkpoints are not part of the step."
+        "Built by the functions that `trimtab train` calls, with random tokens at the recipe's sequence length: no "
+        "training data is read. Gradient clipping, evaluation and checkpoints are not part of the step."
     )

@@ -1,4 +1,4 @@
-"""What `trimtab profile` measures of a recipe. Imports no torch: the report is made of it."""
+"""The result types of `trimtab profile`. Imports no torch: the report reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.lab.suggestions import Suggestion
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """What was profiled: the recipe with every `auto` decided."""
+    """The profiled recipe with every `auto` resolved."""
 
     model: str
     parameters: int
@@ -24,13 +24,13 @@ class ProfiledJob:
     accumulation: int
     packed: bool
     dtype: str
-    """Of the products."""
+    """Dtype of the products."""
     settings: Mapping[str, str]
-    """What each `auto` came to, in words."""
+    """Resolved settings, in words."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Of an optimizer step."""
+        """Tokens per optimizer step."""
         return self.batch * self.tokens * self.accumulation
 
 
@@ -43,24 +43,24 @@ class OperationRow:
     recompute: float
     backward: float
     predicted: float | None
-    """All phases together; None where the plan has no rates, or no such operation."""
+    """Sum of all phases; None if the plan has no rates, or no such operation."""
 
     @property
     def measured(self) -> float:
-        """All phases together."""
+        """Sum of all phases."""
         return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """FLOP/s that a device can do, and where the figure is from."""
+    """The peak FLOP/s of a device, and the source of the figure."""
 
     flops_per_second: float
     source: str
     dtype: str
-    """Of the products that reach it."""
+    """Dtype of the products that reach it."""
     is_data_sheet: bool
-    """Whether a vendor promises it; otherwise it was measured with a large product."""
+    """Whether it is from the vendor's data sheet; otherwise it was measured with a large product."""
 
 
 @dataclass(frozen=True)
@@ -82,65 +82,65 @@ class PredictedPeak:
     total: int
     moment: str
     outside: int
-    """Of the process besides tensors."""
+    """Memory of the process outside tensors."""
     limit: int
-    """What the run may take."""
+    """The memory limit of the run."""
 
 
 @dataclass(frozen=True)
 class Details:
-    """What is measured under the profiler, without torch.compile and CUDA graphs."""
+    """Measurements under the profiler, without torch.compile and CUDA graphs."""
 
     kernels: Profile
     operations: tuple[OperationRow, ...]
     attributed: float
-    """The share of the time of forward and backward that has the name of an operation."""
+    """The share of forward and backward time that is attributed to an operation."""
     memory: MemorySummary
     microbatches: int
-    """Of the recorded step."""
+    """Microbatches of the recorded step."""
 
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Everything that is known of a recipe's step."""
+    """All measurements and predictions of a recipe's step."""
 
     job: ProfiledJob
     times: StepTimes
-    """Of whole optimizer steps, as the recipe runs them."""
+    """Times of whole optimizer steps, as the recipe runs them."""
     update: StepTimes | None
-    """Of the optimizer alone; None where it is part of the backward pass."""
+    """Times of the optimizer alone; None if it is part of the backward pass."""
     model_flops: float
-    """Of an optimizer step, without recomputation."""
+    """FLOPs of an optimizer step, without recomputation."""
     ceiling: Ceiling
     predicted_step: PredictedStep | None
     time_basis: str
-    """Where predicted times come from, or why there are none."""
+    """The source of predicted times, or the reason why there are none."""
     peak_bytes: int
-    """Of tensors, in the timed steps."""
+    """Peak bytes of tensors in the timed steps."""
     predicted_peak: PredictedPeak
     details: Details | None
-    """None where only NVTX ranges were asked for."""
+    """None with --nvtx, which runs no profiler."""
     suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
 
     @property
     def step_seconds(self) -> float:
-        """The median."""
+        """Median seconds of an optimizer step."""
         return self.times.host.median_ms / 1e3
 
     @property
     def tokens_per_second(self) -> float:
-        """In training, by the median step."""
+        """Tokens per second, by the median step."""
         return self.job.tokens_per_step / self.step_seconds
 
     @property
     def ceiling_share(self) -> float:
-        """FLOPs of the model's arithmetic over what the device could do in the time."""
+        """Model FLOPs divided by the FLOPs that the device could do in the same time."""
         return self.model_flops / self.step_seconds / self.ceiling.flops_per_second
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: the share of what the device's data sheet promises; None without a data sheet."""
+        """Model FLOPs utilization: the share of the data sheet's rate; None without a data sheet."""
         return self.ceiling_share if self.ceiling.is_data_sheet else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,8 +161,8 @@ class ProfileResult:
             "peak_bytes": self.peak_bytes,
             "predicted_peak": asdict(self.predicted_peak),
             "kernels": None if details is None else details.kernels.to_dict(),
-            "operations": [] if details is None else [asdict(one) for one in details.operations],
+            "operations": [] if details is None else [asdict(item) for item in details.operations],
             "memory": None if details is None else details.memory.to_dict(),
-            "suggestions": [one.to_dict() for one in self.suggestions],
+            "suggestions": [item.to_dict() for item in self.suggestions],
             "notes": list(self.notes),
         }

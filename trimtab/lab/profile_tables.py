@@ -1,6 +1,6 @@
 """Tables and charts of profiles: by kernel, by kind, and the device's time next to the host's clock. Imports no torch.
 
-`kernel_sections` makes a report of any profiles; studies and `trimtab profile` use it.
+`kernel_sections` reports any profiles; studies and `trimtab profile` use it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
 
 SHOWN = 12
 MATTERS = 0.01
-"""The share from which on a kernel that is no matrix product is listed."""
+"""Minimum share of a listed kernel that is no matrix product."""
 KINDS = tuple(KernelKind)
 GRAPHS_OFF = (
     " CUDA graphs are off while profiling: a replayed graph is one launch, whose kernels have neither operators nor "
@@ -22,12 +22,12 @@ GRAPHS_OFF = (
 
 
 def kernel_sections(profiles: Mapping[str, Profile], *, id: str, shown: int = SHOWN) -> list[Section]:
-    """What profiles of one model show: time by kind, the leading kernels, agreement with the host's clock.
+    """Sections on profiles of one model: time by kind, the longest kernels, agreement with the host's clock.
 
     Args:
-        profiles: by what was profiled ("forward", "full step"); the last one is shown kernel by kernel.
-        id: of the charts; letters, digits and dashes.
-        shown: kernels in the table.
+        profiles: profiles by name ("forward", "full step"); the last one is shown kernel by kernel.
+        id: the prefix of chart ids: letters, digits and dashes.
+        shown: the number of kernels in the table.
 
     Example:
         >>> step = Profile((Entry.of("aten::mm", 2, 0.6), Entry.of("aten::add", 1, 0.2)), 0.8, 0.81)
@@ -46,7 +46,10 @@ def kind_blocks(profiles: Mapping[str, Profile], *, id: str) -> tuple[Block, ...
     """Milliseconds, calls and share of each kind, a column for each profile, with a chart of the shares."""
     present = [k for k in KINDS if any(e.kind is k for p in profiles.values() for e in p.entries)]
     present.sort(key=lambda kind: -max(profile.kind_share(kind) for profile in profiles.values()))
-    by_name = {name: {one.kind: one for one in profile.by_kind()} for name, profile in profiles.items()}
+    by_name = {
+        name: {kind_time.kind: kind_time for kind_time in profile.by_kind()}
+        for name, profile in profiles.items()
+    }
     head = ["kind"]
     for name in profiles:
         head += [f"{name}, ms", "calls", "share"]
@@ -70,7 +73,7 @@ def kind_blocks(profiles: Mapping[str, Profile], *, id: str) -> tuple[Block, ...
 
 
 def gemm_sentence(profiles: Mapping[str, Profile]) -> str:
-    """What share matrix products have, and how it moves from the first profile to the last."""
+    """The share of matrix products, and its change from the first profile to the last."""
     names = list(profiles)
     first, last = names[0], names[-1]
     before, after = profiles[first].kind_share(KernelKind.GEMM), profiles[last].kind_share(KernelKind.GEMM)
@@ -87,19 +90,19 @@ def gemm_sentence(profiles: Mapping[str, Profile]) -> str:
 
 
 def _gained(first: Profile, last: Profile) -> str:
-    """Which kind, other than products, gains the largest share from one profile to another."""
+    """The kind, other than products, whose share grows most from one profile to another."""
     gains = {k: last.kind_share(k) - first.kind_share(k) for k in KINDS if k is not KernelKind.GEMM}
-    kind = max(gains, key=lambda one: gains[one])
+    kind = max(gains, key=lambda candidate: gains[candidate])
     if gains[kind] < 0.0005:
-        return "No other kind gains a share."
+        return "The share of no other kind grows."
     return (
-        f"The largest gain of the other kinds is that of {kind.value}: {percent(first.kind_share(kind))} → "
+        f"Among the other kinds the share of {kind.value} grows most: {percent(first.kind_share(kind))} → "
         f"{percent(last.kind_share(kind))}."
     )
 
 
 def kernel_blocks(profile: Profile, name: str, *, shown: int = SHOWN) -> tuple[Block, ...]:
-    """The leading kernels of a profile, and those that are no matrix product and matter."""
+    """The longest kernels of a profile, and all relevant kernels that are no matrix products."""
     word = "kernels" if profile.device == "cuda" else "operators"
     if not profile.entries:
         return (Text(f"The profile of the {name} has no {word}."),)
@@ -108,15 +111,15 @@ def kernel_blocks(profile: Profile, name: str, *, shown: int = SHOWN) -> tuple[B
     covered = profile.share(sum(entry.seconds for entry in leading))
     text = (
         f"The {name} calls {profile.calls:,} {word}, {len(profile.entries)} different ones. "
-        f"{short_name(first.name)} leads: {first.count:,} calls, {percent(profile.share(first.seconds))} of the "
-        f"time. The {len(leading)} in the table take {percent(covered)}."
+        f"{short_name(first.name)} takes longest: {first.count:,} calls, {percent(profile.share(first.seconds))} of "
+        f"the time. The {len(leading)} in the table take {percent(covered)}."
     )
-    blocks: list[Block] = [Text(text), _entries_table(f"Leading {word} of the {name}", profile, leading)]
+    blocks: list[Block] = [Text(text), _entries_table(f"Longest {word} of the {name}", profile, leading)]
     if rest:
-        title = f"No matrix product, and at least {percent(MATTERS, 0)} of the {name}"
+        title = f"Other {word} with at least {percent(MATTERS, 0)} of the {name}"
         blocks.append(_entries_table(title, profile, rest))
     else:
-        blocks.append(Text(f"Nothing but matrix products takes {percent(MATTERS, 0)} of the {name} or more."))
+        blocks.append(Text(f"Only matrix products take {percent(MATTERS, 0)} of the {name} or more."))
     return tuple(blocks)
 
 
@@ -159,9 +162,9 @@ def clock_blocks(profiles: Mapping[str, Profile]) -> tuple[Block, ...]:
     gaps = max(1 - ratio(worst.busy_seconds, worst.span_seconds), 0.0)
     cuda = worst.device == "cuda"
     text = (
-        "The clock is read on the host around the profiled run, synchronized before and after. What the span lacks "
-        "of the clock is time before the first and after the last kernel; what the sum lacks of the span is time in "
-        f"which {'the GPU waits for launches' if cuda else 'Python and the dispatcher run'}: at most "
+        "The host clock is read around the profiled run, synchronized before and after. The clock exceeds the span by "
+        "the time before the first and after the last kernel; the span exceeds the sum by the time in which "
+        f"{'the GPU waits for launches' if cuda else 'Python and the dispatcher run'}: at most "
         f"{percent(gaps)} of the span here, in the {name}. The profiler slows launches down, so gaps are shorter "
         f"without it.{GRAPHS_OFF if cuda else ''}"
     )
@@ -193,5 +196,5 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def ratio(part: float, whole: float) -> float:
-    """Of two quantities; 0 where the second is."""
+    """`part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""What `trimtab profile` runs: a recipe, planned, with weights that are here already, or random ones."""
+"""The target of `trimtab profile`: a planned recipe with local weights, or with random ones."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ OFF = "off while profiling by operation"
 
 @dataclass(frozen=True)
 class ProfileTarget:
-    """A recipe that is ready to be built."""
+    """A planned recipe, ready to be built."""
 
     prepared: Prepared
     weights: Path
-    """Where they are read from; not used where they are random."""
+    """Folder or file of the weights; not used if they are random."""
     notes: tuple[str, ...]
 
     @property
     def is_eager(self) -> bool:
-        """Whether the recipe runs without torch.compile and CUDA graphs anyway."""
+        """Whether the recipe runs without torch.compile and CUDA graphs."""
         resolved = self.prepared.resolved
         return not (resolved.compile.enabled or resolved.graphs.enabled)
 
     def eager(self) -> Prepared:
-        """The same run without them: each operation can be seen."""
+        """The same run without torch.compile and CUDA graphs, so that each operation is visible."""
         resolved = dataclasses.replace(
             self.prepared.resolved,
             compile=CompileConfig(reason=OFF),
@@ -49,19 +49,19 @@ class ProfileTarget:
 
 
 def find_target(recipe: Recipe) -> ProfileTarget:
-    """Plans a recipe for its device as `trimtab train` does, and looks for the weights; none are downloaded.
+    """Plans a recipe for its device as `trimtab train` does, and looks for local weights; it downloads none.
 
     Example:
         >>> find_target(recipe).notes                                                # doctest: +SKIP
-        ('the weights of Qwen/Qwen3-0.6B are not here: random ones of the same shape are used',)
+        ('the weights of Qwen/Qwen3-0.6B are not on this machine: random ones of the same shape are used, which …',)
     """
     prepared = _prepared(recipe)
     recipe, notes = prepared.recipe, list(prepared.plan.notes)
     weights = None if recipe.model.init == "random" else local_weights(recipe)
     if weights is None and recipe.model.init != "random":
         notes.append(
-            f"the weights of {recipe.model.name} are not here: random ones of the same shape are used, which take the "
-            "same time and memory"
+            f"the weights of {recipe.model.name} are not on this machine: random ones of the same shape are used, "
+            "which take the same time and memory"
         )
         model = recipe.model.model_copy(update={"init": "random"})
         prepared = dataclasses.replace(prepared, recipe=recipe.model_copy(update={"model": model}))
@@ -69,7 +69,7 @@ def find_target(recipe: Recipe) -> ProfileTarget:
 
 
 def _prepared(recipe: Recipe) -> Prepared:
-    """From the model's files where they are read, or from the catalogue, which needs none."""
+    """Plans from the catalogue if it has the model's shape, else from the model's files."""
     known = known_shape(recipe)
     if known is None:
         return prepare(recipe)

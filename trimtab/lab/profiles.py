@@ -1,7 +1,7 @@
 """Time by kernel or operator, from torch's profiler.
 
-On a GPU the entries are kernels with the device's time; on a CPU torch's operators with their own time, without that
-of the operators they call. `profile_data` has what a profile is, `kernel_kinds` the kind of each entry.
+On a GPU the entries are kernels with the device's time; on a CPU torch's operators with their self time, without that
+of the operators they call. `profile_data` defines profiles, `kernel_kinds` the kind of each entry.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["Entry", "KindTime", "Profile", "check_profiler", "profile_run", "wri
 
 STILL_WORKS = "whole steps are timed without it: trimtab bench step"
 OPTIMIZER_STEP = "Optimizer.step#"
-"""How torch labels the step of every optimizer."""
+"""Prefix of torch's label around every optimizer step."""
 INHERITED = (KernelKind.NORM, KernelKind.SOFTMAX, KernelKind.ATTENTION)
-"""On a CPU operators of these kinds call others, whose work is theirs."""
+"""On a CPU, operators called by operators of these kinds count as the same kind."""
 
 
 def check_profiler(device: str) -> None:
-    """NotSupported, with what works instead, where torch's profiler cannot record the device.
+    """Raises NotSupported if torch's profiler cannot record the device; the message names an alternative.
 
     Example:
         >>> check_profiler("cpu")
@@ -42,15 +42,15 @@ def check_profiler(device: str) -> None:
 def profile_run(
     run: Callable[[], object], device: str, *, rounds: int = 1, budget_seconds: float = 10.0
 ) -> Profile:
-    """Runs under the profiler; of several rounds the fastest is returned, which other work disturbed least.
+    """Profiles several rounds and returns the fastest, which other work disturbed least.
 
-    Build the run without CUDA graphs: a replayed graph shows kernels, but neither operators nor labels they come from.
+    Build the run without CUDA graphs: a replayed graph shows kernels, but not their operators and labels.
 
     Args:
-        run: what is profiled.
-        device: cpu or cuda, where it runs.
-        rounds: how often.
-        budget_seconds: no round but the first begins after so much time in the rounds before.
+        run: the function to profile.
+        device: cpu or cuda.
+        rounds: the number of rounds.
+        budget_seconds: no further round begins after this time.
 
     Raises:
         NotSupported: the profiler is missing, or recorded nothing of the device.
@@ -62,10 +62,10 @@ def profile_run(
         ('aten::mm', 'GEMM')
     """
     check_profiler(device)
-    found = [_profiled(run, device)]
-    while len(found) < rounds and sum(one.host_seconds for one in found) < budget_seconds:
-        found.append(_profiled(run, device))
-    return min(found, key=lambda one: one.host_seconds)
+    results = [_profiled(run, device)]
+    while len(results) < rounds and sum(result.host_seconds for result in results) < budget_seconds:
+        results.append(_profiled(run, device))
+    return min(results, key=lambda result: result.host_seconds)
 
 
 def _profiled(run: Callable[[], object], device: str) -> Profile:
@@ -76,32 +76,39 @@ def _profiled(run: Callable[[], object], device: str) -> Profile:
 
 
 def summarize(events: Iterable[Any], *, cuda: bool, host_seconds: float) -> Profile:
-    """The profile that the events of torch's profiler make.
+    """Builds a profile from the events of torch's profiler.
 
     Raises:
         NotSupported: a GPU ran and none of its kernels was recorded.
     """
     device = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    own = [event for event in events if event.device_type == device and not event.is_user_annotation]
-    if cuda and not own:
+    device_events = [
+        event for event in events if event.device_type == device and not event.is_user_annotation
+    ]
+    if cuda and not device_events:
         raise NotSupported(
-            f"the profiler recorded no kernel: the driver may not permit it, or another one runs; {STILL_WORKS}"
+            "the profiler recorded no kernel: the driver may not permit it, or another profiler runs; "
+            f"{STILL_WORKS}"
         )
-    found: dict[tuple[str, KernelKind], list[float]] = {}
-    for event in own:
+    seconds_by_entry: dict[tuple[str, KernelKind], list[float]] = {}
+    for event in device_events:
         spent = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         kind = kind_of(event.name) if cuda else _operator_kind(event)
-        found.setdefault((event.name, kind), []).append(spent / 1e6)
-    entries = [Entry(name, len(values), sum(values), kind) for (name, kind), values in found.items()]
+        seconds_by_entry.setdefault((event.name, kind), []).append(spent / 1e6)
+    entries = [
+        Entry(name, len(values), sum(values), kind) for (name, kind), values in seconds_by_entry.items()
+    ]
     entries.sort(key=lambda entry: -entry.seconds)
     span = 0.0
-    if own:
-        span = (max(e.time_range.end for e in own) - min(e.time_range.start for e in own)) / 1e6
+    if device_events:
+        span = (
+            max(e.time_range.end for e in device_events) - min(e.time_range.start for e in device_events)
+        ) / 1e6
     return Profile(tuple(entries), span, host_seconds, "cuda" if cuda else "cpu")
 
 
 def _operator_kind(event: Any) -> KernelKind:
-    """Of an operator on a CPU: that of the norm, softmax, attention or optimizer step which it is a part of, if any."""
+    """The kind of a CPU operator: that of the enclosing norm, softmax, attention or optimizer step, if any."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name.startswith(OPTIMIZER_STEP):
@@ -113,12 +120,12 @@ def _operator_kind(event: Any) -> KernelKind:
 
 
 def write_trace(run: Callable[[], object], device: str, path: Path) -> None:
-    """Runs once and writes what host and device did as a Chrome trace, which ui.perfetto.dev opens.
+    """Runs once and writes a Chrome trace of host and device, which ui.perfetto.dev opens.
 
     Args:
-        run: what is traced; labels of `torch.profiler.record_function` in it appear as named ranges.
-        device: cpu or cuda, where it runs.
-        path: ends with .json, or .json.gz for a compressed file; its folder is made.
+        run: the function to trace; labels of `torch.profiler.record_function` in it appear as named ranges.
+        device: cpu or cuda.
+        path: ends with .json, or .json.gz for a compressed file; its folder is created.
     """
     check_profiler(device)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]

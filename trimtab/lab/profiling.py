@@ -1,8 +1,8 @@
-"""Measures a recipe's step, built as `trimtab train` builds it: time, kernels, operations, memory, what would help.
+"""Measures a recipe's step, built as `trimtab train` builds it: time, kernels, operations, memory; suggests changes.
 
-Tokens are random, so that no training data is needed; weights are those of the model where they are on this machine.
-Whole steps are timed as the recipe runs them. What is measured by operation runs without torch.compile and CUDA graphs,
-which show none of their operations.
+Tokens are random, so that no training data is needed; the model's weights are used if they are on this machine. Whole
+steps are timed as the recipe runs them. Measurements by operation run without torch.compile and CUDA graphs, which hide
+their operations.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from trimtab.run.torch_setup import torch_put_back
 from trimtab.trainer.graphs import WARM_UP as GRAPH_WARM_UP
 
 RECORDED_MICROBATCHES = 2
-"""Of a step that accumulates gradients: the second one adds to those that are there, as all later ones do."""
+"""Microbatches of a recorded step with gradient accumulation: the second one adds to existing gradients."""
 OPERATION_ROUNDS = 3
 KERNEL_ROUNDS = 2
-"""Of each the fastest counts."""
+"""Rounds of which the fastest counts."""
 SLOW = 5.0
-"""Seconds of a step from which on one round must do."""
+"""Seconds of a step above which there is only one round."""
 TIMING_SECONDS = 120.0
-"""No further step is timed when the timed ones have taken so long."""
+"""No further step is timed after this time."""
 UPDATES = 3
 TRACE, BLOCKS = "trace.json.gz", "memory.json"
 
@@ -80,25 +80,25 @@ def profile_recipe(
 
     Args:
         recipe: a recipe, a YAML file, the name of a recipe that ships with trimtab or of a model, or a dict.
-        options: how it is profiled.
-        progress: called with what is being done.
-        keys: keys of the recipe, which replace what it says.
+        options: steps, warm-up and files.
+        progress: called with the name of each phase.
+        keys: recipe keys, which replace those of the recipe.
 
     Raises:
-        ResourceError: it does not fit, runs out of memory, or asks for what the device does not have.
+        ResourceError: it does not fit, runs out of memory, or needs something that the device does not support.
 
     Example:
         >>> result = trimtab.profile_recipe("recipe.yaml", max_seq_length=512)       # doctest: +SKIP
         >>> result.tokens_per_second, result.suggestions[0].lines                    # doctest: +SKIP
         (1834.2, ('recompute: none',))
     """
-    options, tell = options or ProfileOptions(), progress or (lambda text: None)
-    found = find_target(_recipe(recipe, keys))
-    check_options(options, found.prepared)
-    check_fits(found.prepared.plan, found.prepared.device)
-    explainer = MemoryExplainer(found.prepared.plan)
-    with current_gpu(found.prepared.recipe.device), torch_put_back(), _explained(explainer, found):
-        return _Profiling(found, options, explainer, tell).result()
+    options, progress_callback = options or ProfileOptions(), progress or (lambda text: None)
+    target = find_target(_recipe(recipe, keys))
+    check_options(options, target.prepared)
+    check_fits(target.prepared.plan, target.prepared.device)
+    explainer = MemoryExplainer(target.prepared.plan)
+    with current_gpu(target.prepared.recipe.device), torch_put_back(), _explained(explainer, target):
+        return _Profiling(target, options, explainer, progress_callback).result()
 
 
 def _recipe(given: Recipe | str | Path | dict[str, Any], keys: dict[str, Any]) -> Recipe:
@@ -112,20 +112,20 @@ def _recipe(given: Recipe | str | Path | dict[str, Any], keys: dict[str, Any]) -
 
 
 @contextmanager
-def _explained(explainer: MemoryExplainer, found: ProfileTarget) -> Iterator[None]:
-    """Out of memory in any phase ends with what filled the memory and what would have fitted."""
+def _explained(explainer: MemoryExplainer, target: ProfileTarget) -> Iterator[None]:
+    """Turns running out of memory in any phase into an error with the largest tensors and a change that fits."""
     try:
         with explainer.during(RunPhase.OTHER):
             yield
     except ExplainedOutOfMemory as error:
         report = error.report
-        changes = training_suggestions(report, found.prepared.plan, began=False)
+        changes = training_suggestions(report, target.prepared.plan, began=False)
         remedy = f"set {changes[0].describe()}" if changes else "use a device with more memory"
         raise ExplainedOutOfMemory(report, remedy, tuple(essentials(report))) from error.__cause__
 
 
 class _Phases:
-    """Is entered with each phase of a step: explains running out of memory, and calls the recorder."""
+    """Context manager for the phases of a step: explains running out of memory, and calls the recorder."""
 
     def __init__(self, explainer: MemoryExplainer) -> None:
         self.explainer = explainer
@@ -138,16 +138,16 @@ class _Phases:
 
 
 class _Profiling:
-    """One profile, part by part."""
+    """One profile, measured part by part."""
 
     def __init__(
-        self, found: ProfileTarget, options: ProfileOptions, explainer: MemoryExplainer, tell: Progress
+        self, target: ProfileTarget, options: ProfileOptions, explainer: MemoryExplainer, tell: Progress
     ) -> None:
-        self.found, self.options, self.explainer, self.tell = found, options, explainer, tell
-        self.prepared = found.prepared
+        self.found, self.options, self.explainer, self.tell = target, options, explainer, tell
+        self.prepared = target.prepared
         self.device = self.prepared.device.kind
         self.phases = _Phases(explainer)
-        self.notes = list(found.notes)
+        self.notes = list(target.notes)
         self.is_slow = False
         self.step = self._built(self.prepared)
 
@@ -158,11 +158,11 @@ class _Profiling:
         if not self.found.is_eager:
             self._rebuild_eagerly()
         details = None if self.options.nvtx else self._details()
-        if peak is None:  # a CPU's allocator counts nothing: what was recorded is the measurement
+        if peak is None:  # a CPU's allocator has no statistics: the recorded peak is the measurement
             peak = 0 if details is None else details.memory.peak_bytes
         self.tell("measuring the device's peak rate")
         measured = None if prepared.device.ceiling(plan.job.dtype) else ceilings(self.device, plan.job.dtype)
-        self.tell("planning what would help")
+        self.tell("planning suggestions")
         return ProfileResult(
             job=profiled_job(plan),
             times=times,
@@ -180,7 +180,7 @@ class _Profiling:
 
     @property
     def microbatches(self) -> int:
-        """Of an optimizer step."""
+        """Microbatches per optimizer step."""
         return self.prepared.plan.job.accumulation
 
     def _built(self, prepared: Prepared) -> TrainingStep:
@@ -200,7 +200,7 @@ class _Profiling:
     def _rebuild_eagerly(self) -> None:
         peak = ", and so is their peak" if self.device == "cuda" else ""
         self.notes.append(
-            "torch.compile and CUDA graphs are off where kernels, operations and memory over time are measured; whole "
+            "torch.compile and CUDA graphs are off while kernels, operations and memory over time are measured; whole "
             f"steps are timed as the recipe runs them{peak}"
         )
         del self.step
@@ -272,7 +272,7 @@ class _Profiling:
             kernels = profile_run(self._one_step, device, rounds=1 if self.is_slow else KERNEL_ROUNDS)
         except NotSupported as error:
             raise ResourceError(
-                str(error), "give --nvtx for NVIDIA's own tools, or see `trimtab doctor`"
+                str(error), "use --nvtx for NVIDIA's own tools, or run `trimtab doctor`"
             ) from None
         self.tell("timing operations")
         times = measure_operations(
@@ -293,7 +293,7 @@ class _Profiling:
         return Details(kernels, rows, times.attributed, summarize(timeline), microbatches)
 
     def _lone_microbatch(self) -> None:
-        """Forward and backward; gradients are added to others only where the recipe does so."""
+        """Forward and backward; gradients accumulate only if the recipe accumulates them."""
         self.step.microbatch()
         if self.microbatches == 1:
             for parameter in self.step.decoder.parameters():

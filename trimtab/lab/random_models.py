@@ -1,4 +1,4 @@
-"""Hugging Face folders with random weights, for measurements of models whose weights are not at hand."""
+"""Hugging Face folders with random weights, for measurements of models without their weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trimtab.model.families import shape_from_config
 
 SHARD_BYTES = 4 * 2**30
 COMPLETE = "complete"
-"""An empty file that is written last: a folder without it was cut short."""
+"""An empty file that is written last: a folder without it is incomplete."""
 
 
 def random_model_folder(folder: Path, config: Mapping[str, Any], device: str) -> Path:
-    """The folder of a model, written at the first call: config, weights and a tokenizer of made-up words.
+    """The folder of a model, written in the first call: config, weights and a tokenizer of made-up words.
 
-    Weights are drawn on `device`, in bf16 on a GPU and in fp32 on a CPU; in fp32 they hold bf16 values, so that
-    casting or quantizing them gives the same values.
+    Weights are drawn on `device`, in bf16 on a GPU and in fp32 on a CPU; fp32 weights are rounded to bf16 values, so
+    that casting or quantizing either gives the same values.
     """
     if (folder / COMPLETE).exists():
         return folder
@@ -36,7 +36,7 @@ def random_model_folder(folder: Path, config: Mapping[str, Any], device: str) ->
 
 
 def config_folder(folder: Path, config: Mapping[str, Any]) -> Path:
-    """A folder with the config alone: enough to plan, and with a tokenizer to train from random weights.
+    """Writes a folder with only the config: enough to plan and, with a tokenizer, to train from random weights.
 
     Example:
         >>> import tempfile
@@ -51,7 +51,7 @@ def config_folder(folder: Path, config: Mapping[str, Any]) -> Path:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A tokenizer of words w2, w3, … up to the vocabulary's size, but no more than a thousand."""
+    """Writes a tokenizer of words w2, w3, … up to the vocabulary's size, at most a thousand."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {"<pad>": 0, "<eos>": 1, **{f"w{i}": i for i in range(2, min(vocab_size, 1000))}}

@@ -1,7 +1,7 @@
 """Results as JSON lines with their provenance: one line per finished case, appended as soon as it is measured.
 
-A command that was stopped continues where it ended: `read_records` has what was measured, `is_recorded` says whether a
-case counts as done. A line that was cut short is ignored when reading and never swallows the next one.
+A stopped command continues where it ended: `read_records` returns the finished cases, `is_recorded` decides whether a
+case needs no further run. A torn line is ignored when reading, and never corrupts the next one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Record = dict[str, Any]
 
 def read_records(path: Path, *keys: str) -> dict[Any, Record]:
     """The last record of each case, by one key or a tuple of several; torn lines and records without the keys are
-    left out.
+    skipped.
 
     Example:
         >>> read_records(Path("missing.jsonl"), "case")
@@ -41,7 +41,7 @@ def read_records(path: Path, *keys: str) -> dict[Any, Record]:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Appends one line; its folder is made where needed. A torn last line is ended first."""
+    """Appends one line, and creates the folder if needed. A torn last line is ended first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
@@ -50,7 +50,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def is_recorded(record: Mapping[str, Any] | None, same: Mapping[str, Any]) -> bool:
-    """Whether a case needs no further run: it has a record, which did not fail and agrees in `same`.
+    """Whether a case needs no further run: it has a record that did not fail and equals `same` in its keys.
 
     Example:
         >>> is_recorded({"commit": "a", "ms": 3.0}, {"commit": "a"}), is_recorded({"failed": "no memory"}, {})
@@ -64,7 +64,7 @@ def is_recorded(record: Mapping[str, Any] | None, same: Mapping[str, Any]) -> bo
 def provenance(
     device: str, packages: Sequence[str] = ("torch", "triton"), commit: str | None = None
 ) -> Record:
-    """What every record carries: device, versions, commit and time.
+    """The provenance in every record: device, versions, commit and time.
 
     Example:
         >>> sorted(provenance("cpu"))
@@ -79,12 +79,12 @@ def provenance(
 
 
 def timestamp() -> str:
-    """Now, ISO 8601 in UTC, to the second."""
+    """The current time, ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def versions(packages: Sequence[str], *, cuda: bool = False) -> dict[str, str]:
-    """Of Python and of those packages that are installed; nothing but torch, for CUDA's version, is imported.
+    """Versions of Python and of the installed packages; imports only torch, and only for CUDA's version.
 
     trimtab's is that of the running code: an editable install lists no package of that name.
 
@@ -109,7 +109,7 @@ def versions(packages: Sequence[str], *, cuda: bool = False) -> dict[str, str]:
 
 
 def checkout_commit() -> str:
-    """The commit of this checkout, marked where files were changed; "unknown" outside a repository."""
+    """The commit of this checkout, with "-dirty" if files were changed; "unknown" outside a repository."""
     words = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent)
@@ -119,7 +119,7 @@ def checkout_commit() -> str:
 
 
 def device_name(device: str) -> str:
-    """As torch names a CUDA GPU, or as the operating system names the CPU."""
+    """The GPU's name from torch, or the CPU's name from the operating system."""
     if device.startswith("cuda"):
         import torch
 
@@ -130,7 +130,7 @@ def device_name(device: str) -> str:
 
 
 def file_name(device: str) -> str:
-    """A device's name as a part of file names.
+    """A device's name, for use in file names.
 
     Example:
         >>> file_name("NVIDIA GeForce RTX 4090"), file_name("AMD EPYC 7B13 (64-Core)")

@@ -27,7 +27,7 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
 
     Args:
         measurements: of one or several studies, on one or several machines.
-        command: what made them, for the footer.
+        command: the command that measured them, for the footer.
         title: of the report; the study's own by default.
 
     Raises:
@@ -48,9 +48,15 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
     sections: list[Section] = []
     for machine in machines:
         for name in studies:
-            own = [m for m in measurements if m.cell.study == name and m.machine.name == machine]
-            found = find_study(name).sections(own) if own else []
-            sections += [_of_machine(one, machine) for one in found] if len(machines) > 1 else found
+            study_measurements = [
+                m for m in measurements if m.cell.study == name and m.machine.name == machine
+            ]
+            study_sections = find_study(name).sections(study_measurements) if study_measurements else []
+            sections += (
+                [_of_machine(section, machine) for section in study_sections]
+                if len(machines) > 1
+                else study_sections
+            )
     heading = title or (TITLES[studies[0]] if len(studies) == 1 else "Studies")
     return Document(heading, _facts(measurements), tuple(_distinct_ids(sections)), command)
 
@@ -64,7 +70,7 @@ def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[M
     measurements, damaged = read_measurements(paths)
     try:
         return study_document(measurements, command), measurements, damaged
-    except (KeyError, TypeError) as error:  # what a study of this version reports is not in its records
+    except (KeyError, TypeError) as error:  # the records lack a field that this version reports
         raise DataError(
             f"the records are of another version of trimtab: {type(error).__name__}: {error}",
             "measure again with this version and another --out",
@@ -72,7 +78,7 @@ def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[M
 
 
 def _of_machine(section: Section, machine: str) -> Section:
-    """The section with its machine in the heading and in the ids of its charts."""
+    """The section with the machine's name in the heading and in the ids of its charts."""
     suffix = f"-{file_name(machine).replace('.', '-')}"
     return Section(
         f"{section.title} ({machine})", tuple(_with_id(block, suffix=suffix) for block in section.blocks)
@@ -80,9 +86,9 @@ def _of_machine(section: Section, machine: str) -> Section:
 
 
 def _distinct_ids(sections: Sequence[Section]) -> list[Section]:
-    """Charts of several studies in one document may have one id: later ones get a number."""
+    """Makes chart ids unique: charts of several studies may share an id, and later ones get a number."""
     counts: dict[str, int] = {}
-    found = []
+    distinct = []
     for section in sections:
         blocks: list[Block] = []
         for block in section.blocks:
@@ -92,8 +98,8 @@ def _distinct_ids(sections: Sequence[Section]) -> list[Section]:
             counts[block.id] = counts.get(block.id, 0) + 1
             times = counts[block.id]
             blocks.append(_with_id(block, suffix=f"-{times}") if times > 1 else block)
-        found.append(replace(section, blocks=tuple(blocks)))
-    return found
+        distinct.append(replace(section, blocks=tuple(blocks)))
+    return distinct
 
 
 def _with_id(block: Block, *, suffix: str) -> Block:
@@ -105,12 +111,12 @@ def _facts(measurements: Sequence[Measurement]) -> tuple[str, ...]:
     names = list(dict.fromkeys(m.machine.name for m in measurements))
     commits = [name for name in dict.fromkeys(m.commit for m in measurements) if name not in ("", "unknown")]
     days = sorted({m.time[:10] for m in measurements})
-    found = [*names]
+    facts = [*names]
     if commits:
-        found.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
+        facts.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
     if days:
-        found.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
-    return tuple(found)
+        facts.append(days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}")
+    return tuple(facts)
 
 
 def prepare_folder(folder: Path) -> None:
@@ -129,7 +135,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_report(document: Document, folder: Path) -> list[Path]:
-    """Writes report.md, report.html and, with matplotlib, pictures/*.png; returns what was written.
+    """Writes report.md, report.html and, with matplotlib, pictures/*.png; returns the paths of these files.
 
     Raises:
         ResourceError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Times of repeated runs, every one of them kept, with their statistics. Imports no torch: reports read them."""
+"""All times of repeated runs, with their statistics. Imports no torch: reports read them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from trimtab.facts.errors import DataError
 
 DECIMALS = 4
-"""Of milliseconds in a record: 0.1 µs, finer than the resolution of CUDA events."""
+"""Decimals of milliseconds in a record: 0.1 µs, finer than the resolution of CUDA events."""
 
 
 class CacheState(enum.Enum):
-    """What the caches contain when a timed run begins."""
+    """The state of the caches when a timed run begins."""
 
     CLEARED = "cleared"
     """A buffer larger than the GPU's L2 cache is written before each run: inputs come from memory."""
@@ -40,7 +40,7 @@ class Samples:
 
     @property
     def repetitions(self) -> int:
-        """How many were made."""
+        """The number of repetitions."""
         return len(self.times_ms)
 
     @property
@@ -75,7 +75,7 @@ class Samples:
 
     @property
     def spread(self) -> float:
-        """From the 10th to the 90th percentile, as a share of the median.
+        """The distance from the 10th to the 90th percentile, as a share of the median.
 
         Example:
             >>> Samples((1.9, 2.0, 2.3)).spread
@@ -84,7 +84,7 @@ class Samples:
         return round((self.high_ms - self.low_ms) / max(self.median_ms, 1e-9), 6)
 
     def percentile(self, share: float) -> float:
-        """The time that this share of the repetitions does not exceed, one of those measured.
+        """A percentile of the times, without interpolation.
 
         Example:
             >>> Samples((4.0, 1.0, 2.0, 3.0, 5.0)).percentile(0.25)
@@ -93,7 +93,7 @@ class Samples:
         return sorted(self.times_ms)[round(share * (len(self.times_ms) - 1))]
 
     def to_dict(self) -> dict[str, Any]:
-        """For a record: the times, rounded, and for its readers the statistics.
+        """For a record: the rounded times, and their statistics for readers of the file.
 
         Example:
             >>> Samples((1.0, 2.0)).to_dict()
@@ -108,7 +108,7 @@ class Samples:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Samples:
-        """The times of a record; the statistics follow from them. Raises DataError where there are none.
+        """The times of a record; raises DataError if there are none.
 
         Example:
             >>> Samples.from_dict({"times_ms": [1.0, 2.0]}).mean_ms
@@ -124,7 +124,7 @@ class Samples:
 
 
 def damaged_record(part: str, reason: str) -> DataError:
-    """The error for a record whose part is not what a study writes.
+    """The error for a damaged part of a record.
 
     Example:
         >>> str(damaged_record("times", "there are none"))

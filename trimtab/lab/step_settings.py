@@ -1,4 +1,4 @@
-"""What can be chosen of a study model's step: precision, kernels, loss, part and mode. Imports no torch."""
+"""Settings of a study model's step: precision, kernels, loss, part and mode. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Precision(enum.Enum):
-    """dtype of the products; weights are fp32 in all of them."""
+    """Dtype of the products; weights are always fp32."""
 
     FP32 = "fp32"
     TF32 = "tf32"
@@ -21,21 +21,21 @@ class Precision(enum.Enum):
 
 
 class Kernels(enum.Enum):
-    """Which implementations a study model runs on."""
+    """The implementations that a study model uses."""
 
     REFERENCE = "reference"
     FAST = "fast"
 
 
 class Loss(enum.Enum):
-    """What is differentiated."""
+    """The differentiated loss."""
 
     LOGITS_SUM = "logits_sum"
     CROSS_ENTROPY = "cross_entropy"
 
     @property
     def label(self) -> str:
-        """In tables.
+        """The name in tables.
 
         Example:
             >>> Loss.CROSS_ENTROPY.label
@@ -45,7 +45,7 @@ class Loss(enum.Enum):
 
 
 class Mode(enum.Enum):
-    """How the operations of a step are launched."""
+    """How a step is executed."""
 
     EAGER = "eager"
     COMPILED = "compiled"
@@ -55,18 +55,18 @@ class Mode(enum.Enum):
 
 
 class Part(enum.Enum):
-    """What of a step is timed."""
+    """The timed part of a step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Alone: a new forward pass precedes each one, outside the timed part."""
+    """The backward pass alone: a new forward pass precedes each one, outside the timed part."""
     FORWARD_BACKWARD = "both"
     FULL = "full"
     """Forward, backward and AdamW."""
 
     @property
     def label(self) -> str:
-        """In tables.
+        """The name in tables.
 
         Example:
             >>> [part.label for part in Part]
@@ -85,7 +85,7 @@ class StepSettings:
     """
 
     size: str
-    """A study model, or any name that `trimtab.lab.study_models.named_shape` takes."""
+    """A study model, or any name that `trimtab.lab.study_models.named_shape` accepts."""
     context: int
     batch: int
     precision: Precision = Precision.FP32

@@ -1,4 +1,4 @@
-"""Times of steps by two clocks, as records keep them. Imports no torch: reports read them."""
+"""Times of steps by two clocks, as stored in records. Imports no torch: reports read them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class StepTimes:
     host: Samples
     """By the host's clock, synchronized before and after each step."""
     device: Samples | None
-    """Between the device's own events; None where the host does the work."""
+    """Between events on the device; None on a CPU."""
     warm_up_ms: tuple[float, ...] = ()
-    """Of the steps before, by the host's clock."""
+    """Warm-up steps, by the host's clock."""
 
     @property
     def clock_gap(self) -> float | None:
-        """How much longer the host's clock saw a step last than the device's did, as a share; medians."""
+        """By how much the host's median time exceeds the device's, as a share."""
         if self.device is None:
             return None
         return self.host.median_ms / max(self.device.median_ms, 1e-9) - 1
 
     @property
     def first_ms(self) -> float:
-        """The first step of all: of the warm-up where there was one."""
+        """The first step of the process: of the warm-up, if there was one."""
         return self.warm_up_ms[0] if self.warm_up_ms else self.host.times_ms[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class StepTimes:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> StepTimes:
-        """The times of a record; raises DataError where there are none.
+        """The times of a record; raises DataError if there are none.
 
         Example:
             >>> StepTimes.from_dict({"host": {"times_ms": [2.0]}, "device": None, "warm_up_ms": []}).host.mean_ms

@@ -1,10 +1,9 @@
 """Time of whole steps, synchronized, by two clocks: the host's and, on a CUDA GPU, the device's own.
 
 A step is timed as a user would see it: the device is idle when it begins, and it ends when the device is idle again.
-Nothing is evicted from the caches and nothing waits for the host's launches, unlike in `trimtab.lab.timing`, which
-times kernels. Events are recorded on the device before the first and behind the last kernel, so that the device's span
-can be compared with the host's clock: what they differ by is the cost of launching the first kernel and of noticing
-the end.
+Caches are not cleared and launches are part of the time, unlike in `trimtab.lab.timing`, which times kernels. Events
+are recorded on the device before the first and after the last kernel, so that the device's span can be compared with
+the host's clock: the difference is the cost of launching the first kernel and of the final synchronization.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from trimtab.lab.step_times import StepTimes
 from trimtab.lab.timing import Run
 
 LEAST_STEPS = 2
-"""Timed even where the budget has run out: a standard deviation needs two."""
+"""Minimum number of timed steps, even when the budget has run out: a standard deviation needs two."""
 
 
 class StepClock(Protocol):
-    """The clocks of a device. Tests have one with known delays."""
+    """The clocks of a device. Tests use one with known delays."""
 
     def synchronize(self) -> None:
         """Waits until the device has finished."""
@@ -33,28 +32,28 @@ class StepClock(Protocol):
         """Seconds of the host."""
 
     def mark(self) -> Any:
-        """An event at this point of the device's work; None where the host itself does the work."""
+        """Records an event in the device's work; None on a CPU."""
 
     def span_ms(self, start: Any, stop: Any) -> float:
-        """Milliseconds between two events, of a device that has finished."""
+        """Milliseconds between two events, after synchronization."""
 
 
 class HostClock:
     """A CPU: the host's clock is the only one."""
 
     def synchronize(self) -> None:
-        """Nothing runs on after a call."""
+        """Does nothing: CPU operations are synchronous."""
 
     def now(self) -> float:
         """Seconds of the host."""
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """No event."""
+        """Returns no event."""
         return None
 
     def span_ms(self, start: Any, stop: Any) -> float:
-        """Is never asked for."""
+        """Never called."""
         raise AssertionError("a CPU has no events")
 
 
@@ -70,13 +69,13 @@ class CudaClock:
         return time.perf_counter()
 
     def mark(self) -> Any:
-        """A recorded event."""
+        """Records and returns an event."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def span_ms(self, start: Any, stop: Any) -> float:
-        """Between two recorded events."""
+        """Milliseconds between two recorded events."""
         return float(start.elapsed_time(stop))
 
 
@@ -99,17 +98,17 @@ def time_steps(
     budget_s: float | None = None,
     clock: StepClock | None = None,
 ) -> StepTimes:
-    """Times steps one by one; every time is kept, those of the warm-up apart.
+    """Times steps one by one; returns every time, with warm-up steps separate.
 
     Args:
-        prepare: returns the step to time. It is called before each one, outside the timed part: for a backward pass it
-            runs the forward pass.
+        prepare: returns the step to time. It is called before each step, outside the timed part: for a backward pass
+            it runs the forward pass.
         device: `cpu` or `cuda`.
-        steps: timed steps, at least one.
-        warm_up: steps before them; 0 times the first step of a process with all that it has to set up.
-        budget_s: no further step begins when the timed ones have taken so many seconds; `LEAST_STEPS` are made in any
-            case. None for no limit.
-        clock: of the device, unless a test has another.
+        steps: the number of timed steps, at least one.
+        warm_up: steps before them; with 0 the first timed step includes the process's one-time setup.
+        budget_s: no further step begins after this many timed seconds, except for the first `LEAST_STEPS`; None for no
+            limit.
+        clock: the device's clock by default; tests pass another.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
@@ -137,16 +136,15 @@ def time_steps(
 
 
 def _time_one(prepare: Callable[[], Run], clock: StepClock) -> tuple[float, float | None]:
-    """(milliseconds of the host, milliseconds between the device's events) of one step."""
+    """(host milliseconds, milliseconds between the device's events) of one step."""
     run = prepare()
     clock.synchronize()
     start = clock.now()
     first = clock.mark()
-    kept = (
-        run()
-    )  # what it returns is released after the clock has stopped: a loss has a whole graph behind it
+    # The result is released after the clock has stopped: it may own a whole autograd graph.
+    result = run()
     last = clock.mark()
     clock.synchronize()
     host = 1e3 * (clock.now() - start)
-    del kept
+    del result
     return host, None if first is None else clock.span_ms(first, last)

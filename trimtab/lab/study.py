@@ -1,12 +1,12 @@
-"""What a study is: cells that are measured one by one in worker processes, and a report of the measurements.
+"""A study: cells that are measured one by one in worker processes, and a report of the measurements.
 
-A study is a package in `trimtab/lab/studies/` with the same three modules each time:
+Each study is a package in `trimtab/lab/studies/` with three modules:
 
-    cells.py     the options, checked, and the cells they ask for; imports no torch
-    measure.py   `measure(settings)`: one cell, measured; runs in a worker process
+    cells.py     validates the options and returns the cells; imports no torch
+    measure.py   `measure(settings)`: measures one cell, in a worker process
     report.py    `sections(measurements)`: tables and charts; imports no torch
 
-`trimtab.lab.sweep` runs cells and keeps their measurements, `trimtab.lab.studies` lists all studies.
+`trimtab.lab.sweep` runs cells and records their measurements, `trimtab.lab.studies` lists all studies.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from trimtab.report.document import Section
 
 
 class Outcome(enum.Enum):
-    """How the measurement of a cell ended. Each of them is a result that the report shows."""
+    """How the measurement of a cell ended. The report shows every outcome."""
 
     MEASURED = "measured"
     OUT_OF_MEMORY = "out of memory"
     PREDICTED_OUT_OF_MEMORY = "out of memory (predicted)"
-    """Not tried: what the cell is known to need is more than the device has; `message` has both."""
+    """Not tried: the cell needs more memory than the device has; `message` has both figures."""
     NOT_SUPPORTED = "not supported"
-    """The device, torch or a backend cannot do it; `message` says why."""
+    """The device, torch or a backend does not support it; `message` has the reason."""
     TIMED_OUT = "timed out"
     FAILED = "failed"
 
 
 FRESH = "fresh"
-"""The setting of a cell that asks for a process of its own; a setting, so that records tell what it was."""
+"""The setting of a cell that must run in a new process; it is a setting so that records contain it."""
 
 
 class NotSupported(Exception):
-    """Raised by `measure` where the machine cannot do what the cell asks for; its text is shown in the table."""
+    """Raised by `measure` if the machine does not support the cell's settings; its text is shown in the table."""
 
 
 class PredictedOutOfMemory(Exception):
-    """Raised by `measure` for a cell that is not tried because it cannot fit; its text says what it would need."""
+    """Raised by `measure` for a cell that is not tried because it cannot fit; its text has the memory it needs."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def fresh(self) -> bool:
-        """Whether it is measured in a new process, in which nothing has run yet: the setting `FRESH`.
+        """Whether it must be measured in a new process: the setting `FRESH`.
 
         Example:
             >>> Cell("step", {"warm_up": 0, FRESH: True}).fresh, Cell("step", {"warm_up": 0}).fresh
@@ -70,12 +70,12 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Equal for equal cells."""
+        """Identifies the cell: study and settings."""
         return f"{self.study} {json.dumps(dict(self.settings), sort_keys=True)}"
 
     @property
     def name(self) -> str:
-        """In a line of progress: the values of the settings, and the names of those that are true."""
+        """The name in progress lines: the values of the settings, and the names of those that are true."""
         shown = [
             name if value is True else str(value)
             for name, value in self.settings.items()
@@ -86,21 +86,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a measurement was made. Measurements of different machines never share a table."""
+    """The machine of a measurement. Measurements of different machines never share a table."""
 
     device: str
     versions: Mapping[str, str]
 
     @property
     def name(self) -> str:
-        """Device and torch's version: what readers need to tell two machines apart."""
+        """Device and torch version, which identify a machine in reports."""
         version = self.versions.get("torch")
         return self.device if version is None else f"{self.device}, torch {version}"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One cell's outcome; `result` has what the study's `measure` returned."""
+    """The outcome of a cell; `result` is the return value of the study's `measure`."""
 
     cell: Cell
     outcome: Outcome
@@ -128,7 +128,7 @@ class Measurement:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> Measurement:
-        """Raises DataError for a line that is no measurement."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return Measurement(
                 Cell(str(record["study"]), dict(record["settings"])),
@@ -146,14 +146,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as the command line and the suite see it.
+    """A study, for the command line and the suite.
 
     Args:
-        name: of its package and subcommand.
-        title: of its report.
-        sections: the report of measurements that were all made on one machine.
-        measure: "module:function", imported in the worker alone.
-        in_process: whether cells are measured in the calling process: of a study that counts, and needs no torch.
+        name: name of its package and subcommand.
+        title: title of its report.
+        sections: returns the report's sections for measurements of one machine.
+        measure: "module:function", imported only in the worker.
+        in_process: whether cells run in the calling process: for a study that only counts and needs no torch.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""A part of a study step as CUDA graphs: captured once, replayed as one launch.
+"""Captures a part of a study step as CUDA graphs, which replay with one launch.
 
-A graph has all kernels of a pass with the addresses they read and write, so that the host launches them at once.
-Captured are the forward pass, the backward pass behind a captured forward pass, or both in one graph. The optimizer
-step runs eagerly behind the replay, as in `trimtab.trainer.graphs`.
+A graph contains all kernels of a pass with their addresses. It captures the forward pass, the backward pass after a
+captured forward pass, or both in one graph. The optimizer step runs eagerly after the replay, as in
+`trimtab.trainer.graphs`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trimtab.lab.study_step import StudyStep
 from trimtab.lab.timing import Run
 
 WARM_UP = 3
-"""Passes on a side stream before a capture, as torch's documentation asks for: libraries are set up, and kernels
-compiled, which a capture must not contain."""
+"""Passes on a side stream before a capture, as torch's documentation requires: they initialize libraries and compile
+kernels, which a capture must not contain."""
 
 
 class GraphStep:
-    """A captured part of a step. Inputs and gradients stay where they are: every replay writes the same tensors.
+    """A captured part of a step. Inputs and gradients are static: every replay writes the same tensors.
 
     Example:
         >>> captured = GraphStep(step, Part.FORWARD_BACKWARD)                        # doctest: +SKIP
@@ -35,18 +35,18 @@ class GraphStep:
         self._pool: Any = None
         self.loss = torch.empty(0)
         self.first: torch.cuda.CUDAGraph | None = None
-        """The forward pass, where it is a graph of its own."""
+        """The forward pass, if it is a separate graph."""
         if part in (Part.FORWARD, Part.BACKWARD):
             self.first = self._capture(self._forward)
         self.last = self.first
-        """What is timed."""
+        """The timed graph."""
         if part is Part.BACKWARD:
             self.last = self._capture(lambda: step.backward(self.loss))
         elif part is not Part.FORWARD:
             self.last = self._capture(self._forward_backward)
 
     def prepared(self) -> Run:
-        """What is timed; before a backward pass the captured forward pass runs."""
+        """Returns the timed run; before a backward pass it replays the captured forward pass."""
         assert self.last is not None
         if self.part is Part.BACKWARD:
             assert self.first is not None
@@ -56,7 +56,7 @@ class GraphStep:
         return self.last.replay
 
     def verify(self) -> tuple[float, tuple[float, ...]]:
-        """(loss, gradient norms) of a replay into zeroed tensors: what is not computed anew is seen to be missing.
+        """(loss, gradient norms) of a replay into zeroed tensors, which reveals values that are not recomputed.
 
         A forward pass alone has no gradients.
         """
@@ -91,7 +91,7 @@ class GraphStep:
         torch.cuda.current_stream().wait_stream(side)
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Gradients are dropped before: a captured backward pass writes new ones instead of adding to old ones."""
+        """Captures a run, after freeing gradients: a captured backward pass then writes gradients instead of adding."""
         self.step.drop_gradients()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

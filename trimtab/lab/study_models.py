@@ -1,8 +1,7 @@
-"""The five models that studies measure, by the names of the reference: vocabulary 10,000, RoPE, SwiGLU, untied head.
+"""The five models that studies measure, named as in the reference study: vocabulary 10,000, RoPE, SwiGLU, untied head.
 
-They are Llama models to the last parameter: pre-norm RMSNorm, no biases, three feed-forward matrices of d_ff. The
-reference's own formula counts two; `sizes` shows both. `named_shape` also takes the model of any recipe, and whatever
-`trimtab plan` takes.
+They are Llama models: pre-norm RMSNorm, no biases, three feed-forward matrices of d_ff. The reference's own formula
+counts two; `sizes` shows both. `named_shape` also accepts a recipe, and every model name that `trimtab plan` accepts.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from trimtab.model.families import shape_from_config
 VOCABULARY = 10_000
 ROPE_THETA = 10_000.0
 LONGEST = 65_536
-"""Positions of the study models: RoPE has no table to run out of, so the bound is only there to be one."""
+"""Maximum positions of the study models: an arbitrary bound, since RoPE needs no table."""
 
 
 @dataclass(frozen=True)
 class StudyModel:
-    """d_model, d_ff, layers and heads of one size."""
+    """One size: d_model, d_ff, layers and heads."""
 
     name: str
     d_model: int
@@ -34,7 +33,7 @@ class StudyModel:
     heads: int
 
     def config(self) -> dict[str, Any]:
-        """As a config.json of Hugging Face."""
+        """The model as a Hugging Face config.json."""
         return {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLM"],
@@ -52,7 +51,7 @@ class StudyModel:
         }
 
     def shape(self) -> ModelShape:
-        """The model's description.
+        """The model's shape.
 
         Example:
             >>> study_model("small").shape().num_layers
@@ -62,8 +61,8 @@ class StudyModel:
 
 
 STUDY_MODELS = {
-    one.name: one
-    for one in (
+    model.name: model
+    for model in (
         StudyModel("small", 768, 3072, 12, 12),
         StudyModel("medium", 1024, 4096, 24, 16),
         StudyModel("large", 1280, 5120, 36, 20),
@@ -72,11 +71,11 @@ STUDY_MODELS = {
     )
 }
 TINY = StudyModel("tiny", 64, 256, 2, 4)
-"""For tests and first looks: every study accepts it, none has it among its defaults."""
+"""For tests and first runs: every study accepts it, none uses it by default."""
 
 
 def study_model(name: str) -> StudyModel:
-    """The model of a name; a RecipeError with the nearest one.
+    """The study model of a name; raises RecipeError with the nearest name if there is none.
 
     Example:
         >>> study_model("medium").d_ff
@@ -90,7 +89,7 @@ def study_model(name: str) -> StudyModel:
 
 
 def is_study_model(name: str) -> bool:
-    """Whether a name is a study model's.
+    """Whether a name is that of a study model.
 
     Example:
         >>> is_study_model("2.7B"), is_study_model("Qwen/Qwen3-0.6B")
@@ -100,13 +99,13 @@ def is_study_model(name: str) -> bool:
 
 
 def named_shape(name: str) -> ModelShape:
-    """The shape of a study model, of a recipe's model, or of a model by any name that `trimtab plan` takes.
+    """The shape of a study model, of a recipe's model, or of any model that `trimtab plan` accepts.
 
     Args:
         name: a size (`small`); a recipe; a hub id of the catalogue, a folder, a config.json or a GGUF file.
 
     Raises:
-        RecipeError: a word that is none of them, with the nearest size.
+        RecipeError: the name is none of them; the error suggests the nearest size.
 
     Example:
         >>> named_shape("small").num_layers, named_shape("Qwen/Qwen3-0.6B").num_layers
@@ -124,13 +123,13 @@ def named_shape(name: str) -> ModelShape:
             raise
         raise RecipeError(
             f"there is no study model {name!r}, nor a recipe or a model of that name",
-            f"{_nearest(name)}the sizes are {', '.join(STUDY_MODELS)}; or give a recipe, a hub id of the "
+            f"{_nearest(name)}the sizes are {', '.join(STUDY_MODELS)}; or name a recipe, a hub id of the "
             "catalogue, a folder, a config.json or a GGUF file",
         ) from None
 
 
 def model_settings(name: str) -> dict[str, str]:
-    """What identifies a model in the settings of a cell: its name and, since files change, a checksum of its shape.
+    """Identifies a model in a cell's settings: its name and, since files change, a checksum of its shape.
 
     Example:
         >>> model_settings("small"), sorted(model_settings("Qwen/Qwen3-0.6B"))

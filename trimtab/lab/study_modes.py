@@ -1,7 +1,7 @@
-"""A study step compiled or captured, and proof that it computes what the eager step computes.
+"""Compiles or captures a study step, and verifies it against the eager step.
 
-No time is reported of a step whose loss or gradients differ from the eager ones: loss, the norm of all gradients and
-the norm of each are compared before anything is timed.
+Loss, global gradient norm and the norm of each gradient are compared before anything is timed. A step that differs from
+eager mode is not timed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trimtab.lab.timing import Run, synchronize
 from trimtab.lab.worker import is_out_of_memory
 
 SMALL_NORM = 0.01
-"""Gradients with less than this share of the largest norm are compared with that share of it: they are differences of
-large sums, and their own rounding errors are large."""
+"""Lower bound, as a share of the largest norm, of the norm that a gradient's difference is divided by: small gradients
+are differences of large sums, with large relative rounding errors."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative differences that are allowed: of the loss and the global gradient norm, and of each gradient's norm."""
+    """Allowed relative differences: of the loss and the global gradient norm, and of each gradient's norm."""
 
     whole: float
     each: float
@@ -37,7 +37,7 @@ class Tolerance:
 
 FP32_TOLERANCE = Tolerance(whole=1e-4, each=1e-3)
 TOLERANCE = Tolerance(whole=5e-3, each=2e-2)
-"""TF32, bf16 and fp16: a compiler keeps intermediate results in fp32 that eager mode rounds."""
+"""For TF32, bf16 and fp16: compiled kernels keep intermediate results in fp32 that eager mode rounds."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Fingerprint:
     loss: float
     norms: tuple[float, ...]
     scale: float
-    """What the loss is compared with: a sum of logits may be near zero by chance."""
+    """The divisor of loss differences: a sum of logits may be near zero by chance."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What it took to make a step ready, and that it computes the right thing."""
+    """Compile time of a step, and its difference to eager mode."""
 
     compile_seconds: float | None = None
-    """The first forward and backward pass with all that is compiled for it; None where nothing is."""
+    """The first forward and backward pass, compilation included; None if nothing is compiled."""
     from_cache: bool = False
-    """Whether compiled kernels came from the cache on the disk."""
+    """Whether compiled kernels came from the cache on disk."""
     difference: float | None = None
-    """The largest relative difference of loss and gradient norms from the eager ones; None in eager mode, and where
-    eager mode runs out of memory."""
+    """The largest relative difference of loss and gradient norms to eager mode; None in eager mode, and if eager mode
+    runs out of memory."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class ReadyStep:
     """A step in one mode, ready to be timed."""
 
     prepare: Callable[[], Run]
-    """Called before each run; it returns the run."""
+    """Called before each run; returns the run."""
     preparation: Preparation = Preparation()
 
 
 def ready_step(step: StudyStep, mode: Mode, part: Part) -> ReadyStep:
-    """A part of a step in a mode.
+    """Prepares a part of a step in a mode.
 
     Raises:
-        NotSupported: the device has no CUDA graphs, or nothing to compile with.
-        RuntimeError: the mode computes something else than eager mode.
+        NotSupported: the device has no CUDA graphs, or there is no compiler.
+        RuntimeError: the results differ from eager mode.
 
     Example:
         >>> from trimtab.lab.step_settings import StepSettings
@@ -92,15 +92,15 @@ def ready_step(step: StudyStep, mode: Mode, part: Part) -> ReadyStep:
     if mode is Mode.GRAPHS:
         captured = GraphStep(step, part)
         loss, norms = captured.verify()
-        found = Fingerprint(loss, norms, _scale(step, loss))
-        return ReadyStep(captured.prepared, Preparation(difference=_compare(step, found, expected)))
+        actual = Fingerprint(loss, norms, _scale(step, loss))
+        return ReadyStep(captured.prepared, Preparation(difference=_compare(step, actual, expected)))
     seconds, from_cache = compile_step(step)
     difference = _compare(step, fingerprint(step), expected)
     return ReadyStep(step.prepared(part), Preparation(seconds, from_cache, difference))
 
 
 def check_mode(mode: Mode, device: str) -> None:
-    """NotSupported for a mode that a device cannot run, before a model is built.
+    """Raises NotSupported for a mode that a device cannot run, before a model is built.
 
     Example:
         >>> check_mode(Mode.GRAPHS, "cpu")
@@ -130,7 +130,7 @@ def compile_step(step: StudyStep) -> tuple[float, bool]:
     from trimtab.adapt.compiling import use_cache_folder
 
     use_cache_folder()
-    dynamo.reset()  # of the cells before: their programs guard other models
+    dynamo.reset()  # programs of previous cells guard other models
     dynamo.utils.counters.clear()
     step.compiled_loss = torch.compile(step.plain_loss, dynamic=False)
     device = step.settings.device
@@ -139,7 +139,7 @@ def compile_step(step: StudyStep) -> tuple[float, bool]:
         step.forward_backward()
     except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, InvalidCxxCompiler):
-            raise NotSupported("torch.compile needs a C++ compiler, and finds none") from None
+            raise NotSupported("torch.compile needs a C++ compiler, and found none") from None
         raise
     synchronize(device)
     seconds = time.perf_counter() - start
@@ -165,26 +165,28 @@ def fingerprint(step: StudyStep) -> Fingerprint:
     return Fingerprint(value, tuple(norms.tolist()), _scale(step, value))
 
 
-def disagreement(found: Fingerprint, expected: Fingerprint) -> tuple[float, float]:
+def disagreement(actual: Fingerprint, expected: Fingerprint) -> tuple[float, float]:
     """Relative differences: (of the loss or the global gradient norm, the larger; the largest of a gradient's norm).
 
     Example:
         >>> disagreement(Fingerprint(1.0, (3.0, 4.0), 1.0), Fingerprint(1.0, (3.0, 4.04), 1.0))[1] < 0.0101
         True
     """
-    if not all(math.isfinite(value) for value in (found.loss, expected.loss, *found.norms, *expected.norms)):
+    if not all(
+        math.isfinite(value) for value in (actual.loss, expected.loss, *actual.norms, *expected.norms)
+    ):
         return math.inf, math.inf  # `max` would pass over a NaN
-    loss = abs(found.loss - expected.loss) / expected.scale
+    loss = abs(actual.loss - expected.loss) / expected.scale
     if not expected.norms:
         return loss, 0.0
     floor = SMALL_NORM * max(expected.norms)
-    each = max(abs(a - b) / max(b, floor, 1e-30) for a, b in zip(found.norms, expected.norms, strict=True))
+    each = max(abs(a - b) / max(b, floor, 1e-30) for a, b in zip(actual.norms, expected.norms, strict=True))
     total = math.hypot(*expected.norms)
-    return max(loss, abs(math.hypot(*found.norms) - total) / max(total, 1e-30)), each
+    return max(loss, abs(math.hypot(*actual.norms) - total) / max(total, 1e-30)), each
 
 
 def _eager_fingerprint(step: StudyStep) -> Fingerprint | None:
-    """None where eager mode has not memory enough; other modes may need less."""
+    """The eager step's fingerprint; None if eager mode runs out of memory: other modes may need less."""
     try:
         return fingerprint(step)
     except (RuntimeError, MemoryError) as error:
@@ -197,17 +199,17 @@ def _eager_fingerprint(step: StudyStep) -> Fingerprint | None:
     return None
 
 
-def _compare(step: StudyStep, found: Fingerprint, expected: Fingerprint | None) -> float | None:
+def _compare(step: StudyStep, actual: Fingerprint, expected: Fingerprint | None) -> float | None:
     if expected is None:
         return None
-    if not found.norms:  # a captured forward pass has no gradients
+    if not actual.norms:  # a captured forward pass has no gradients
         expected = Fingerprint(expected.loss, (), expected.scale)
     allowed = FP32_TOLERANCE if step.settings.precision.value == "fp32" else TOLERANCE
-    whole, each = disagreement(found, expected)
+    whole, each = disagreement(actual, expected)
     if whole > allowed.whole or each > allowed.each:
         raise RuntimeError(
-            f"loss or gradients differ from eager mode: {whole:.2g} in all (allowed {allowed.whole:g}), "
-            f"{each:.2g} in one (allowed {allowed.each:g})"
+            f"loss or gradients differ from eager mode: {whole:.2g} in total (allowed {allowed.whole:g}), "
+            f"{each:.2g} in one parameter (allowed {allowed.each:g})"
         )
     return max(whole, each)
 

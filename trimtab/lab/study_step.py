@@ -1,9 +1,9 @@
-"""A study model, ready to be timed: forward, backward and optimizer step over one batch of random tokens.
+"""A study model's step: forward, backward and optimizer step over one batch of random tokens.
 
-Two sets of kernels: `reference`, plain attention and torch's own operations as in the reference study, and `fast`, what
-`trimtab train` would choose on this device. Two losses: the sum of the logits, which the reference study times, and
-the cross entropy that training uses. Weights are fp32; bf16 and fp16 compute under autocast, as mixed precision does.
-`study_modes` compiles a step or captures it as CUDA graphs.
+There are two sets of kernels: `reference`, plain attention and torch's own operations as in the reference study, and
+`fast`, those that `trimtab train` chooses on this device; and two losses: the sum of the logits, which the reference
+study times, and the cross entropy of training. Weights are fp32; bf16 and fp16 run under autocast. `study_modes`
+compiles a step or captures it as CUDA graphs.
 """
 
 # B batch, T tokens (context length), V vocabulary
@@ -37,7 +37,7 @@ SEED = 0
 
 
 class StudyStep:
-    """A study model with its batch; each method is one thing that studies time.
+    """A study model with its batch; studies time its methods.
 
     Example:
         >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
@@ -54,16 +54,16 @@ class StudyStep:
         self.decoder = _decoder(shape, settings)
         self.ids_BT, self.labels_BT = _tokens(settings, shape.vocab_size)
         self.compiled_loss: Callable[[], torch.Tensor] | None = None
-        """`plain_loss` as `trimtab.lab.study_modes` compiled it; `loss` then calls this one."""
+        """`plain_loss`, compiled by `trimtab.lab.study_modes`; `loss` calls it if it is set."""
 
     @cached_property
     def optimizer(self) -> AdamW:
-        """Made at the first update: a step without one needs no memory for its states."""
+        """Created at the first update: a step without updates needs no memory for optimizer states."""
         return AdamW(self.decoder.named_parameters(), lr=LEARNING_RATE)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """All of them; every one is trained."""
+        """All parameters; all are trainable."""
         return list(self.decoder.parameters())
 
     def loss(self) -> torch.Tensor:
@@ -81,7 +81,7 @@ class StudyStep:
         return F.cross_entropy(logits_BTV.flatten(0, 1), self.labels_BT.flatten())
 
     def forward(self) -> torch.Tensor:
-        """Forward pass with everything saved for backward."""
+        """Forward pass that saves activations for backward."""
         with self.computing():
             return self.loss()
 
@@ -101,7 +101,7 @@ class StudyStep:
         self.backward(self.forward())
 
     def update(self) -> None:
-        """The optimizer step; gradients are dropped."""
+        """Optimizer step, which also frees the gradients."""
         self.optimizer.step()
         self.drop_gradients()
 
@@ -116,14 +116,14 @@ class StudyStep:
         self.update()
 
     def prepared(self, part: Part) -> Callable[[], Run]:
-        """What is called before each timed run of a part; it returns the run.
+        """The function to call before each timed run of a part; it returns the run.
 
-        Gradients of the previous run are dropped before, not during a run, so that none is added to another.
+        It frees the gradients of the previous run, so that none accumulate and the run does not time that.
 
         Example:
             >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
             >>> backward = step.prepared(Part.BACKWARD)()    # a forward pass has run
-            >>> backward()                                   # this is what is timed
+            >>> backward()                                   # the timed run
         """
 
         def forward() -> Run:
@@ -151,7 +151,7 @@ class StudyStep:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """The precision of the settings in a forward pass, for as long as the block lasts."""
+        """Applies the settings' precision to a forward pass inside."""
         precision, device = self.settings.precision, self.settings.device.split(":")[0]
         cast: Any = contextlib.nullcontext()
         if precision.is_mixed:
@@ -161,7 +161,7 @@ class StudyStep:
 
     @contextlib.contextmanager
     def _products(self) -> Iterator[None]:
-        """TF32 or full fp32 for the fp32 products inside: those of a backward pass are computed like the forward's."""
+        """Selects TF32 or full fp32 for fp32 products inside, in forward and backward."""
         before = torch.get_float32_matmul_precision()
         tf32 = self.settings.precision is Precision.TF32
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -172,16 +172,16 @@ class StudyStep:
 
 
 def check_supported(settings: StepSettings) -> None:
-    """NotSupported for a precision that the device does not have."""
+    """Raises NotSupported for a precision that the device does not support."""
     cuda = settings.device.startswith("cuda")
     if settings.precision is Precision.TF32 and not (cuda and torch.cuda.get_device_capability() >= (8, 0)):
-        raise NotSupported("TF32 is a format of NVIDIA GPUs from compute capability 8.0 on")
+        raise NotSupported("TF32 needs an NVIDIA GPU with compute capability 8.0 or newer")
     if settings.precision is Precision.BF16 and cuda and torch.cuda.get_device_capability() < (8, 0):
-        raise NotSupported("this GPU has no bf16: that begins at compute capability 8.0")
+        raise NotSupported("bf16 needs a GPU with compute capability 8.0 or newer")
 
 
 def _decoder(shape: ModelShape, settings: StepSettings) -> Decoder:
-    """With random weights, drawn on the device: their values do not matter, their range does."""
+    """A decoder with random weights, drawn on the device: only their range matters."""
     attention = ["reference"] * shape.num_layers
     pointwise, loss_impl = "reference", "chunked"
     if settings.kernels is Kernels.FAST:

@@ -13,13 +13,13 @@ from trimtab.plan.what_if import Effect, list_effects
 
 COUNT = 3
 TIGHT = 0.85
-"""From this share of the memory on that a run may take, saving memory comes before saving time."""
+"""Used share of the memory limit above which saving memory comes before saving time."""
 WORTH = 0.01
-"""Of a step's time or of the memory it needs: what changes less is no suggestion."""
+"""Minimum effect of a suggestion, as a share of a step's time or of the memory it needs."""
 
 
 class Goal(enum.Enum):
-    """What a change is suggested for."""
+    """The purpose of a suggestion."""
 
     TIME = "time"
     MEMORY = "memory"
@@ -31,16 +31,16 @@ class Suggestion:
 
     name: str
     lines: tuple[str, ...]
-    """Of the recipe, to paste."""
+    """Lines of the recipe, to paste."""
     goal: Goal
     same_training: bool
     """Whether the same updates are computed, up to rounding."""
     seconds: float | None
-    """By which an optimizer step changes, for as many tokens; None where the device's rates are not known."""
+    """Change of the time of an optimizer step, for the same tokens; None if the device's rates are unknown."""
     saved: int
-    """Bytes that the peak has less; negative where it has more."""
+    """Bytes by which the peak falls; negative if it rises."""
     needed: int
-    """Bytes that the run then needs of its device."""
+    """Device memory in bytes that the run then needs."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -48,28 +48,30 @@ class Suggestion:
 
 
 def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestion, ...]:
-    """The changes that would help most, each alone and with everything else as planned.
+    """The changes that would help most, each applied alone.
 
-    Where memory is left, or chosen by the planner, those that save time come first; where the recipe fixes what is
-    recomputed and memory is tight, those that save memory. Changes that compute the same updates come before those that
-    train something else. Of several values of one key the best is suggested.
+    If memory is free, or the planner chooses the recompute policy, changes that save time come first; if the recipe
+    fixes the policy and memory is tight, those that save memory. Changes that compute the same updates come before
+    those that change training. Of several values of one key only the best is suggested.
 
     Args:
-        plan: of the recipe on its device.
+        plan: the plan of the recipe on its device.
         planner: plans another recipe for the same model (`trimtab.run.target.Target.plan_for`).
-        count: how many.
+        count: the maximum number of suggestions.
 
     Example:
         >>> suggest(target.plan, target.plan_for)[0].lines                           # doctest: +SKIP
         ('recompute: none',)
     """
     limit, recipe = min(plan.limit, plan.device.available_bytes), plan.recipe
-    found = [_suggestion(one) for one in list_effects(plan) if one.change.keys]
-    found = [one for one in [*found, *_fastest_batch(plan, planner)] if one.needed <= limit]
-    by_time, by_memory = _by_time(plan, found), _by_memory(plan, found)
+    suggestions = [_suggestion(effect) for effect in list_effects(plan) if effect.change.keys]
+    suggestions = [
+        change for change in [*suggestions, *_fastest_batch(plan, planner)] if change.needed <= limit
+    ]
+    by_time, by_memory = _by_time(plan, suggestions), _by_memory(plan, suggestions)
     is_fixed = recipe.recompute != "auto" or recipe.gradient_checkpointing is not None
     if is_fixed and plan.memory.needed > TIGHT * limit:
-        largest = sorted(by_memory, key=lambda one: (not one.same_training, -one.saved))
+        largest = sorted(by_memory, key=lambda change: (not change.same_training, -change.saved))
         return tuple(_one_per_key([*largest, *by_time]))[:count]
     return tuple(_one_per_key([*by_time, *by_memory]))[:count]
 
@@ -84,7 +86,7 @@ def _suggestion(effect: Effect) -> Suggestion:
 
 
 def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
-    """The per-device batch with the most tokens per second for the same global batch, memory keys chosen for it."""
+    """The per-device batch with the most tokens per second for the same global batch, with memory keys chosen anew."""
     now = plan.time.tokens_per_second
     if now is None:
         return
@@ -105,28 +107,38 @@ def _fastest_batch(plan: Plan, planner: Planner) -> Iterator[Suggestion]:
     )
 
 
-def _by_time(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Those that make a step faster, the fastest first."""
+def _by_time(plan: Plan, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
+    """Suggestions that make a step faster, the fastest first."""
     least = -WORTH * (plan.time.step_seconds or 0.0)
-    faster = [(one.seconds, one) for one in found if one.seconds is not None and one.seconds < least]
-    return [one for _, one in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))]
+    faster = [
+        (suggestion.seconds, suggestion)
+        for suggestion in suggestions
+        if suggestion.seconds is not None and suggestion.seconds < least
+    ]
+    return [
+        suggestion for _, suggestion in sorted(faster, key=lambda pair: (not pair[1].same_training, pair[0]))
+    ]
 
 
-def _by_memory(plan: Plan, found: Sequence[Suggestion]) -> list[Suggestion]:
-    """Those that save memory, the cheapest in seconds per byte first; where times are not known, the largest."""
-    saving = [one for one in found if one.saved > WORTH * plan.memory.needed]
+def _by_memory(plan: Plan, suggestions: Sequence[Suggestion]) -> list[Suggestion]:
+    """Suggestions that save memory, those with the fewest seconds per byte first; without times, the largest first."""
+    saving = [suggestion for suggestion in suggestions if suggestion.saved > WORTH * plan.memory.needed]
 
-    def price(one: Suggestion) -> float:
-        return -one.saved if one.seconds is None else max(one.seconds, 0.0) / one.saved
+    def price(suggestion: Suggestion) -> float:
+        return (
+            -suggestion.saved
+            if suggestion.seconds is None
+            else max(suggestion.seconds, 0.0) / suggestion.saved
+        )
 
-    return sorted(saving, key=lambda one: (not one.same_training, price(one)))
+    return sorted(saving, key=lambda suggestion: (not suggestion.same_training, price(suggestion)))
 
 
-def _one_per_key(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
+def _one_per_key(suggestions: Iterable[Suggestion]) -> Iterator[Suggestion]:
     """The first suggestion of each recipe key."""
     seen: set[str] = set()
-    for one in found:
-        key = one.lines[0].partition(":")[0]
+    for suggestion in suggestions:
+        key = suggestion.lines[0].partition(":")[0]
         if key not in seen:
             seen.add(key)
-            yield one
+            yield suggestion

@@ -1,8 +1,8 @@
 """Named sets of cells from several studies, measured in one sweep with one report.
 
-`study` is the whole of the reference study with at most two seconds of timing per cell: every size, fp32 and bf16,
-warm-up, kernels, memory, plain attention eager and compiled, FlashAttention over lengths. `full` is every default of
-every study; it takes hours. On a CPU both are reduced to what minutes allow.
+`study` repeats the reference study with at most two seconds of timing per cell: every size, fp32 and bf16, warm-up,
+kernels, memory, plain attention eager and compiled, FlashAttention over lengths. `full` measures the defaults of every
+study except `claims` and `concurrency`; it takes hours. On a CPU `study` is reduced to what minutes allow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def suite_cells(name: str, *, device: str, memory_bytes: int) -> list[Cell]:
     Args:
         name: one of `SUITES`.
         device: cpu, cuda or cuda:N.
-        memory_bytes: all memory of the device.
+        memory_bytes: total memory of the device.
 
     Raises:
         RecipeError: there is no such suite.
@@ -48,12 +48,12 @@ def suite_cells(name: str, *, device: str, memory_bytes: int) -> list[Cell]:
         hint = f"did you mean {near[0]}? " if near else ""
         raise RecipeError(f"there is no suite {name!r}", f"{hint}the suites are {' and '.join(SUITES)}")
     if name == "full":
-        found = _full(device, memory_bytes)
+        cells = _full(device, memory_bytes)
     elif device.startswith("cuda"):
-        found = _study_on_gpu(device, memory_bytes)
+        cells = _study_on_gpu(device, memory_bytes)
     else:
-        found = _study_on_cpu(device, memory_bytes)
-    return list({cell.key: cell for cell in found}.values())
+        cells = _study_on_cpu(device, memory_bytes)
+    return list({cell.key: cell for cell in cells}.values())
 
 
 def _full(device: str, memory_bytes: int) -> Iterator[Cell]:
@@ -79,7 +79,7 @@ def _study_on_gpu(device: str, memory_bytes: int) -> Iterator[Cell]:
         "fp32",
         "tf32",
         "bf16",
-    ):  # the real loss, trimtab's own kernels, and TF32, once per size
+    ):  # the training loss, trimtab's own kernels, and TF32, once per size
         yield from step.cells(
             device=device, contexts=(512,), precisions=(precision,), kernels=("reference", "fast"),
             losses=("cross_entropy",), parts=("both",), budget_s=BUDGET_S,

@@ -1,7 +1,7 @@
-"""Runs the cells of studies in worker processes and keeps each measurement as soon as it is made.
+"""Runs the cells of studies in worker processes and records each measurement as soon as it is made.
 
 A worker that runs out of memory, crashes or takes too long is replaced, and the sweep continues with the next cell. A
-sweep that was stopped continues where it ended: cells that this machine has measured with these versions are skipped.
+stopped sweep continues where it ended: cells that this machine has measured with the same versions are skipped.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from trimtab.facts.units import format_seconds
 from trimtab.lab.records import append_record, provenance, timestamp
 from trimtab.lab.studies import find_study
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.worker import READY, ended, measured
+from trimtab.lab.worker import READY, answer_without_result, measure_cell
 
 RECORDS = "records.jsonl"
 LOG = "worker.log"
-"""What the workers printed, tracebacks included."""
+"""The workers' output, tracebacks included."""
 CELL_SECONDS = 600.0
-"""The longest that a cell may take by default."""
+"""Default time limit of a cell."""
 START_SECONDS = 300.0
-"""The longest that a worker may take to import torch; no cell's time."""
+"""Time limit of a worker's start, which imports torch; not part of a cell's time."""
 UNFINISHED = (Outcome.FAILED, Outcome.TIMED_OUT)
-"""What the next sweep measures again."""
+"""Outcomes that the next sweep measures again."""
 PACKAGES = ("torch", "triton", "trimtab")
 
 Progress = Callable[[int, int, Cell, Measurement | None], None]
-"""(cells done, cells in all, the cell, its measurement or None when it begins)."""
+"""(finished cells, total cells, the cell, its measurement or None when it begins)."""
 
 
 def run_sweep(
@@ -52,26 +52,26 @@ def run_sweep(
     limit_seconds: float | None = None,
     commit: str | None = None,
 ) -> list[Measurement]:
-    """Measures what is not measured yet; returns the measurements of these cells on this machine.
+    """Measures the cells that are not recorded yet; returns the measurements of all cells on this machine.
 
     Args:
-        cells: of one or several studies, in the order in which they are measured.
-        folder: keeps records.jsonl, to which each measurement is appended.
+        cells: cells of one or several studies, in the order of measurement.
+        folder: folder of records.jsonl, to which each measurement is appended.
         device: cpu, cuda or cuda:N.
-        progress: is called before and after each cell.
+        progress: called before and after each cell.
         again: also measure cells that have a record.
-        cell_seconds: the longest time for one cell.
-        limit_seconds: no cell begins after this time; cells that are recorded already are returned all the same.
-        commit: of the code, where git cannot tell.
+        cell_seconds: the time limit of one cell.
+        limit_seconds: no cell begins after this time; recorded cells are returned all the same.
+        commit: commit of the code, if git does not know it.
 
     Example:
         >>> run_sweep(cells, Path("lab"), device="cpu")[0].outcome                   # doctest: +SKIP
         <Outcome.MEASURED: 'measured'>
     """
-    made = provenance(device, PACKAGES, commit)
-    machine = Machine(made["device"], made["versions"])
+    origin = provenance(device, PACKAGES, commit)
+    machine = Machine(origin["device"], origin["versions"])
     known = {} if again else _known(folder / RECORDS, machine)
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     begun = time.perf_counter()
     with _Worker(device, folder / LOG) as worker:
         for number, cell in enumerate(cells):
@@ -84,7 +84,7 @@ def run_sweep(
                 study = find_study(cell.study)
                 if study.in_process:
                     start = time.perf_counter()
-                    answer = measured(study.measure, dict(cell.settings))
+                    answer = measure_cell(study.measure, dict(cell.settings))
                     seconds = time.perf_counter() - start
                 else:
                     answer, seconds = worker.measure(study.measure, cell, cell_seconds)
@@ -95,14 +95,14 @@ def run_sweep(
                     answer["message"],
                     seconds,
                     machine,
-                    made["commit"],
+                    origin["commit"],
                     timestamp(),
                 )
                 append_record(folder / RECORDS, measurement.to_dict())
-            found.append(measurement)
+            measurements.append(measurement)
             if progress is not None:
                 progress(number + 1, len(cells), cell, measurement)
-    return found
+    return measurements
 
 
 def _is_over(begun: float, limit_seconds: float | None) -> bool:
@@ -110,26 +110,26 @@ def _is_over(begun: float, limit_seconds: float | None) -> bool:
 
 
 def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
-    """(the latest measurement of each cell on each machine, damaged lines) of record files or folders with some.
+    """(the latest measurement of each cell on each machine, number of damaged lines) of record files or folders.
 
     Raises:
         DataError: a path is missing, or has no measurement.
     """
-    found: dict[tuple[str, str], Measurement] = {}
+    latest: dict[tuple[str, str], Measurement] = {}
     damaged = 0
     for path in paths:
         for file in record_files(path):
             measurements, torn = _read_file(file)
             damaged += torn
-            for one in measurements:
-                key = (one.cell.key, one.machine.name)
-                if key not in found or found[key].time <= one.time:
-                    found[key] = one
-    return list(found.values()), damaged
+            for measurement in measurements:
+                key = (measurement.cell.key, measurement.machine.name)
+                if key not in latest or latest[key].time <= measurement.time:
+                    latest[key] = measurement
+    return list(latest.values()), damaged
 
 
 def record_files(path: Path) -> list[Path]:
-    """The record files of a path: itself, that of a folder, or those of the folders in it.
+    """The record files of a path: the file itself, that of a folder, or those of its subfolders.
 
     Raises:
         DataError: there is none.
@@ -140,10 +140,10 @@ def record_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
-    if not found:
+    files = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
+    if not files:
         raise DataError(f"{path} has no {RECORDS}", f"give a folder with {RECORDS}, or such a file")
-    return found
+    return files
 
 
 def _read_file(file: Path) -> tuple[list[Measurement], int]:
@@ -152,31 +152,33 @@ def _read_file(file: Path) -> tuple[list[Measurement], int]:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}", f"give a folder with {RECORDS}") from None
-    found, damaged = [], 0
+    measurements, damaged = [], 0
     for line in filter(str.strip, lines):
         try:
-            found.append(Measurement.from_dict(json.loads(line)))
+            measurements.append(Measurement.from_dict(json.loads(line)))
         except (json.JSONDecodeError, RecursionError, DataError, TypeError):
             damaged += 1
-    if not found:
-        raise DataError(f"{file} has no measurement in it", "run a study first: trimtab bench sizes")
-    return found, damaged
+    if not measurements:
+        raise DataError(f"{file} has no measurements", "run a study first: trimtab bench sizes")
+    return measurements, damaged
 
 
 def _known(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """What this machine has measured with these versions and needs no second run, by key."""
+    """Finished measurements of this machine with the same versions, by cell key."""
     if not path.exists():
         return {}
     try:
         measurements, _ = read_measurements([path])
     except DataError:
         return {}
-    tried = {one.cell.key: one for one in measurements if one.machine == machine}
-    return {key: one for key, one in tried.items() if one.outcome not in UNFINISHED}
+    tried = {
+        measurement.cell.key: measurement for measurement in measurements if measurement.machine == machine
+    }
+    return {key: measurement for key, measurement in tried.items() if measurement.outcome not in UNFINISHED}
 
 
 class _Worker:
-    """A process that measures cells; a new one after each that ended badly."""
+    """A process that measures cells; it is replaced after a crash, a failure or running out of memory."""
 
     def __init__(self, device: str, log: Path) -> None:
         self.device, self.log = device, log
@@ -190,7 +192,7 @@ class _Worker:
         self.stop()
 
     def measure(self, place: str, cell: Cell, seconds: float) -> tuple[dict[str, Any], float]:
-        """(the worker's answer, how long it took); a crash or the end of the time is an answer as well."""
+        """(the worker's answer, seconds that it took); a crash and a timeout are answers as well."""
         if cell.fresh:
             self.stop()
         start = time.perf_counter()
@@ -205,7 +207,7 @@ class _Worker:
         took = time.perf_counter() - start
         if line is None:
             self.stop()
-            return ended(Outcome.TIMED_OUT, f"longer than {format_seconds(took)}"), took
+            return answer_without_result(Outcome.TIMED_OUT, f"took longer than {format_seconds(took)}"), took
         if not line:
             return self._crashed(process), took
         answer: dict[str, Any] = json.loads(line)
@@ -224,7 +226,7 @@ class _Worker:
         return self._line(seconds)
 
     def _line(self, seconds: float) -> str | None:
-        """The worker's next line; empty when it has ended, None when it takes too long."""
+        """The worker's next line; empty if it has ended, None after a timeout."""
         try:
             return self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -233,7 +235,7 @@ class _Worker:
     def _start(self) -> subprocess.Popen[str]:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches this process alone, which then ends the worker and its children.
+            # In a new session: Ctrl-C reaches only this process, which then ends the worker and its children.
             process = subprocess.Popen(
                 [sys.executable, "-m", "trimtab.lab.worker", self.device],
                 stdin=subprocess.PIPE,
@@ -258,13 +260,15 @@ class _Worker:
     def _crashed(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         code = process.wait()
         self.stop()
-        if code in (-9, 128 + 9):  # SIGKILL: what the kernel does when memory is full
-            return ended(Outcome.OUT_OF_MEMORY, "the process was killed, as when memory is full")
+        if code in (-9, 128 + 9):  # SIGKILL, as the kernel's OOM killer sends it
+            return answer_without_result(
+                Outcome.OUT_OF_MEMORY, "the process was killed, as the kernel does when memory is full"
+            )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return ended(Outcome.FAILED, f"the process {how}; see {self.log}")
+        return answer_without_result(Outcome.FAILED, f"the process {how}; see {self.log}")
 
     def stop(self) -> None:
-        """Ends the process and those that it started, at once."""
+        """Kills the process and its children."""
         process, self._process = self._process, None
         if process is None:
             return

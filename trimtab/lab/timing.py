@@ -1,13 +1,13 @@
 """Time of functions on a CPU or a CUDA GPU, and the device's own peak rates.
 
-Functions are timed in turns: each runs once per round, so that a drifting clock affects all of them alike. On a GPU a
-buffer larger than the L2 cache is written before each run, so that inputs come from memory, and the device waits until
-the host has launched the run. The times are then the device's own, as in a training step whose host runs ahead; host
-times are reported next to them. On a CPU nothing is evicted: there an operation usually reads what the previous one has
-just written.
+Functions are timed in alternation: each runs in every round, so that a drifting clock affects all of them alike. On a
+GPU a buffer larger than the L2 cache is written before each run, so that inputs come from memory, and the device waits
+until the host has launched the run. Times are then those of the device alone, as in a training step whose host runs
+ahead; host times are reported next to them. On a CPU caches are not cleared: there an operation usually reads what the
+previous one has just written.
 
-`time_together` compares functions; `time_samples` repeats one, keeps every time and lets each repetition prepare its
-run outside the timed part, as a backward pass needs a forward pass before it.
+`time_together` compares functions; `time_samples` repeats one function, returns every time and lets each repetition
+prepare its run outside the timed part, as a backward pass needs a forward pass before it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ CLEARED_BYTES = 256 * 2**20
 """More than any L2 cache (50 MiB on an H200, 96 MiB on an RTX 5090)."""
 CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 2.0
-"""The longest time that a GPU waits for the launch of a run: a run that synchronizes would wait as long itself."""
+"""Maximum time that a GPU waits for the launch of a run: a run that synchronizes would include this wait."""
 MOST_RUNS = 200
-"""Per round."""
+"""Maximum number of runs per round."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device was measured to do: bytes per second of a copy (read + written), FLOPs of a product."""
+    """Measured peak rates of a device: bytes per second of a copy (read + written), FLOP/s of a product."""
 
     copy_bytes_per_s: float
     matmul_flops_per_s: float
@@ -74,7 +74,7 @@ class Ceilings:
 
 
 def synchronize(device: str) -> None:
-    """Waits until a CUDA device has finished; a CPU always has."""
+    """Waits until a CUDA device has finished; does nothing on a CPU."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
@@ -86,8 +86,8 @@ def summary(times_ms: list[float], host_ms: float = 0.0) -> Timing:
         >>> summary([1.0, 2.0, 9.0, 2.0, 3.0])
         Timing(median_ms=2.0, low_ms=1.0, high_ms=9.0, runs=5, host_ms=0.0)
     """
-    found = Samples(tuple(times_ms))
-    return Timing(found.median_ms, found.low_ms, found.high_ms, found.repetitions, host_ms)
+    samples = Samples(tuple(times_ms))
+    return Timing(samples.median_ms, samples.low_ms, samples.high_ms, samples.repetitions, host_ms)
 
 
 def time_once(run: Run, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -112,14 +112,14 @@ def time_together(
     budget_ms: float = 100,
     warm_up: int = 2,
 ) -> dict[str, Timing]:
-    """The time of each function, measured in turns.
+    """Times several functions in alternation.
 
     Args:
-        runs: functions by name; what they return is discarded.
-        device: `cpu` or `cuda`, where the functions run.
-        rounds: how often each has a turn.
+        runs: functions by name; their results are discarded.
+        device: `cpu` or `cuda`.
+        rounds: the number of rounds; each function runs in each.
         budget_ms: time of one function over all rounds; it runs at least once per round.
-        warm_up: runs before anything is timed.
+        warm_up: untimed runs before the first round.
 
     Example:
         >>> x = torch.randn(64, 64)
@@ -153,17 +153,16 @@ def time_samples(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Times of one function, run again and again; every time is kept.
+    """Times one function repeatedly and returns every time.
 
     Args:
         prepare: returns the function to time. It is called before each repetition, outside the timed part: for a
             backward pass it runs the forward pass, so that the time of backward has none of it.
-        device: `cpu` or `cuda`, where the function runs.
-        repetitions: how many are made, unless the budget ends before.
-        budget_ms: no repetition begins after so much time on the host's clock, preparations included; the first one
-            always does.
-        warm_up: repetitions before anything is timed, at least one; the budget limits them as well.
-        clock: seconds, for the budget.
+        device: `cpu` or `cuda`.
+        repetitions: the number of repetitions, unless the budget ends earlier.
+        budget_ms: no repetition but the first begins after this time on the host's clock, preparations included.
+        warm_up: untimed repetitions, at least one; the budget limits them as well.
+        clock: clock in seconds, for the budget.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
@@ -179,15 +178,15 @@ def time_samples(
     for number in range(warm_up):
         if number == 0 or (clock() - start) * 1e3 < budget_ms:
             timer.expect("", timer.launch(prepare()))  # the last launch counts: the first may compile
-    found: list[float] = []
+    times: list[float] = []
     start = clock()
-    while len(found) < repetitions and (not found or (clock() - start) * 1e3 < budget_ms):
-        found += timer.times("", prepare(), 1)
-    return Samples(tuple(found))
+    while len(times) < repetitions and (not times or (clock() - start) * 1e3 < budget_ms):
+        times += timer.times("", prepare(), 1)
+    return Samples(tuple(times))
 
 
 def cache_state(device: str) -> CacheState:
-    """What the caches contain before each timed run on a device.
+    """The state of a device's caches before each timed run.
 
     Example:
         >>> cache_state("cuda").value, cache_state("cpu").value
@@ -203,7 +202,7 @@ class _CpuTimer:
         self.host_ms: dict[str, float] = {}
 
     def prepare(self, name: str, run: Run) -> None:
-        """Nothing is launched asynchronously."""
+        """Does nothing: a CPU launches nothing asynchronously."""
 
     def launch(self, run: Run) -> float:
         """Runs once; there is no launch to measure."""
@@ -211,15 +210,15 @@ class _CpuTimer:
         return 0.0
 
     def expect(self, name: str, host_ms: float) -> None:
-        """Nothing waits for a launch."""
+        """Does nothing: there is no launch to wait for."""
 
     def times(self, name: str, run: Run, count: int) -> list[float]:
-        found = []
+        times = []
         for _ in range(count):
             start = time.perf_counter()
             run()
-            found.append((time.perf_counter() - start) * 1e3)
-        return found
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
 
 
 class _CudaTimer:
@@ -235,14 +234,14 @@ class _CudaTimer:
         self.expect(name, statistics.median(self.launch(run) for _ in range(5)))
 
     def launch(self, run: Run) -> float:
-        """Runs once; the milliseconds that the host took to launch it."""
+        """Runs once; returns the milliseconds that the host took to launch it."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
 
     def expect(self, name: str, host_ms: float) -> None:
-        """Sets how long the device waits for the launch of a run."""
+        """Sets the time that the device waits for the launch of a run."""
         self.host_ms[name] = host_ms
         self.waits[name] = round(min(1.5 * host_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS)
 
@@ -266,7 +265,7 @@ def ceilings(device: str = "cuda", precision: str | None = None) -> Ceilings:
 
     Args:
         device: on a GPU the copy has up to 1 GiB, on a CPU 64 MiB.
-        precision: of a GPU's product: fp32, tf32, bf16 or fp16; 16 bits by default. A CPU's is always fp32.
+        precision: dtype of a GPU's product: fp32, tf32, bf16 or fp16; 16 bits by default. A CPU always uses fp32.
     """
     if not device.startswith("cuda"):
         return _measure_ceilings("cpu", 64 * 2**20, 1024, torch.float32, "cpu", 0)
@@ -279,10 +278,10 @@ def ceilings(device: str = "cuda", precision: str | None = None) -> Ceilings:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     try:
-        found = _measure_ceilings("cuda", min(2**30, free // 8), size, dtype, name, 10 * major + minor)
+        measured = _measure_ceilings("cuda", min(2**30, free // 8), size, dtype, name, 10 * major + minor)
     finally:
         torch.set_float32_matmul_precision(before)
-    return replace(found, matmul_dtype="tf32") if precision == "tf32" else found
+    return replace(measured, matmul_dtype="tf32") if precision == "tf32" else measured
 
 
 def _measure_ceilings(

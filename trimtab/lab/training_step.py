@@ -1,4 +1,4 @@
-"""One optimizer step of a recipe over given batches, put together by the functions that `trimtab train` calls."""
+"""One optimizer step of a recipe over given batches, built by the functions that `trimtab train` calls."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class TrainingStep:
     decoder: Decoder
     optimizer: Any
     microbatch: Callable[[], torch.Tensor]
-    """Forward and backward of the batch; the mean loss. Gradients are left in the parameters."""
+    """Runs forward and backward of the batch; returns the mean loss. Gradients accumulate in the parameters."""
     update: Callable[[], None]
-    """The optimizer step; gradients are dropped."""
+    """Runs the optimizer step and frees the gradients."""
     load_peak_bytes: int | None
-    """Of the GPU's allocator while the weights were read."""
+    """Peak of the GPU's allocator while loading the weights."""
     backward: Callable[[Batch], torch.Tensor]
-    """Forward and backward of any batch; the mean loss. Gradients are left in the parameters."""
+    """Runs forward and backward of any batch; returns the mean loss. Gradients accumulate in the parameters."""
 
     def __call__(self) -> torch.Tensor:
         """One step with a single microbatch."""
@@ -55,7 +55,7 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
 
     Args:
         prepared: from `trimtab.run.prepare`.
-        weights: the folder of the weights; with `model.init: random` the config's.
+        weights: the folder of the weights, or of the config with `model.init: random`.
         batch: the microbatch of every step.
         during: entered with each phase of a step.
 
@@ -74,7 +74,11 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
     optimizer = build_optimizer(recipe, resolved, parameters)
     microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing, during=during)
     in_backward = build_in_backward(recipe, resolved, optimizer, mesh)
-    lr, one, no = recipe.learning_rate, torch.ones((), device=device), torch.zeros((), device=device).bool()
+    lr, grad_scale, skip = (
+        recipe.learning_rate,
+        torch.ones((), device=device),
+        torch.zeros((), device=device).bool(),
+    )
     masks = set_masks(decoder, device)  # of adapters with dropout
     decoder.train()
 
@@ -82,14 +86,14 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
         if masks is not None:
             masks.set(recipe.seed, 0, 0, batch.input_ids_BT.shape[1])
         if in_backward is not None:
-            in_backward.begin(lr=lr, skip=no)
+            in_backward.begin(lr=lr, skip=skip)
         return microstep.backward(batch, 1 / batch.num_targets) / batch.num_targets
 
     def update() -> None:
         if in_backward is not None:
             return
         with during(RunPhase.OPTIMIZER_STEP):
-            optimizer.step(lr=lr, grad_scale=one, skip=no)
+            optimizer.step(lr=lr, grad_scale=grad_scale, skip=skip)
             for parameter in parameters.values():
                 parameter.grad = None
 
@@ -97,7 +101,7 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
 
 
 def random_batch(vocab_size: int, rows: int, tokens: int, *, document: int | None = None) -> Batch:
-    """Random tokens, the same at every call: rows of one document each, or of documents of one length.
+    """A batch of random tokens, the same in every call: one document per row, or documents of equal length.
 
     Example:
         >>> batch = random_batch(100, 2, 8, document=4)

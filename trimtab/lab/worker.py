@@ -1,10 +1,10 @@
-"""A worker process: measures cells as they come, one line of JSON each, until its input ends.
+"""A worker process: measures cells that it reads as JSON lines, until its input ends.
 
     python -m trimtab.lab.worker DEVICE
 
 The worker writes READY once torch is imported. Then the parent writes {"measure": "module:function", "settings": {…}}
-and reads {"outcome", "result", "message"}. Whatever is printed while a cell is measured goes to standard error. After a
-cell that ran out of memory or failed, the parent starts a new process: the state of this one may be damaged.
+and reads {"outcome", "result", "message"}. Output of a cell goes to standard error. After a cell that ran out of memory
+or failed, the parent starts a new process: the state of this one may be damaged.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trimtab.run.device import current_gpu
 
 READY = "ready\n"
 HOST_SHARE = 0.9
-"""Of the host's free memory, what a cell on a CPU may take; beyond it torch raises, and the machine stays usable."""
+"""Share of the host's free memory that a cell on a CPU may use; beyond it torch raises and nothing swaps."""
 
 
 def main() -> int:
-    """Serves cells; 0 at the end of the input."""
+    """Measures cells until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     device = sys.argv[1]
-    import torch  # noqa: F401 - before the first cell, whose time it is not, and before the limit is taken
+    import torch  # noqa: F401 - outside the first cell's time, and before the memory limit is set
 
     if not device.startswith("cuda"):
         limit_memory()
@@ -38,35 +38,35 @@ def main() -> int:
         _write(answers, READY)
         for line in sys.stdin:
             order = json.loads(line)
-            _write(answers, json.dumps(measured(order["measure"], order["settings"])) + "\n")
+            _write(answers, json.dumps(measure_cell(order["measure"], order["settings"])) + "\n")
     return 0
 
 
-def measured(place: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Measures one cell; every way to end is an outcome.
+def measure_cell(place: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Measures one cell; every error is turned into an outcome.
 
     Example:
-        >>> measured("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
+        >>> measure_cell("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
         'failed'
     """
     module, _, function = place.partition(":")
     try:
         result = getattr(import_module(module), function)(settings)
-        json.dumps(result)  # what is no plain data fails here, as a cell's failure
+        json.dumps(result)  # a result that is not plain data counts as a failure of the cell
     except NotSupported as reason:
-        return ended(Outcome.NOT_SUPPORTED, str(reason))
+        return answer_without_result(Outcome.NOT_SUPPORTED, str(reason))
     except PredictedOutOfMemory as reason:
-        return ended(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
+        return answer_without_result(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
     except Exception as error:  # noqa: BLE001 - a cell that fails is a result, and the sweep continues
         if is_out_of_memory(error):
-            return ended(Outcome.OUT_OF_MEMORY, _first_line(error))
+            return answer_without_result(Outcome.OUT_OF_MEMORY, _first_line(error))
         traceback.print_exc()
-        return ended(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
+        return answer_without_result(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
     return {"outcome": Outcome.MEASURED.value, "result": result, "message": ""}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that caused it, says that memory ran out, on a GPU or on the host.
+    """Whether an exception or its cause means that a GPU or the host ran out of memory.
 
     Example:
         >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"))
@@ -81,9 +81,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def limit_memory() -> None:
-    """Limits the memory of this process to what is free, so that a cell that needs more raises instead of swapping.
+    """Limits this process to the free memory, so that a cell that needs more raises instead of swapping.
 
-    torch is imported before: its libraries are mapped, and count.
+    Call it after importing torch, whose mapped libraries count towards the limit.
     """
     statm = Path("/proc/self/statm")
     if not statm.exists():  # macOS: the system swaps
@@ -101,7 +101,7 @@ def limit_memory() -> None:
     )
 
 
-def ended(outcome: Outcome, message: str) -> dict[str, Any]:
+def answer_without_result(outcome: Outcome, message: str) -> dict[str, Any]:
     """The answer of a cell without a result."""
     return {"outcome": outcome.value, "result": {}, "message": message}
 

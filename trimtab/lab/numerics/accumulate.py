@@ -1,7 +1,7 @@
-"""One number added many times: what the formats of addends and sum do to the result.
+"""One number added many times: how the dtypes of addend and accumulator affect the result.
 
-Mixtures are summed by torch, `total += addend` on tensors of no dimension. Torch adds in the wider of both formats
-and rounds the result to the format of the sum.
+Torch computes the sums, `total += addend` on 0-dimensional tensors. It adds in the wider of both dtypes and rounds the
+result to the accumulator's dtype.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from trimtab.lab.numerics.formats import FORMATS
 from trimtab.lab.numerics.number_text import parse_number
 
 MOST = 100_000
-"""Additions of one row: seconds."""
+"""Maximum number of additions, which take seconds."""
 SMALLEST, LARGEST = Fraction("1e-300"), Fraction("1e300")
-"""Magnitudes whose sums and errors fp64 can show."""
+"""Range of magnitudes whose sums and errors fp64 can represent."""
 CURVE_POINTS = 200
 SEEDS = 32
-"""Sums with stochastic rounding; each draws other bits."""
+"""Number of sums with stochastic rounding, each with other random bits."""
 ADDENDS = ("fp32", "fp16", "bf16")
 SUMS = ("fp64", "fp32", "fp16", "bf16")
 
 
 class Method(enum.Enum):
-    """How a sum is taken."""
+    """The method of summation."""
 
     PLAIN = "total += addend"
     CAST = "total += addend cast to the sum's format"
@@ -43,18 +43,18 @@ class Method(enum.Enum):
 
 @dataclass(frozen=True)
 class Stagnation:
-    """Where a sum stops to grow: the addend is at most half of the spacing there."""
+    """Where a sum stops growing: the addend is at most half of the spacing there."""
 
     total: Fraction
     spacing: Fraction
-    """Of the sum's format at that total."""
+    """Spacing of the sum's dtype at that total."""
     step: int | None
-    """The first addition that changed nothing; None where fewer were made."""
+    """The first addition that did not change the sum; None if there were fewer."""
 
 
 @dataclass(frozen=True)
 class SumRow:
-    """One way to add."""
+    """The sum of one method with one combination of dtypes."""
 
     method: Method
     sum_format: str
@@ -63,12 +63,12 @@ class SumRow:
     exact: Fraction
     """count × value."""
     rounded_exact: Fraction | None
-    """count × the addend as its format stores it; None where that is not finite."""
+    """count × the addend rounded to its dtype; None if that is not finite."""
     stagnation: Stagnation | None
     curve: tuple[tuple[int, float], ...]
-    """(additions, total), thinned out."""
+    """(additions, total), at most about `CURVE_POINTS` of them."""
     spread: tuple[float, float] | None = None
-    """Smallest and largest result of all seeds, for stochastic rounding; `result` is then their mean."""
+    """Smallest and largest result over the seeds of stochastic rounding; `result` is then their mean."""
 
     @property
     def error(self) -> float:
@@ -82,18 +82,18 @@ class SumRow:
 
     @property
     def addend_error(self) -> float | None:
-        """The part that comes from rounding the addend once, before anything was added."""
+        """The error from rounding the addend once, before the first addition."""
         return None if self.rounded_exact is None else float(self.rounded_exact - self.exact)
 
     @property
     def adding_error(self) -> float | None:
-        """The part that comes from rounding the sum after each addition."""
+        """The error from rounding the sum after each addition."""
         return None if self.rounded_exact is None else _difference(self.result, self.rounded_exact)
 
 
 @dataclass(frozen=True)
 class AccumulateStudy:
-    """All ways to add a number `count` times."""
+    """The sums of a number added `count` times."""
 
     text: str
     value: Fraction
@@ -101,7 +101,7 @@ class AccumulateStudy:
     rows: tuple[SumRow, ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """One JSON record for each way; curves are left out."""
+        """One JSON record for each sum, without curves."""
         return [
             {
                 "value": self.text,
@@ -123,11 +123,11 @@ class AccumulateStudy:
 
 
 def study_accumulation(value: str = "0.01", count: int = 1000) -> AccumulateStudy:
-    """Adds a number `count` times in every mixture of formats, compensated, and with stochastic rounding.
+    """Adds a number `count` times: in every combination of dtypes, with Kahan summation and stochastic rounding.
 
     Args:
-        value: as users write it; any finite number but 0.
-        count: of additions, 1 to 100,000.
+        value: any finite number except 0, as text.
+        count: the number of additions, 1 to 100,000.
 
     Example:
         >>> study = study_accumulation("0.01", 1000)
@@ -136,11 +136,11 @@ def study_accumulation(value: str = "0.01", count: int = 1000) -> AccumulateStud
 ('fp16', 'fp32', 9.9531), ('fp16', 'fp16', 9.9531)]
     """
     if not 1 <= count <= MOST:
-        raise RecipeError(f"--count {count} additions", f"give 1 to {MOST}")
+        raise RecipeError(f"--count {count} is out of range", f"use 1 to {MOST}")
     exact = parse_number(value).value
     if exact is None or not SMALLEST <= abs(exact) <= LARGEST:
         raise RecipeError(
-            f"--value {value.strip()} cannot be summed up", "give a magnitude between 1e-300 and 1e300"
+            f"--value {value.strip()} cannot be summed", "use a magnitude between 1e-300 and 1e300"
         )
     rows = [_plain_row(exact, count, total, addend) for total in SUMS for addend in ADDENDS]
     rows += [_plain_row(exact, count, "fp32", addend, cast=True) for addend in ("fp16", "bf16")]
@@ -167,7 +167,7 @@ def _plain_row(
 
 
 def _kahan_row(exact: Fraction, count: int, name: str) -> SumRow:
-    """What the last addition lost is added to the next addend; everything is in one format."""
+    """Kahan summation in one dtype: the rounding error of each addition is added to the next addend."""
     addend = _tensor(exact, name)
     total, lost = torch.zeros((), dtype=_dtype(name)), torch.zeros((), dtype=_dtype(name))
 
@@ -183,7 +183,7 @@ def _kahan_row(exact: Fraction, count: int, name: str) -> SumRow:
 
 
 def _stochastic_row(exact: Fraction, count: int) -> SumRow:
-    """bf16 sums, rounded up or down with a chance that is right on average; one for each seed."""
+    """bf16 sums with stochastic rounding, one for each seed."""
     addend = _tensor(exact, "fp32")
     total_S = torch.zeros(SEEDS, dtype=torch.bfloat16)
     step = 0
@@ -206,7 +206,7 @@ def _row(
     addend_format: str,
     add: Callable[[], float],
 ) -> SumRow:
-    """Adds `count` times and looks at the totals."""
+    """Adds `count` times and records the totals."""
     stored = FORMATS[addend_format].round(exact).value
     plain = method in (Method.PLAIN, Method.CAST)
     every = max(1, count // CURVE_POINTS)
@@ -214,7 +214,7 @@ def _row(
     for step in range(1, count + 1):
         if stuck is None:
             total = add()
-            if plain and total == before:  # the next addition is the same one
+            if plain and total == before:  # every further addition gives the same total
                 stuck = step
         if step % every == 0 or step == count:
             curve.append((step, total))
@@ -232,17 +232,17 @@ def _row(
 
 
 def _stagnation(sum_format: str, addend: Fraction | None, step: int | None) -> Stagnation | None:
-    """The first total at which half of the spacing is not less than the addend: 0 or a power of two; None where the
-    range ends before it."""
+    """The first total at which half of the spacing is at least the addend: 0 or a power of two; None if the dtype
+    overflows before it."""
     if addend is None:
         return None
-    found = FORMATS[sum_format]
+    sum_dtype = FORMATS[sum_format]
     total = Fraction(0)
-    while found.spacing(total) / 2 < abs(addend):
-        total = total * 2 or found.smallest_normal
-    if total > found.largest:
+    while sum_dtype.spacing(total) / 2 < abs(addend):
+        total = total * 2 or sum_dtype.smallest_normal
+    if total > sum_dtype.largest:
         return None
-    return Stagnation(-total if addend < 0 else total, found.spacing(total), step)
+    return Stagnation(-total if addend < 0 else total, sum_dtype.spacing(total), step)
 
 
 def _difference(result: float, exact: Fraction) -> float:
@@ -254,7 +254,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _tensor(value: Fraction, name: str) -> torch.Tensor:
-    """A number rounded once from its exact value; by way of fp64 it could be rounded twice."""
+    """A number rounded once from its exact value; via fp64 it could be rounded twice."""
     number = FORMATS[name].round(value)
     plain = float("inf") if number.value is None else float(number.value)
     return torch.tensor(-plain if number.value is None and number.negative else plain, dtype=_dtype(name))

@@ -1,4 +1,4 @@
-"""Sums in mixtures of formats, as a document."""
+"""The report on sums whose accumulator and addends differ in dtype."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _sums(study: AccumulateStudy) -> Section:
     plain = [row for row in study.rows if row.method is Method.PLAIN]
     blocks: list[Block] = [
         Text(
-            f"The exact sum is {exact}. An error has two parts: the addend was rounded to its format once, and the "
+            f"The exact sum is {exact}. An error has two parts: the addend was rounded to its dtype once, and the "
             "sum was rounded to its own after every addition."
         ),
         Table("The four classic cases", HEAD, tuple(map(_cells, four))),
@@ -84,21 +84,21 @@ def _sums(study: AccumulateStudy) -> Section:
 
 
 def _lesson(four: Sequence[SumRow]) -> str:
-    """What the four cases show, of what was computed."""
+    """Summarizes the four cases, from the computed rows."""
     narrow, mixed, cast = four[1], four[2], four[3]
-    said = []
+    sentences = []
     if None not in (mixed.addend_error, mixed.adding_error):
         before, after = abs(mixed.addend_error or 0.0), abs(mixed.adding_error or 0.0)
         where = "there before anything is added" if before >= after else "made while adding"
-        said.append(f"With an fp32 sum of fp16 addends, most of the error is {where}.")
+        sentences.append(f"With an fp32 sum of fp16 addends, most of the error is {where}.")
     if mixed.result == cast.result:
-        said.append("Casting the addend first changes nothing: torch adds in the wider format by itself.")
+        sentences.append("Casting the addend first changes nothing: torch adds in the wider dtype by itself.")
     if abs(narrow.error) > abs(mixed.error):
-        said.append(
+        sentences.append(
             "The sum in fp16 is further off than the fp32 sum of the same addends: an accumulator needs more bits "
-            "than what it adds up."
+            "than its addends."
         )
-    return " ".join(said)
+    return " ".join(sentences)
 
 
 def _mixture_note(rows: Sequence[SumRow]) -> str:
@@ -111,17 +111,17 @@ def _stagnation(study: AccumulateStudy) -> Section:
     rows = [row for row in study.rows if row.method is Method.PLAIN and row.sum_format != "fp64"]
     cells = []
     for row in rows:
-        found = row.stagnation
-        if found is None:
-            cells.append((_name(row), "never: the range ends before", "", "", ""))
+        stagnation = row.stagnation
+        if stagnation is None:
+            cells.append((_name(row), "never: it overflows first", "", "", ""))
             continue
-        reached = f"addition {found.step}" if found.step else f"not in {study.count} additions"
+        reached = f"addition {stagnation.step}" if stagnation.step else f"not in {study.count} additions"
         cells.append(
             (
                 _name(row),
-                short_decimal(found.total, 9),
-                short_decimal(found.spacing, 4),
-                short_decimal(found.spacing / 2, 4),
+                short_decimal(stagnation.total, 9),
+                short_decimal(stagnation.spacing, 4),
+                short_decimal(stagnation.spacing / 2, 4),
                 reached,
             )
         )
@@ -131,11 +131,11 @@ def _stagnation(study: AccumulateStudy) -> Section:
         tuple(cells),
     )
     text = (
-        "A sum stands still where the addend is at most half of the distance to the next number: the result is "
-        f"rounded back to where it was, however often {study.text} is added."
+        "A sum stops growing where the addend is at most half of the distance to the next number: the result is "
+        f"rounded back to the old sum, however often {study.text} is added."
     )
     stuck = [_name(row) for row in rows if row.stagnation is not None and row.stagnation.step]
-    seen = f" That happened here to {', '.join(stuck)}." if stuck else " None of these sums came that far."
+    seen = f" That happened here to {', '.join(stuck)}." if stuck else " None of these sums got that far."
     return Section("Stagnation", (Text(text + seen), table))
 
 
@@ -149,10 +149,10 @@ def _better_ways(study: AccumulateStudy) -> Section:
     )
     spread = next(row.spread for row in rows if row.spread is not None)
     text = (
-        "Kahan's sum keeps what an addition lost in a second number of the same format and adds it next time. "
-        "Stochastic rounding goes up or down with a chance in proportion to the distance, so that the sum is right "
-        "on average, as trimtab's optimizers round bf16 weights. Its result is the mean of "
-        f"{SEEDS} sums, which went from {spread[0]:.6g} to {spread[1]:.6g}."
+        "Kahan summation keeps the rounding error of each addition in a second variable of the same dtype and adds "
+        "it to the next addend. Stochastic rounding goes up or down with a probability proportional to the distance, "
+        "so that the sum is right on average; trimtab's optimizers round bf16 weights this way. Its result is the "
+        f"mean of {SEEDS} sums, which ranged from {spread[0]:.6g} to {spread[1]:.6g}."
     )
     return Section("Better sums in 16 bits", (Text(text), table))
 

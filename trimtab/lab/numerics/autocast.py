@@ -50,11 +50,11 @@ class ToyModel(nn.Module):
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Formats of one step under autocast."""
+    """Dtypes of one step under autocast."""
 
     name: str
     parameters: str
-    """Inside of the autocast region."""
+    """Parameters, inside of the autocast region."""
     first_layer: str
     """Output of the first linear layer."""
     norm: str
@@ -63,12 +63,12 @@ class TracedModel:
     loss: str
     gradients: str
     operations: tuple[tuple[Operation, int], ...]
-    """With how often each ran, in the order of the pass."""
+    """(operation, count), in the order of execution."""
 
 
 @dataclass(frozen=True)
 class AutocastStudy:
-    """What autocast does on one device."""
+    """Dtypes under autocast on one device."""
 
     device: str
     dtype: str
@@ -90,14 +90,14 @@ class AutocastStudy:
                 "gradients": model.gradients,
                 "operations": [
                     {
-                        "module": one.module,
-                        "pass": "backward" if one.backward else "forward",
-                        "operation": one.name,
-                        "inputs": one.inputs,
-                        "output": one.output,
+                        "module": operation.module,
+                        "pass": "backward" if operation.backward else "forward",
+                        "operation": operation.name,
+                        "inputs": operation.inputs,
+                        "output": operation.output,
                         "times": times,
                     }
-                    for one, times in model.operations
+                    for operation, times in model.operations
                 ],
             }
             for model in self.models
@@ -106,7 +106,7 @@ class AutocastStudy:
 
 
 def study_autocast(dtype: str = "bf16", device: str = "cpu") -> AutocastStudy:
-    """Runs forward and backward of both models under autocast and notes the format of everything.
+    """Runs forward and backward of both models under autocast and records all dtypes.
 
     Args:
         dtype: bf16 or fp16.
@@ -160,24 +160,24 @@ def _trace_decoder(dtype: str, device: str) -> TracedModel:
         logits_BTV = decoder.logits(decoder(step.ids_BT))
         return logits_BTV, F.cross_entropy(logits_BTV.flatten(0, 1), step.labels_BT.flatten())
 
-    looked_at = (first.self_attn.q_proj, first.input_layernorm)
-    return _trace("trimtab's decoder", decoder, looked_at, step.computing, loss)
+    observed = (first.self_attn.q_proj, first.input_layernorm)
+    return _trace("trimtab's decoder", decoder, observed, step.computing, loss)
 
 
 def _trace(
     name: str,
     model: nn.Module,
-    looked_at: tuple[nn.Module, nn.Module],
+    observed: tuple[nn.Module, nn.Module],
     autocast: Callable[[], AbstractContextManager[Any]],
     loss: Callable[[], tuple[torch.Tensor, torch.Tensor]],
 ) -> TracedModel:
-    """One forward and backward pass; `looked_at` are the first linear layer and the first norm."""
+    """One forward and backward pass; `observed` are the first linear layer and the first norm."""
     outputs: dict[nn.Module, str] = {}
 
     def note(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         outputs[module] = NAMES[output.dtype]
 
-    handles = [module.register_forward_hook(note) for module in looked_at]
+    handles = [module.register_forward_hook(note) for module in observed]
     with DtypeTrace() as trace:
         with autocast():
             parameters = _formats(parameter for parameter in model.parameters())
@@ -188,8 +188,8 @@ def _trace(
     return TracedModel(
         name,
         parameters,
-        outputs[looked_at[0]],
-        outputs[looked_at[1]],
+        outputs[observed[0]],
+        outputs[observed[1]],
         NAMES[logits.dtype],
         NAMES[value.dtype],
         _formats(parameter.grad for parameter in model.parameters()),

@@ -18,7 +18,7 @@ FIRST_BLOCK = "model.layers.0"
 BLOCKS = "model.layers."
 
 Signature = tuple[tuple[str, str, str, int], ...]
-"""(operation, inputs, output, times) of everything that a module runs."""
+"""(operation, inputs, output, count) of every operation of a module."""
 
 
 def autocast_document(
@@ -39,10 +39,10 @@ def autocast_document(
             "Operations of trimtab's decoder",
             (
                 Text(
-                    "One block and what is around it, views and copies left out. Autocast casts the input and the "
-                    "weight of each matrix product; the residual stream, norms, softmax and loss stay in fp32."
+                    "One block and the layers outside blocks, without views and copies. Autocast casts the input and "
+                    "the weight of each matrix product; the residual stream, norms, softmax and loss stay in fp32."
                     if _stays_wide(decoder)
-                    else "One block and what is around it, views and copies left out."
+                    else "One block and the layers outside blocks, without views and copies."
                 ),
                 _forward(decoder),
                 _backward(decoder),
@@ -63,12 +63,12 @@ def _questions(study: AutocastStudy) -> Section:
         ("loss", toy.loss, decoder.loss),
         ("gradients", toy.gradients, decoder.gradients),
     )
-    table = Table("Formats of one step", ("what", toy.name, decoder.name), rows)
-    return Section("What has which format", (Text(_answer(toy)), table, Text(_decoder_answer(decoder))))
+    table = Table("Dtypes of one step", ("tensor", toy.name, decoder.name), rows)
+    return Section("The dtype of each tensor", (Text(_answer(toy)), table, Text(_decoder_answer(decoder))))
 
 
 def _answer(toy: TracedModel) -> str:
-    """Where torch's autocast keeps fp32, of what was seen."""
+    """Whether autocast was observed to run the toy model's norm in fp32."""
     text = (
         "The toy model is linear → ReLU → LayerNorm → linear with cross entropy. Autocast changes no parameter: it "
         "casts the inputs of single operations while they run."
@@ -83,31 +83,37 @@ def _answer(toy: TracedModel) -> str:
 
 def _decoder_answer(decoder: TracedModel) -> str:
     if not decoder.norm == decoder.logits == decoder.gradients == decoder.parameters == "fp32":
-        return f"The decoder's norms gave {decoder.norm}, its logits are {decoder.logits}."
+        return f"The decoder's norms return {decoder.norm}, its logits are {decoder.logits}."
     return (
-        "trimtab's decoder does not depend on the list: its residual stream has the weights' format, norms compute "
-        "in it, and the loss takes fp32 logits. Gradients have the format of their parameters."
+        "trimtab's decoder does not depend on that list: its residual stream has the weights' dtype, norms compute "
+        "in it, and the loss takes fp32 logits. Gradients have the dtype of their parameters."
     )
 
 
 def _stays_wide(decoder: TracedModel) -> bool:
     names = ("rsqrt", "_softmax", "_log_softmax")
-    seen = [one for one, _ in decoder.operations if one.name in names and not one.backward]
-    return bool(seen) and all(one.output == "fp32" for one in seen)
+    seen = [
+        operation for operation, _ in decoder.operations if operation.name in names and not operation.backward
+    ]
+    return bool(seen) and all(operation.output == "fp32" for operation in seen)
 
 
-def _computes(one: Operation) -> bool:
-    return not one.is_view and one.name not in MOVES
+def _computes(operation: Operation) -> bool:
+    return not operation.is_view and operation.name not in MOVES
 
 
 def _forward(model: TracedModel) -> Table:
-    """A row for each operation of each module; modules that run the same are together."""
+    """A row for each operation of each module; modules with the same operations share their rows."""
     modules: dict[str, list[tuple[str, str, str, int]]] = {}
-    for one, times in model.operations:
-        other_block = one.module.startswith(BLOCKS) and not f"{one.module}.".startswith(f"{FIRST_BLOCK}.")
-        if one.backward or other_block or not _computes(one):
+    for operation, times in model.operations:
+        other_block = operation.module.startswith(BLOCKS) and not f"{operation.module}.".startswith(
+            f"{FIRST_BLOCK}."
+        )
+        if operation.backward or other_block or not _computes(operation):
             continue
-        modules.setdefault(one.module, []).append((one.name, one.inputs, one.output, times))
+        modules.setdefault(operation.module, []).append(
+            (operation.name, operation.inputs, operation.output, times)
+        )
     alike: dict[Signature, list[str]] = {}
     for module, operations in modules.items():
         alike.setdefault(tuple(operations), []).append(_short(module))
@@ -120,7 +126,7 @@ def _forward(model: TracedModel) -> Table:
 
 
 def _short(module: str) -> str:
-    """A module's path without what all of them share."""
+    """A module's path without the prefix that all of them share."""
     if not module:
         return "outside of modules"
     if module == FIRST_BLOCK:
@@ -134,16 +140,16 @@ def _operation(name: str) -> str:
 
 def _backward(model: TracedModel) -> Table:
     counts: dict[tuple[str, str, str], int] = {}
-    for one, times in model.operations:
-        if one.backward and _computes(one):
-            key = (_operation(one.name), one.inputs, one.output)
+    for operation, times in model.operations:
+        if operation.backward and _computes(operation):
+            key = (_operation(operation.name), operation.inputs, operation.output)
             counts[key] = counts.get(key, 0) + times
     rows = tuple((*key, str(times)) for key, times in sorted(counts.items()))
     return Table(
         "Backward, all modules",
         ("operation", "inputs", "output", "times"),
         rows,
-        note="Each operation's backward runs in the format of its forward pass, outside of the autocast region.",
+        note="Each operation's backward runs in the dtype of its forward pass, outside of the autocast region.",
     )
 
 
@@ -159,7 +165,7 @@ def _norms(rows: Sequence[NormRow]) -> Section:
     table = Table(
         f"RMSNorm of {WIDTH} activations",
         (
-            "format",
+            "dtype",
             "activations (rms)",
             "squares = inf",
             "squares = 0",
@@ -192,16 +198,18 @@ def _norms(rows: Sequence[NormRow]) -> Section:
 
 
 def _norm_lesson(rows: Sequence[NormRow]) -> str:
-    """Of what was computed."""
-    said = []
+    """Summarizes the table."""
+    sentences = []
     for name in ("fp16", "bf16"):
-        own = [row for row in rows if row.format == name]
-        lost = [row for row in own if row.error > 0.5]
-        factor = sorted(row.error / row.error_fp32_inside for row in own)[len(own) // 2]
+        dtype_rows = [row for row in rows if row.format == name]
+        lost = [row for row in dtype_rows if row.error > 0.5]
+        factor = sorted(row.error / row.error_fp32_inside for row in dtype_rows)[len(dtype_rows) // 2]
         part = f"In {name} the steps in 16 bits make the error {factor:.1f} times as large in the median row"
         if lost:
-            part += f", and nothing is left of the signal from activations of {lost[0].scale:g} on"
-        said.append(f"{part}.")
+            part += f", and the signal is lost from activations of {lost[0].scale:g} on"
+        sentences.append(f"{part}.")
     worst = max(rows, key=lambda row: row.error_fp32_inside)
-    said.append(f"With fp32 inside no error is above {worst.error_fp32_inside:.2g}, the last rounding's.")
-    return " ".join(said)
+    sentences.append(
+        f"With fp32 inside no error is above {worst.error_fp32_inside:.2g}, the last rounding's."
+    )
+    return " ".join(sentences)

@@ -1,4 +1,4 @@
-"""What each dtype stores of a number, bit by bit. No torch."""
+"""Numbers in each format, bit by bit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NumberBits:
 
     @property
     def rows(self) -> tuple[StoredFloat | StoredCode, ...]:
-        """All of them."""
+        """The number in floating-point formats, then in block codes."""
         return (*self.floats, *self.codes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,13 +38,13 @@ class NumberBits:
 
 @dataclass(frozen=True)
 class BitsStudy:
-    """Numbers in formats."""
+    """Several numbers in several formats."""
 
     numbers: tuple[NumberBits, ...]
     floats: tuple[FloatFormat, ...]
     codes: tuple[BlockCode, ...]
     absmax: Fraction
-    """Of the block of the codes."""
+    """Largest magnitude of the block that the codes belong to."""
 
     def records(self) -> list[dict[str, Any]]:
         """One JSON record for each number."""
@@ -54,11 +54,11 @@ class BitsStudy:
 def study_bits(
     values: Sequence[str], formats: Sequence[str] = DEFAULT_FORMATS, absmax: str | None = None
 ) -> BitsStudy:
-    """What formats store of numbers.
+    """Rounds numbers to several formats.
 
     Args:
-        values: as users write them: "3.14", "1e-8", "1/3", "0x1.8p3", "inf", "fp16:0x3c00".
-        formats: names out of KNOWN_FORMATS.
+        values: numbers as text: "3.14", "1e-8", "1/3", "0x1.8p3", "inf", "fp16:0x3c00".
+        formats: names from KNOWN_FORMATS.
         absmax: largest magnitude of the block that nf4 and int8 codes belong to; by default 1, or the largest
             magnitude among the values if that is more.
 
@@ -79,16 +79,16 @@ def study_bits(
     largest = _block_absmax(numbers, absmax)
     floats = tuple(FORMATS[name] for name in names if name in FORMATS)
     codes = tuple(CODES[name] for name in names if name in CODES)
-    found = tuple(
+    stored = tuple(
         NumberBits(
             text.strip(),
             number,
-            tuple(store_float(number, one) for one in floats),
-            tuple(store_code(number, one, largest) for one in codes),
+            tuple(store_float(number, float_format) for float_format in floats),
+            tuple(store_code(number, code, largest) for code in codes),
         )
         for text, number in zip(values, numbers, strict=True)
     )
-    return BitsStudy(found, floats, codes, largest)
+    return BitsStudy(stored, floats, codes, largest)
 
 
 def _block_absmax(numbers: Sequence[Number], given: str | None) -> Fraction:

@@ -1,4 +1,4 @@
-"""What formats store, as a document."""
+"""The report on how each format stores a number."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _number_blocks(number: NumberBits) -> list[Block]:
         Code("\n".join(line for row in number.rows for line in _bit_lines(row))),
         Table(
             "What is stored",
-            ("format", "stored", "outcome", "error", "relative error", "digits right", "what is lost"),
+            ("format", "stored", "outcome", "error", "relative error", "correct digits", "loss"),
             tuple(_stored_row(row) for row in number.rows),
         ),
         Table(
@@ -59,23 +59,25 @@ def _introduction(number: NumberBits) -> str:
     value = number.number.value
     if value is None:
         return (
-            "Not a finite number: floating-point formats have patterns of their own for it, where they have any, "
-            "and codes of a block have none."
+            "Not a finite number: some floating-point formats have bit patterns for it; quantized blocks have no "
+            "code for it."
         )
     stored = [row.name for row in number.floats if row.outcome is Outcome.EXACT]
-    kept = f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
-    # By bits: Python refuses to write integers of more than 4300 digits.
+    exactness = (
+        f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
+    )
+    # Compared by bit length: Python refuses to write integers of more than 4300 digits.
     if len(number.text) > 40 or value.numerator.bit_length() + value.denominator.bit_length() > 120:
-        return f"The number is {kept}."
+        return f"The number is {exactness}."
     if str(value) == number.text:
-        return f"{value} is a binary fraction, {kept}."
+        return f"{value} is a binary fraction, {exactness}."
     if not is_binary(value):
         return f"{number.text} = {value}: the denominator is no power of two, so that every binary format rounds it."
-    return f"{number.text} = {value}: a binary fraction, {kept}."
+    return f"{number.text} = {value}: a binary fraction, {exactness}."
 
 
 def _bit_lines(row: StoredFloat | StoredCode) -> list[str]:
-    """The pattern, and what it means."""
+    """The bit pattern, and its meaning."""
     if isinstance(row, StoredCode):
         if row.place is None:
             return [f"{row.name:10}no code"]
@@ -136,7 +138,7 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
     if row.outcome is Outcome.EXACT:
         return "nothing"
     if row.outcome is Outcome.NOT_STORED:
-        return "everything: a block with it has no scale"
+        return "everything: a block that contains it has no scale"
     if isinstance(row, StoredCode):
         return "everything: 0 is the nearest level" if row.outcome is Outcome.TO_ZERO else _lost_share(row)
     if row.outcome in (Outcome.TO_INFINITY, Outcome.SATURATED):
@@ -146,13 +148,15 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
         smallest = short_decimal(row.format.smallest_subnormal, 3)
         return f"everything: at most half of the smallest number, {smallest}"
     if row.kind is Kind.SUBNORMAL:
-        kept = row.format.fields(row.pattern)[2].bit_length()
-        return f"{_lost_share(row)}; a subnormal with {kept} of {row.format.mantissa_bits + 1} bits"
+        significant_bits = row.format.fields(row.pattern)[2].bit_length()
+        return (
+            f"{_lost_share(row)}; a subnormal with {significant_bits} of {row.format.mantissa_bits + 1} bits"
+        )
     return _lost_share(row)
 
 
 def _lost_share(row: Stored) -> str:
-    """The error in spacings on its side; next to infinity, in those of the other."""
+    """The error as a share of the spacing on its side; next to infinity, of that on the other side."""
     assert row.error is not None
     below, above = row.spacings
     spacing = (above or below) if row.error < 0 else (below or above)
@@ -161,7 +165,7 @@ def _lost_share(row: Stored) -> str:
 
 
 def _neighbour_row(row: StoredFloat | StoredCode) -> tuple[str, ...]:
-    spacings = ("" if one is None else short_decimal(one, 4) for one in row.spacings)
+    spacings = ("" if spacing is None else short_decimal(spacing, 4) for spacing in row.spacings)
     return (
         row.name,
         show_number(row.below) or "none",
@@ -187,33 +191,33 @@ def _formats_section(study: BitsStudy) -> Section:
                     "smallest subnormal",
                     "spacing at 1",
                     "decimal digits",
-                    "what is too large",
+                    "on overflow",
                 ),
-                tuple(_format_row(one) for one in study.floats),
+                tuple(_format_row(float_format) for float_format in study.floats),
             ),
             Text(
                 "Exponent bits decide the range, mantissa bits how close numbers lie. The spacing doubles at every "
                 "power of two, so that the relative error of rounding is at most half of the spacing at 1 for every "
-                "normal number; below the smallest normal one the spacing stays and the relative error grows."
+                "normal number; below the smallest normal one the spacing is constant and the relative error grows."
             ),
             _spacing_chart(study.floats),
         ]
     return Section("The formats", (*blocks, *_notes(study)))
 
 
-def _format_row(one: FloatFormat) -> tuple[str, ...]:
-    digits = f"{(one.mantissa_bits + 1) * math.log10(2):.1f}"
+def _format_row(float_format: FloatFormat) -> tuple[str, ...]:
+    digits = f"{(float_format.mantissa_bits + 1) * math.log10(2):.1f}"
     return (
-        one.name,
-        str(one.num_bits),
-        str(one.exponent_bits),
-        str(one.mantissa_bits),
-        short_decimal(one.largest, 5),
-        short_decimal(one.smallest_normal, 4),
-        short_decimal(one.smallest_subnormal, 4),
-        short_decimal(one.epsilon, 4),
+        float_format.name,
+        str(float_format.num_bits),
+        str(float_format.exponent_bits),
+        str(float_format.mantissa_bits),
+        short_decimal(float_format.largest, 5),
+        short_decimal(float_format.smallest_normal, 4),
+        short_decimal(float_format.smallest_subnormal, 4),
+        short_decimal(float_format.epsilon, 4),
         digits,
-        "infinity" if one.has_infinity else "the largest, or NaN",
+        "infinity" if float_format.has_infinity else "the largest, or NaN",
     )
 
 
@@ -221,9 +225,13 @@ def _spacing_chart(formats: tuple[FloatFormat, ...]) -> LineChart:
     points = [power_of_two(exponent) for exponent in CHART_EXPONENTS]
     series = tuple(
         Series(
-            one.name, tuple((float(x), float(one.spacing(x)) if x <= one.largest else None) for x in points)
+            float_format.name,
+            tuple(
+                (float(x), float(float_format.spacing(x)) if x <= float_format.largest else None)
+                for x in points
+            ),
         )
-        for one in formats
+        for float_format in formats
     )
     return LineChart(
         "spacing",
@@ -238,13 +246,13 @@ def _spacing_chart(formats: tuple[FloatFormat, ...]) -> LineChart:
 
 
 def _notes(study: BitsStudy) -> list[Block]:
-    names = [one.name for one in study.floats]
+    names = [float_format.name for float_format in study.floats]
     notes: list[Block] = []
     if "tf32" in names:
         notes.append(
             Text(
-                "tf32 is what tensor cores read of fp32 operands, in a 32-bit word; sums stay fp32. Its rounding is "
-                "the instruction's: to nearest even here, ties away from zero in PTX's cvt.rna.tf32."
+                "tf32 has the bits that tensor cores read of fp32 operands, in a 32-bit word; sums stay fp32. Rounding "
+                "depends on the instruction: to nearest even here, ties away from zero in PTX's cvt.rna.tf32."
             )
         )
     if "fp8_e4m3" in names:
@@ -260,16 +268,17 @@ def _notes(study: BitsStudy) -> list[Block]:
             levels = " ".join(f"{float(level):+.4f}" for level in code.levels)
             notes += [
                 Text(
-                    "nf4 stores which of 16 levels is nearest to value / absmax, the largest magnitude of its block "
-                    f"of weights ({short_decimal(study.absmax, 9)} here). Levels are quantiles of a normal "
-                    "distribution, dense where weights are."
+                    "nf4 stores the index of the level, of 16, that is nearest to value / absmax; absmax is the "
+                    f"largest magnitude of the block ({short_decimal(study.absmax, 9)} here). Levels are quantiles "
+                    "of a normal distribution, dense where weights are."
                 ),
                 Code(levels),
             ]
         if code.name == "int8":
             notes.append(
                 Text(
-                    "int8 stores round(127 · value / absmax): 255 levels at equal distances, of a block or a row."
+                    "int8 stores round(127 · value / absmax): 255 equally spaced levels; absmax is that of a block or "
+                    "a row."
                 )
             )
     return notes

@@ -1,4 +1,4 @@
-"""Codes of a few bits that share a scale: a value is stored relative to the largest magnitude of its block. No torch.
+"""Codes of a few bits with a shared scale: a value is stored relative to the largest magnitude of its block. No torch.
 
 The rules are those of `trimtab.kernels.nf4` and `trimtab.kernels.int8` (absmax) in exact arithmetic.
 """
@@ -17,7 +17,7 @@ INT8_LARGEST = 127
 
 @dataclass(frozen=True)
 class BlockCode:
-    """Levels between −1 and 1, which stand for −absmax to absmax.
+    """Levels between −1 and 1, which represent −absmax to absmax.
 
     Example:
         >>> code = CODES["nf4"]
@@ -31,9 +31,9 @@ class BlockCode:
     levels: tuple[Fraction, ...]
     """Ascending."""
     first_code: int
-    """Of the first level; the others follow."""
+    """Code of the first level; the others are consecutive."""
     nearest: Callable[[Fraction], int]
-    """Index of the level that a value between −1 and 1 becomes."""
+    """Returns the index of the level to which a value between −1 and 1 is rounded."""
 
     def bits(self, place: int) -> str:
         """The stored bits of a level; two's complement for codes below zero."""
@@ -41,18 +41,18 @@ class BlockCode:
 
 
 def _nearest_nf4(relative: Fraction) -> int:
-    """The number of thresholds below it: a tie goes down."""
+    """The number of thresholds below the value: ties are rounded down."""
     return bisect_left(nf4.THRESHOLDS, relative)
 
 
 def _nearest_int8(relative: Fraction) -> int:
-    """A tie goes to the even code."""
+    """The nearest level; ties are rounded to the even code."""
     return round(relative * INT8_LARGEST) + INT8_LARGEST
 
 
 CODES = {
-    one.name: one
-    for one in (
+    block_code.name: block_code
+    for block_code in (
         BlockCode("nf4", 4, tuple(map(Fraction, nf4.TABLE)), 0, _nearest_nf4),
         BlockCode(
             "int8",
@@ -63,4 +63,4 @@ CODES = {
         ),
     )
 }
-"""By name. int8 is the symmetric (absmax) form, which leaves −128 out."""
+"""Block codes by name. int8 is the symmetric (absmax) form, which does not use −128."""

@@ -1,4 +1,4 @@
-"""Clipping against rounding error: a smaller range has finer steps and cuts off the largest values."""
+"""Clipping error against rounding error: a smaller range has finer steps and clips the largest values."""
 
 # R rows, C columns
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass
 import torch
 
 STEPS = 41
-"""Thresholds of a sweep."""
+"""Number of thresholds in a sweep."""
 LARGEST_CODES = {8: 127, 4: 7}
-"""By bits; symmetric, so that the lowest code is left out."""
+"""Largest code by bits; symmetric, so that the lowest code is unused."""
 
 
 @dataclass(frozen=True)
 class ClippingPoint:
-    """Values beyond the threshold are clipped to it; the others are rounded to multiples of threshold / largest."""
+    """Errors at one threshold: larger values are clipped, others rounded to multiples of threshold / largest code."""
 
     threshold: float
     clipping: float
-    """Root of what clipping adds to the mean square error."""
+    """Root of the mean square error of clipped values, averaged over all values."""
     rounding: float
+    """Root of the mean square error of rounded values, averaged over all values."""
 
     @property
     def total(self) -> float:
@@ -32,24 +33,24 @@ class ClippingPoint:
 
 @dataclass(frozen=True)
 class ClippingSweep:
-    """One scale for the tensor, from all of its range down to half of a standard deviation."""
+    """Errors with one scale for the tensor, at thresholds from half a root mean square up to the full range."""
 
     bits: int
     points: tuple[ClippingPoint, ...]
 
     @property
     def best(self) -> ClippingPoint:
-        """That with the smallest error."""
+        """The point with the smallest error."""
         return min(self.points, key=lambda point: point.total)
 
     @property
     def whole(self) -> ClippingPoint:
-        """That which clips nothing."""
+        """The point without clipping."""
         return self.points[-1]
 
 
 def round_uniformly(x: torch.Tensor, threshold: float, largest: int) -> torch.Tensor:
-    """Clips to ±threshold and rounds to 2 · largest + 1 values at equal distances.
+    """Clips to ±threshold and rounds to 2 · largest + 1 equally spaced values.
 
     Example:
         >>> round_uniformly(torch.tensor([0.1, 0.5, 3.0]), threshold=1.0, largest=2)
@@ -60,7 +61,7 @@ def round_uniformly(x: torch.Tensor, threshold: float, largest: int) -> torch.Te
 
 
 def sweep_clipping(x_RC: torch.Tensor, bits: int) -> ClippingSweep:
-    """The error of one scale for the tensor at many clipping thresholds, in two parts.
+    """Clipping and rounding error with one scale for the tensor, at many thresholds.
 
     Example:
         >>> from trimtab.lab.numerics.samples import load_sample

@@ -1,12 +1,12 @@
 """Floating-point formats from their definition: bits to numbers and numbers to bits, in exact arithmetic. No torch.
 
-A pattern is sign, exponent field e and mantissa field f of m bits. With bias b it stands for
+A pattern is sign, exponent field e and mantissa field f of m bits. With bias b it represents
 
     (−1)^sign · 2^(e − b) · (1 + f / 2^m)        normal, e > 0
     (−1)^sign · 2^(1 − b) · f / 2^m              subnormal, e = 0
 
-The largest e is for infinities and NaN; fp8_e4m3 has no infinity and keeps it for numbers, but for one pattern of
-each sign. Without their sign, the patterns of finite numbers ascend like the numbers.
+The largest e is reserved for infinities and NaN; fp8_e4m3 has no infinity and uses it for numbers, except for one NaN
+pattern of each sign. Without their sign, the patterns of finite numbers are in the order of the numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trimtab.facts.names import shortened
 
 
 class Kind(enum.Enum):
-    """What a pattern stands for."""
+    """The kind of number that a pattern represents."""
 
     ZERO = "zero"
     SUBNORMAL = "subnormal"
@@ -44,7 +44,7 @@ class Number:
     value: Fraction | None
     """None for infinities and NaN."""
     negative: bool = False
-    """Of zero, infinities and NaN; other numbers have their own sign."""
+    """Sign of zero, infinities and NaN; other numbers have their own sign."""
     is_nan: bool = False
 
     @staticmethod
@@ -59,7 +59,7 @@ class Number:
 
     @property
     def sign_bit(self) -> int:
-        """1 for what is below zero, −0 included."""
+        """1 for negative numbers, −0 included."""
         return int(self.value < 0 if self.value else self.negative)
 
 
@@ -78,23 +78,23 @@ class FloatFormat:
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool = True
-    """Without, one pattern of each sign is NaN, and what is too large becomes the largest number."""
+    """If False, one pattern of each sign is NaN, and overflow saturates to the largest number."""
     unused_bits: int = 0
-    """At the end of its word in memory."""
+    """Number of unused low bits of its word in memory."""
 
     @property
     def num_bits(self) -> int:
-        """Sign, exponent and mantissa."""
+        """Number of bits: sign, exponent and mantissa."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def bias(self) -> int:
-        """What is taken off the exponent field."""
+        """The bias of the exponent field."""
         return 2 ** (self.exponent_bits - 1) - 1
 
     @property
     def largest_pattern(self) -> int:
-        """Of the largest number, without sign."""
+        """Pattern of the largest number, without sign."""
         all_ones = 2 ** (self.num_bits - 1) - 1
         return all_ones - 2**self.mantissa_bits if self.has_infinity else all_ones - 1
 
@@ -105,12 +105,12 @@ class FloatFormat:
 
     @property
     def smallest_normal(self) -> Fraction:
-        """The smallest number above zero with a whole mantissa."""
+        """The smallest positive normal number."""
         return power_of_two(1 - self.bias)
 
     @property
     def smallest_subnormal(self) -> Fraction:
-        """The smallest number above zero."""
+        """The smallest positive number."""
         return power_of_two(1 - self.bias - self.mantissa_bits)
 
     @property
@@ -119,7 +119,7 @@ class FloatFormat:
         return power_of_two(-self.mantissa_bits)
 
     def spacing(self, magnitude: Fraction) -> Fraction:
-        """Distance to the next larger number, at a magnitude; beyond the largest number as if there were more.
+        """Distance to the next larger number at a magnitude; beyond the largest number the exponent continues.
 
         Example:
             >>> [str(FORMATS["bf16"].spacing(Fraction(x))) for x in (1, 4, 100)]
@@ -135,7 +135,7 @@ class FloatFormat:
         return pattern >> (self.num_bits - 1), exponent, mantissa
 
     def kind(self, pattern: int) -> Kind:
-        """What a pattern stands for."""
+        """The kind of number that a pattern represents."""
         magnitude = pattern & (2 ** (self.num_bits - 1) - 1)
         if magnitude > self.largest_pattern:
             infinite = self.has_infinity and magnitude == self.largest_pattern + 1
@@ -160,7 +160,7 @@ class FloatFormat:
         return Number(-magnitude if negative else magnitude, negative)
 
     def encode(self, number: Number) -> int:
-        """The pattern of the nearest number; of two that are as near, the one with an even mantissa.
+        """The pattern of the nearest number; ties are rounded to an even mantissa.
 
         Example:
             >>> FORMATS["fp16"].decode(FORMATS["fp16"].encode(Number(Fraction(2049)))).value  # 2048 or 2050
@@ -185,7 +185,7 @@ class FloatFormat:
         return self.decode(self.encode(Number(value)))
 
     def is_tie(self, value: Fraction) -> bool:
-        """Whether a number lies exactly between two of the format."""
+        """Whether a number is exactly halfway between two numbers of the format."""
         position = self._position(abs(value))
         return position.denominator == 2 and position < self.largest_pattern + 1
 
@@ -210,7 +210,7 @@ class FloatFormat:
         return self.largest_pattern + self.has_infinity
 
     def _position(self, magnitude: Fraction) -> Fraction:
-        """Where a magnitude lies among the patterns: its pattern if it is a number of the format, else between two."""
+        """The pattern of a magnitude, interpolated between two patterns if it is no number of the format."""
         if not magnitude:
             return magnitude
         binade = max(floor_log2(magnitude) - (1 - self.bias), 0)
@@ -225,8 +225,8 @@ class FloatFormat:
 
 
 FORMATS = {
-    one.name: one
-    for one in (
+    float_format.name: float_format
+    for float_format in (
         FloatFormat("fp64", 11, 52),
         FloatFormat("fp32", 8, 23),
         FloatFormat("tf32", 8, 10, unused_bits=13),
@@ -236,7 +236,7 @@ FORMATS = {
         FloatFormat("fp8_e5m2", 5, 2),
     )
 }
-"""By name. tf32 is what tensor cores read of fp32: the operands of products, never a format in memory."""
+"""Formats by name. tf32 is the precision in which tensor cores read fp32 operands; it is no storage format."""
 
 
 def power_of_two(exponent: int) -> Fraction:
@@ -250,7 +250,7 @@ def power_of_two(exponent: int) -> Fraction:
 
 
 def floor_log2(magnitude: Fraction) -> int:
-    """The largest n with 2^n ≤ magnitude, which is above zero.
+    """The largest n with 2^n ≤ magnitude, for a positive magnitude.
 
     Example:
         >>> floor_log2(Fraction(1)), floor_log2(Fraction(1, 3)), floor_log2(Fraction(1023))
@@ -261,7 +261,7 @@ def floor_log2(magnitude: Fraction) -> int:
 
 
 def find_format(name: str) -> FloatFormat:
-    """The floating-point format of a name; a RecipeError with the nearest one.
+    """The floating-point format of a name; raises RecipeError with the nearest name if there is none.
 
     Example:
         >>> find_format("bf16").num_bits
@@ -273,7 +273,7 @@ def find_format(name: str) -> FloatFormat:
 
 
 def unknown_format(name: str, known: Iterable[str]) -> RecipeError:
-    """The error for a name that is none of those that are known.
+    """The error for an unknown format, with the nearest name.
 
     Example:
         >>> str(unknown_format("fp17", ["fp16", "bf16"]))

@@ -1,4 +1,4 @@
-"""The cast to int8 that wraps around: 256 bins do not fit into the numbers up to 127."""
+"""The cast to int8 that wraps around: 256 bins do not fit into codes up to 127."""
 
 # R rows, C columns
 
@@ -27,14 +27,14 @@ class NaiveCast:
     """Bins 0…255 between the smallest and the largest value, cast to int8: bins above 127 wrap around."""
 
     wrapped: float
-    """Share of the values."""
+    """Share of values in bins above 127."""
     rms_error: float
     rms_error_uint8: float
     rows: tuple[CastRow, ...]
 
 
 def naive_cast(x_RC: torch.Tensor) -> NaiveCast:
-    """The cast to int8 that forgets its range, and the same bins in uint8.
+    """Quantizes to 256 bins, casts them to int8 without regard to its range, and to uint8 for comparison.
 
     Example:
         >>> found = naive_cast(torch.tensor([[-1.0, -0.5, 0.0, 0.2, 1.0]]))
@@ -45,7 +45,7 @@ def naive_cast(x_RC: torch.Tensor) -> NaiveCast:
     low, high = x_RC.min(), x_RC.max()
     width = (high - low) / 255
     bins_RC = ((x_RC - low) / width).round()
-    # By way of int32: a cast of a float beyond int8's range is undefined in C, and wraps on most machines.
+    # Via int32: casting a float outside int8's range is undefined in C, and wraps on most machines.
     int8_RC = bins_RC.to(torch.int32).to(torch.int8)
     from_int8_RC, from_uint8_RC = int8_RC.double() * width + low, bins_RC * width + low
     order = x_RC.flatten().argsort()

@@ -1,4 +1,4 @@
-"""Why norms are computed in fp32: an RMSNorm whose every step is rounded to 16 bits, compared with fp64."""
+"""Why norms are computed in fp32: compares an RMSNorm that rounds every step to 16 bits with fp64."""
 
 # D width of a token's activations
 
@@ -19,7 +19,7 @@ SCALES = (1e-4, 1e-2, 1.0, 16.0, 100.0, 1000.0)
 
 @dataclass(frozen=True)
 class NormRow:
-    """One norm of activations of one size in one format."""
+    """A norm of activations of one magnitude in one dtype."""
 
     format: str
     scale: float
@@ -28,20 +28,19 @@ class NormRow:
     vanished: float
     """Share of the squares that became 0."""
     mean_square: float
-    """Exact, of the activations as the format stores them."""
+    """Exact, of the activations rounded to the dtype."""
     torch_mean_square: float
-    """`(x * x).mean()`: squares in the format, their sum in fp32 inside of torch, the mean in the format."""
+    """`(x * x).mean()`: squares in the dtype, their sum in fp32 inside of torch, the mean in the dtype."""
     sequential_mean_square: float
-    """The squares added one by one in the format."""
+    """The squares added one by one in the dtype."""
     error: float
-    """Of the norm whose steps are all in the format: root mean square of the difference from fp64, relative to that
-    of the norm. 1 where nothing is left."""
+    """Relative rms error, against fp64, of the norm with all steps in the dtype; 1 if the output is 0."""
     error_fp32_inside: float
-    """Of the norm that is computed in fp32 and rounded once."""
+    """Relative rms error of the norm that is computed in fp32 and rounded once."""
 
 
 def study_norms(device: str = "cpu", seed: int = 0) -> tuple[NormRow, ...]:
-    """Norms in fp16 and bf16 of activations of every size in SCALES.
+    """Norms in fp16 and bf16 of activations with every root mean square in SCALES.
 
     Example:
         >>> large = study_norms()[5]

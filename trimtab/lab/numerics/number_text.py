@@ -1,4 +1,4 @@
-"""Numbers as users write them and as tables show them, without any rounding in between. No torch."""
+"""Parses numbers exactly, and formats them for tables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trimtab.facts.names import shortened
 from trimtab.lab.numerics.formats import Number, find_format, power_of_two
 
 LONGEST = 1000
-"""Characters of a number."""
+"""Maximum number of characters of a number."""
 LARGEST_EXPONENT = 5000
-"""Of ten or two; no format reaches a tenth of it."""
+"""Maximum exponent of ten or two; no format reaches a tenth of it."""
 
 _DECIMAL = re.compile(r"[+-]?([0-9][0-9_]*\.?[0-9]*|\.[0-9]+)(e(?P<exponent>[+-]?[0-9]+))?", re.IGNORECASE)
 _RATIO = re.compile(r"[+-]?[0-9]+/[0-9]*[1-9][0-9]*")
@@ -28,10 +28,10 @@ _EXACT = Context(prec=20_000, Emax=999_999, Emin=-999_999)
 
 
 def parse_number(text: str) -> Number:
-    """The number that a text stands for, exactly.
+    """Parses a number exactly.
 
-    Decimals, ratios, hexadecimal numbers as C and Python write them, inf and nan, or the bits of a format, as in
-    `fp16:0x3c00`. A RecipeError for anything else.
+    Accepts decimals, ratios, hexadecimal numbers as in C and Python, inf, nan, and the bits of a format, such as
+    `fp16:0x3c00`. Raises RecipeError for anything else.
 
     Example:
         >>> parse_number("0.1").value, parse_number("0x1.8p3").value, parse_number("bf16:0x3f80").value
@@ -39,7 +39,9 @@ def parse_number(text: str) -> Number:
     """
     plain = text.strip()
     if len(plain) > LONGEST:
-        raise RecipeError(f"a number of {len(plain):,} characters", f"give at most {LONGEST} characters")
+        raise RecipeError(
+            f"a number has {len(plain):,} characters, which is too long", f"use at most {LONGEST} characters"
+        )
     negative = plain.startswith("-")
     if match := _WORD.fullmatch(plain):
         word = match["word"].lower()
@@ -58,24 +60,24 @@ def parse_number(text: str) -> Number:
         return Number(-value if negative else value, negative)
     raise RecipeError(
         f"'{shortened(text)}' is not a number",
-        "write it as 3.14, 1e-8, 1/3, 0x1.8p3, inf or nan, or give the bits of a format as fp16:0x3c00",
+        "write it as 3.14, 1e-8, 1/3, 0x1.8p3, inf or nan, or write the bits of a format as fp16:0x3c00",
     )
 
 
 def _check_exponent(text: str, exponent: str | None) -> None:
     if exponent is not None and (len(exponent) > 8 or abs(int(exponent)) > LARGEST_EXPONENT):
         raise RecipeError(
-            f"the exponent of '{shortened(text)}' is beyond every format",
-            f"give one between -{LARGEST_EXPONENT} and {LARGEST_EXPONENT}",
+            f"the exponent of '{shortened(text)}' is outside the range of every format",
+            f"use one between -{LARGEST_EXPONENT} and {LARGEST_EXPONENT}",
         )
 
 
 def _stored(name: str, bits: str) -> Number:
-    found, pattern = find_format(name), int(bits, 0)
-    width = found.num_bits + found.unused_bits
+    float_format, pattern = find_format(name), int(bits, 0)
+    width = float_format.num_bits + float_format.unused_bits
     if pattern >= 2**width:
-        raise RecipeError(f"{name} has {width} bits, and {bits} has more", f"give at most {width} bits")
-    return found.decode(pattern >> found.unused_bits)
+        raise RecipeError(f"{name} has {width} bits, but {bits} has more", f"use at most {width} bits")
+    return float_format.decode(pattern >> float_format.unused_bits)
 
 
 def exact_decimal(value: Fraction) -> str:
@@ -103,7 +105,7 @@ def short_decimal(value: Fraction, digits: int = 4, *, up: bool = False) -> str:
 
 
 def _written(quotient: Decimal) -> str:
-    """Without trailing zeros; with an exponent where there would be many zeros."""
+    """Formats a decimal without trailing zeros, with an exponent if there would be many zeros."""
     if not quotient:
         return "0"
     plain = quotient.normalize(_EXACT)
@@ -113,7 +115,7 @@ def _written(quotient: Decimal) -> str:
 
 
 def show_number(number: Number | None, digits: int = 9) -> str:
-    """A number in a table: with so many digits, or as a word; none is empty.
+    """A number in a table: with `digits` significant digits, or as a word; None is empty.
 
     Example:
         >>> show_number(Number(Fraction(0), negative=True)), show_number(Number.infinity()), show_number(None)
@@ -128,7 +130,7 @@ def show_number(number: Number | None, digits: int = 9) -> str:
 
 
 def json_number(number: Number | None) -> str | None:
-    """A number in JSON, as text: all its digits (17 if they do not end), or a word.
+    """A number in JSON, as text: all its digits (17 for a non-terminating decimal), or a word.
 
     Example:
         >>> json_number(Number(Fraction(1, 4))), json_number(Number.nan()), json_number(None)

@@ -1,4 +1,4 @@
-"""INT8 and NF4: what they keep of a tensor, with one scale, one for each row and one for each block."""
+"""INT8 and NF4: the quantization error of a tensor with one scale per tensor, row or block."""
 
 # R rows, C columns
 
@@ -27,7 +27,7 @@ BINS = 40
 
 
 class Scheme(enum.Enum):
-    """A way to store values in few bits."""
+    """A quantization scheme."""
 
     INT8_ABSMAX = "int8 absmax"
     INT8_AFFINE = "int8 affine"
@@ -37,7 +37,7 @@ class Scheme(enum.Enum):
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the values."""
+    """Statistics of the values."""
 
     smallest: float
     largest: float
@@ -52,11 +52,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """What a scheme makes of the values."""
+    """The error of a scheme on the values."""
 
     scheme: Scheme
     shared_by: str
-    """What has a scale of its own: "tensor", "row" or "64 values"."""
+    """The values that share a scale: "tensor", "row" or "64 values"."""
     bytes_per_value: float
     """Scales and tables included."""
     rms_error: float
@@ -67,7 +67,7 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class Counts:
-    """A histogram over edges that it shares with others."""
+    """One histogram of a `Distribution`."""
 
     name: str
     counts: tuple[int, ...]
@@ -75,7 +75,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Distribution:
-    """Histograms with the same edges."""
+    """Histograms with shared edges."""
 
     edges: tuple[float, ...]
     counts: tuple[Counts, ...]
@@ -83,7 +83,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class QuantizeStudy:
-    """Everything about one sample."""
+    """All results for one sample."""
 
     data: str
     description: str
@@ -109,12 +109,12 @@ class QuantizeStudy:
 def study_quantization(
     data: str = "gauss", blocks: Sequence[int] = DEFAULT_BLOCKS, seed: int = 0
 ) -> QuantizeStudy:
-    """Quantizes values in every way and measures what is lost.
+    """Quantizes values with every scheme and measures the errors.
 
     Args:
         data: gauss, outliers, uniform, relu, or FILE.safetensors:TENSOR.
-        blocks: values that share a scale, for INT8 in groups and NF4: 32, 64, … 4096.
-        seed: of the values that are drawn.
+        blocks: block sizes, for INT8 in groups and NF4: 32, 64, … 4096.
+        seed: seed of randomly drawn values.
 
     Example:
         >>> study = study_quantization("gauss", [64])
@@ -145,7 +145,7 @@ def study_quantization(
 
 
 def check_blocks(blocks: Sequence[int]) -> tuple[int, ...]:
-    """Block sizes that NF4 has, each once, ascending; a RecipeError for others.
+    """Sorts and deduplicates block sizes; raises RecipeError for those that NF4 does not support.
 
     Example:
         >>> check_blocks([64, 32, 64])
@@ -153,15 +153,15 @@ def check_blocks(blocks: Sequence[int]) -> tuple[int, ...]:
     """
     known = ", ".join(map(str, nf4_spec.BLOCKS))
     if not blocks:
-        raise RecipeError("no block size is given", f"give some of {known}")
+        raise RecipeError("--blocks names no block size", f"use some of {known}")
     for block in blocks:
         if block not in nf4_spec.BLOCKS:
-            raise RecipeError(f"there are no blocks of {block} values", f"give some of {known}")
+            raise RecipeError(f"NF4 has no blocks of {block} values", f"use some of {known}")
     return tuple(sorted(set(blocks)))
 
 
 def parse_blocks(words: Sequence[str]) -> list[int]:
-    """Block sizes as users write them.
+    """Parses the block sizes of an option.
 
     Example:
         >>> parse_blocks(["32", "64"])
@@ -169,7 +169,7 @@ def parse_blocks(words: Sequence[str]) -> list[int]:
     """
     for word in words:
         if not re.fullmatch(r"-?[0-9]{1,9}", word):
-            raise RecipeError(f"'{shortened(word)}' is not a block size", "give whole numbers, as in 32,64")
+            raise RecipeError(f"'{shortened(word)}' is not a block size", "use whole numbers, as in 32,64")
     return [int(word) for word in words]
 
 
@@ -178,8 +178,8 @@ _FAMILIES = ((Scheme.INT8_ABSMAX, Scheme.INT8_AFFINE), (Scheme.NF4, Scheme.NF4_D
 
 
 def _restored(x_RC: torch.Tensor, blocks: Sequence[int]) -> dict[_Key, tuple[int, torch.Tensor]]:
-    """(bytes, values as they come back) of every scheme."""
-    found: dict[_Key, tuple[int, torch.Tensor]] = {}
+    """(bytes, dequantized values) of every scheme."""
+    restored: dict[_Key, tuple[int, torch.Tensor]] = {}
     shape = (x_RC.shape[0], x_RC.shape[1])
     for scheme, word in ((Scheme.INT8_ABSMAX, "absmax"), (Scheme.INT8_AFFINE, "affine")):
         ways = [("tensor", "tensor", 0), ("row", "row", shape[1])]
@@ -187,13 +187,13 @@ def _restored(x_RC: torch.Tensor, blocks: Sequence[int]) -> dict[_Key, tuple[int
         for shared_by, granularity, length in ways:
             tensor = int8.quantize(x_RC, granularity=granularity, group=length or 1, scheme=word)
             size = int8_spec.tensor_bytes(shape, length, scheme is Scheme.INT8_AFFINE)
-            found[scheme, shared_by] = size, int8.dequantize(tensor)
+            restored[scheme, shared_by] = size, int8.dequantize(tensor)
     for scheme in (Scheme.NF4, Scheme.NF4_DOUBLE):
         double = scheme is Scheme.NF4_DOUBLE
         for block in blocks:
             weight = nf4.quantize(x_RC, block=block, double=double)
-            found[scheme, f"{block} values"] = weight.num_bytes, nf4.dequantize(weight)
-    return found
+            restored[scheme, f"{block} values"] = weight.num_bytes, nf4.dequantize(weight)
+    return restored
 
 
 def _error_row(
@@ -209,9 +209,11 @@ def _error_row(
 
 def _error_distribution(errors_RC: dict[_Key, torch.Tensor], family: tuple[Scheme, ...]) -> Distribution:
     """The errors of a family's schemes: with one scale, with one for each row, and in the smallest blocks."""
-    own = {f"{scheme.value}, {shared}": e for (scheme, shared), e in errors_RC.items() if scheme in family}
-    names = [name for name in own if name.endswith(("tensor", "row"))] or list(own)
-    return _distribution({name: own[name] for name in names[:4]}, symmetric=True)
+    errors_by_name = {
+        f"{scheme.value}, {shared}": e for (scheme, shared), e in errors_RC.items() if scheme in family
+    }
+    names = [name for name in errors_by_name if name.endswith(("tensor", "row"))] or list(errors_by_name)
+    return _distribution({name: errors_by_name[name] for name in names[:4]}, symmetric=True)
 
 
 def _distribution(named: dict[str, torch.Tensor], *, symmetric: bool) -> Distribution:

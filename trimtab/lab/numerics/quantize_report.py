@@ -1,4 +1,4 @@
-"""Quantization errors, as a document."""
+"""The report on quantization errors."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _data(study: QuantizeStudy) -> Section:
     text = (
         f"{study.shape[0]:,} × {study.shape[1]:,} values: {study.description}. From {spread.smallest:.4g} to "
         f"{spread.largest:.4g}, standard deviation {spread.deviation:.4g}: the largest magnitude is "
-        f"{_ratio(spread.absmax, spread.deviation):.1f} standard deviations. A scale must reach that far, and the more "
-        "it has to, the fewer levels are left for most values."
+        f"{_ratio(spread.absmax, spread.deviation):.1f} standard deviations. The scale must cover it: "
+        "the larger it is, the fewer levels remain for most values."
     )
     return Section("The values", (Text(text), _histogram("values", "Values", "value", study.values)))
 
@@ -39,8 +39,14 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else math.inf
 
 
-def _histogram(id: str, title: str, label: str, found: Distribution) -> Histogram:
-    return Histogram(id, title, label, found.edges, tuple((one.name, one.counts) for one in found.counts))
+def _histogram(id: str, title: str, label: str, distribution: Distribution) -> Histogram:
+    return Histogram(
+        id,
+        title,
+        label,
+        distribution.edges,
+        tuple((histogram.name, histogram.counts) for histogram in distribution.counts),
+    )
 
 
 def _find(study: QuantizeStudy, scheme: Scheme, shared_by: str) -> ErrorRow:
@@ -69,7 +75,7 @@ def _errors(study: QuantizeStudy) -> Section:
             )
             for row in study.rows
         ),
-        note="6 dB are half of the error. Bytes have scales, zero points and tables in them.",
+        note="6 dB more halve the error. Bytes include scales, zero points and tables.",
     )
     int8_errors, nf4_errors = study.errors
     return Section(
@@ -77,7 +83,7 @@ def _errors(study: QuantizeStudy) -> Section:
         (
             Text(
                 "absmax: codes -127…127 around 0. affine: the range from the smallest to the largest value, with a "
-                "zero point so that 0 stays exact. nf4: 16 levels, dense around 0, for values that are normal."
+                "zero point so that 0 stays exact. nf4: 16 levels, dense around 0, for normally distributed values."
             ),
             table,
             Text(_lesson(study)),
@@ -88,19 +94,19 @@ def _errors(study: QuantizeStudy) -> Section:
 
 
 def _lesson(study: QuantizeStudy) -> str:
-    """What the table shows, of what was measured."""
+    """Summarizes the table."""
     tensor, row = (_find(study, Scheme.INT8_ABSMAX, word) for word in ("tensor", "row"))
     affine = _find(study, Scheme.INT8_AFFINE, "tensor")
     step = study.spread.absmax / LARGEST_CODES[8]
-    blocks = [one for one in study.rows if one.scheme is Scheme.NF4]
-    doubled = [one for one in study.rows if one.scheme is Scheme.NF4_DOUBLE]
+    blocks = [entry for entry in study.rows if entry.scheme is Scheme.NF4]
+    doubled = [entry for entry in study.rows if entry.scheme is Scheme.NF4_DOUBLE]
     lost = max(-_gain(b, a) for a, b in zip(blocks, doubled, strict=True))
     saved = max(a.bytes_per_value - b.bytes_per_value for a, b in zip(blocks, doubled, strict=True))
     return (
         f"With one scale INT8 has steps of {step:.3g}; values spread evenly over a step would have an rms error of "
         f"step / √12 = {step / math.sqrt(12):.3g}, and {tensor.rms_error:.3g} was measured. A scale for each row "
         f"changes the signal-to-noise ratio by {_gain(row, tensor):+.1f} dB, a zero point "
-        f"by {_gain(affine, tensor):+.1f} dB (it pays where values are not symmetric). "
+        f"by {_gain(affine, tensor):+.1f} dB (it helps where values are not symmetric). "
         f"From blocks of {blocks[-1].shared_by} to blocks of {blocks[0].shared_by} NF4 changes by "
         f"{_gain(blocks[0], blocks[-1]):+.1f} dB; scales in 8 bits save up to {saved:.3f} "
         f"bytes per value and cost at most {max(lost, 0.0):.2f} dB."
@@ -108,7 +114,7 @@ def _lesson(study: QuantizeStudy) -> str:
 
 
 def _gain(new: ErrorRow, old: ErrorRow) -> float:
-    """In dB; two schemes without error are equal."""
+    """In dB; 0 between two schemes without error."""
     same = new.signal_to_noise == old.signal_to_noise
     return 0.0 if same else new.signal_to_noise - old.signal_to_noise
 
@@ -142,7 +148,7 @@ def _naive(study: QuantizeStudy) -> Section:
             Text(
                 f"{naive.wrapped:.1%} of the values are in bins above 127 and come back 256 bins too low: the "
                 f"rms error is {naive.rms_error:.3g} where the same bins in uint8 have {naive.rms_error_uint8:.3g}. "
-                "torch raises nothing. INT8 affine, which moves the range by a zero point, "
+                "torch raises nothing. INT8 affine, which shifts the range by a zero point, "
                 f"has {affine.rms_error:.3g}."
             ),
             table,
@@ -202,5 +208,5 @@ def _clipping_chart(sweep: ClippingSweep) -> LineChart:
         "rms error",
         series,
         log_y=True,
-        note=f"Least at {sweep.best.threshold:.4g}.",
+        note=f"Minimum at {sweep.best.threshold:.4g}.",
     )

@@ -1,4 +1,4 @@
-"""What is quantized: values drawn at random, or a tensor of a safetensors file."""
+"""The values to quantize: drawn at random, or a tensor of a safetensors file."""
 
 # R rows (output channels of a weight), C columns
 
@@ -22,16 +22,16 @@ KINDS = {
     "uniform": "all values between -0.05 and 0.05 equally likely",
     "relu": "normal values, those below zero set to 0, as activations after a ReLU",
 }
-"""Name and description of what can be drawn."""
+"""Name and description of the random distributions."""
 SHAPE = (256, 512)
 MOST_VALUES = 2**21
-"""Of a tensor; more of its rows would change no digit that is shown."""
+"""Maximum number of values of a tensor; more rows would not change the displayed digits."""
 SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Finite values that are not all equal."""
+    """The values to quantize: finite, and not all equal."""
 
     name: str
     description: str
@@ -40,9 +40,9 @@ class Sample:
 
 
 def load_sample(data: str, seed: int = 0) -> Sample:
-    """The values of a name out of KINDS, or of `FILE.safetensors:TENSOR`.
+    """The values of a distribution in KINDS, or of `FILE.safetensors:TENSOR`.
 
-    A tensor of one dimension is one row, of more than two rows of its last. Of a large one the first rows are taken.
+    A tensor is reshaped to rows of its last dimension. Only the first rows of a large tensor are used.
 
     Example:
         >>> load_sample("gauss").values_RC.shape
@@ -84,9 +84,9 @@ def _drawn(kind: str, seed: int) -> torch.Tensor:
 
 
 def _read(path: Path, name: str) -> tuple[torch.Tensor, list[int]]:
-    """As many slices of the first dimension as are needed, and the whole tensor's shape."""
+    """The needed slices of the first dimension, and the shape of the full tensor."""
     if not path.is_file():
-        raise DataError(f"{path} is not there", "give the path of a safetensors file")
+        raise DataError(f"{path} does not exist", "pass the path of a safetensors file")
     try:
         opened: Any = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -101,15 +101,15 @@ def _read(path: Path, name: str) -> tuple[torch.Tensor, list[int]]:
                 f"{path.name} has no tensor '{shortened(name)}'",
                 f"{hint}name one with :TENSOR; it has {shown}",
             )
-        found = opened.get_slice(name)
-        shape = list(found.get_shape())
+        stored = opened.get_slice(name)
+        shape = list(stored.get_shape())
         if not math.prod(shape):
             raise DataError(f"{name} in {path.name} is empty", "choose another tensor")
         inner = math.prod(shape[1:])
-        tensor = found[: -(-MOST_VALUES // inner)] if shape else opened.get_tensor(name)
+        tensor = stored[: -(-MOST_VALUES // inner)] if shape else opened.get_tensor(name)
     if not tensor.is_floating_point():
         raise DataError(
-            f"{name} in {path.name} holds {tensor.dtype}", "choose a tensor of floating-point numbers"
+            f"{name} in {path.name} has the dtype {tensor.dtype}", "choose a floating-point tensor"
         )
     return tensor, shape or [1]
 

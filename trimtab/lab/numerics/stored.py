@@ -1,4 +1,4 @@
-"""A number as one format stores it: bits, neighbours, error. No torch."""
+"""A number stored in one format: bits, neighbours, error. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trimtab.lab.numerics.number_text import json_number, short_decimal
 
 
 class Outcome(enum.Enum):
-    """What became of a number."""
+    """The outcome of storing a number."""
 
     EXACT = "exact"
     ROUNDED = "rounded"
@@ -30,7 +30,7 @@ class Stored:
     """A number in one format."""
 
     exact: Number
-    """As it was given."""
+    """The number before rounding."""
     stored: Number | None
     """None for infinity and NaN in a block code."""
     below: Number | None
@@ -42,14 +42,14 @@ class Stored:
 
     @property
     def error(self) -> Fraction | None:
-        """Stored minus exact; None where one of them is not finite."""
+        """Stored minus exact; None if one of them is not finite."""
         if self.stored is None or self.stored.value is None or self.exact.value is None:
             return None
         return self.stored.value - self.exact.value
 
     @property
     def relative_error(self) -> Fraction | None:
-        """|error| / |exact|; None where there is no error to speak of, or exact is 0."""
+        """|error| / |exact|; None if there is no finite error, or exact is 0."""
         if self.error is None or not self.exact.value:
             return None
         return abs(self.error / self.exact.value)
@@ -64,14 +64,14 @@ class Stored:
 
     @property
     def correct_digits(self) -> float | None:
-        """Decimal digits that are right: −log10 of the relative error; None where nothing is lost."""
+        """Number of correct decimal digits: −log10 of the relative error; None if the number is exact."""
         relative = self.relative_error
         if not relative:
             return None
         return math.log10(relative.denominator) - math.log10(relative.numerator)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON: exact decimals as text."""
+        """As JSON, with exact decimals as text."""
         below, above = self.spacings
         error, relative = self.error, self.relative_error
         return {
@@ -96,17 +96,17 @@ class StoredFloat(Stored):
 
     @property
     def name(self) -> str:
-        """Of the format."""
+        """The format's name."""
         return self.format.name
 
     @property
     def kind(self) -> Kind:
-        """What the pattern stands for."""
+        """The kind of number that the pattern represents."""
         return self.format.kind(self.pattern)
 
     @property
     def word(self) -> str:
-        """The pattern as it lies in memory, in hexadecimal."""
+        """The pattern in memory, in hexadecimal."""
         width = self.format.num_bits + self.format.unused_bits
         return f"0x{self.pattern << self.format.unused_bits:0{width // 4}x}"
 
@@ -121,12 +121,12 @@ class StoredCode(Stored):
 
     code: BlockCode
     place: int | None
-    """Index of the level; None for what cannot be stored."""
+    """Index of the level; None if the number cannot be stored."""
     absmax: Fraction
 
     @property
     def name(self) -> str:
-        """Of the code."""
+        """The code's name."""
         return self.code.name
 
     def to_dict(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class StoredCode(Stored):
 
 
 def store_float(number: Number, format: FloatFormat) -> StoredFloat:
-    """A number in a floating-point format, rounded to nearest, ties to even.
+    """Rounds a number to a floating-point format: to nearest, ties to even.
 
     Example:
         >>> from trimtab.lab.numerics.formats import FORMATS
@@ -166,7 +166,7 @@ def store_float(number: Number, format: FloatFormat) -> StoredFloat:
 
 
 def format_bits(pattern: int, width: int) -> str:
-    """Binary digits.
+    """The binary digits of a pattern.
 
     Example:
         >>> format_bits(5, 8)
@@ -189,12 +189,12 @@ def _outcome(number: Number, format: FloatFormat, pattern: int) -> Outcome:
 
 
 def _is_beyond(value: Fraction, format: FloatFormat) -> bool:
-    """Whether a number would be rounded to more than the largest one."""
+    """Whether a number overflows: it would be rounded beyond the largest number."""
     return abs(value) > format.largest + format.spacing(format.largest) / 2
 
 
 def store_code(number: Number, code: BlockCode, absmax: Fraction) -> StoredCode:
-    """A number in a block code; absmax is at least its magnitude.
+    """Rounds a number to a block code; absmax must be at least its magnitude.
 
     Example:
         >>> from trimtab.lab.numerics.block_codes import CODES

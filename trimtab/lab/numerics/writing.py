@@ -1,4 +1,4 @@
-"""Results of numerics studies as JSON, and records and report as files."""
+"""Writes results of numerics studies: as JSON, and as files with records and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS = "records.jsonl"
 
 
 def plain_json(value: Any) -> Any:
-    """Dataclasses, enums, fractions and numbers that are not finite as what every JSON reader accepts.
+    """Converts dataclasses, enums, fractions and non-finite numbers to plain JSON values.
 
     Example:
         >>> plain_json({"sum": float("inf"), "exact": Fraction(1, 4), "steps": (1, 2)})
@@ -30,9 +30,9 @@ def plain_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain_json(one) for key, one in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(one) for one in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, Fraction):
@@ -43,7 +43,7 @@ def plain_json(value: Any) -> Any:
 
 
 def torch_facts(device: str = "cpu") -> tuple[str, ...]:
-    """Device and torch's version, for the head of a report.
+    """Device and torch version, for the header of a report.
 
     Example:
         >>> torch_facts()                                                                 # doctest: +SKIP

@@ -18,7 +18,7 @@ TITLES = {
 }
 """Title of each study's report, in the order of the suite."""
 IN_PROCESS = frozenset({"sizes"})
-"""Studies that count instead of measuring: no worker process, no torch."""
+"""Studies that count instead of measuring: they need no worker process and no torch."""
 
 
 def find_study(name: str) -> Study:

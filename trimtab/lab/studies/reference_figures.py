@@ -1,7 +1,7 @@
-"""Figures of the reference study, to be shown next to our own where the settings are the same. Imports no torch.
+"""Figures of the reference study, shown next to our own if the settings are the same. Imports no torch.
 
 Source: one A100-SXM4-40GB, fp32, batch 4, eager mode with plain attention; milliseconds of one step. The forward pass
-was timed twice, in a study of sizes at context 128 and in a study of contexts; both figures are kept.
+was timed twice, in a study of sizes at context 128 and in a study of contexts; reports show both figures.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 SOURCE = "one A100-SXM4-40GB, fp32, batch 4"
 LABEL = "reference (A100 40 GB, fp32)"
-"""Head of a column."""
+"""Column header."""
 BATCH = 4
 WARM_UP_SIZE, WARM_UP_CONTEXT = "small", 128
 
 
 @dataclass(frozen=True)
 class ReferenceWarmUp:
-    """Forward + backward after so many warm-up steps; the standard deviation where it was stated."""
+    """Time of forward + backward after some warm-up steps; None for figures that the study does not state."""
 
     mean_ms: float
     std_ms: float | None = None
@@ -34,7 +34,7 @@ FORWARD: dict[str, dict[int, float | None]] = {
     "xl": {128: 152.0, 256: 281.0, 512: None},
     "2.7B": {128: 219.0, 256: 416.0, 512: None},
 }
-"""By size and context; None: out of memory."""
+"""Milliseconds by size and context; None for out of memory."""
 
 WARM_UP = {
     0: ReferenceWarmUp(226.0, 441.0, 1550.0),
@@ -46,7 +46,7 @@ WARM_UP = {
 
 
 def is_known(size: str, context: int) -> bool:
-    """Whether there is any figure of a size and context.
+    """Whether the study has figures of a size and context.
 
     Example:
         >>> is_known("small", 1024), is_known("tiny", 16)
@@ -56,7 +56,7 @@ def is_known(size: str, context: int) -> bool:
 
 
 def reference_forward(size: str, context: int) -> str:
-    """A cell of a table.
+    """The forward time, formatted for a table.
 
     Example:
         >>> [reference_forward("medium", context) for context in (64, 128, 256, 1024)]
@@ -65,14 +65,14 @@ def reference_forward(size: str, context: int) -> str:
     by_context = FORWARD.get(size, {})
     if context not in by_context:
         return "–"
-    found = by_context[context]
-    if found is None:
+    milliseconds = by_context[context]
+    if milliseconds is None:
         return "out of memory"
-    return f"{FORWARD_AT_128[size]:.1f} and {found:.1f}" if context == 128 else f"{found:.1f}"
+    return f"{FORWARD_AT_128[size]:.1f} and {milliseconds:.1f}" if context == 128 else f"{milliseconds:.1f}"
 
 
 def reference_forward_backward(size: str, context: int) -> str:
-    """A cell of a table.
+    """The time of forward + backward, formatted for a table.
 
     Example:
         >>> reference_forward_backward("small", 128), reference_forward_backward("small", 256)

@@ -1,11 +1,12 @@
-"""Attention by backend, length, head dimension and precision: time of both passes, memory, where each one pays.
+"""Attention by backend, length, head dimension and precision: time of both passes, memory, crossover lengths.
 
-settings.py     what identifies one measurement
-cells.py        the options, checked, and the cells that they ask for
+settings.py     the settings that identify a measurement
+cells.py        validates options and returns the cells
 formula.py      bytes before backward, from shape and dtype
-measure.py      one cell: verified, then memory and times; weighted_sum.py the kernel of the tutorial
-results.py      what a measurement consists of
+passes.py       the timed forward and backward pass
+measure.py      verifies a cell, then measures memory and times; weighted_sum.py the kernel of the tutorial
+results.py      result types
 readings.py     measurements, sorted for the report
-comparing.py    which of two backends is faster, and from which length on
-report.py       the report; tables.py and memory_report.py have its parts
+crossover.py    compares two variants, and finds the crossover length
+report.py       the report; tables.py, compiled_report.py and memory_report.py have its parts
 """

@@ -1,4 +1,4 @@
-"""The options of the study, checked, and the cells that they ask for. Imports no torch."""
+"""Validates the options of the study and returns its cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.weighted_sum.spec import IMPLS as WEIGHTED_SUM_IMPLS
-from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.studies.attention.formula import minimum_bytes
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
     PLAIN,
@@ -28,14 +28,14 @@ DTYPES = ("fp32", "bf16", "fp16")
 HEAD_DIMS = (16, 32, 64, 128)
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 LONGEST_ON_CPU = 4096
-"""By default: there plain attention at batch 8 takes seconds for one pass, where a GPU takes milliseconds."""
+"""Longest default length on a CPU, where a pass of plain attention at batch 8 takes seconds."""
 LONGEST_TILED = 4096
-"""Of `tiled`, unless it is asked for by name: its loop in Python launches N²/8192 tiles, one after the other."""
+"""Longest length of `tiled`, unless the user names that backend: its Python loop runs N²/8192 tiles one by one."""
 BATCHES = (8, 1)
 
 
 class Compile(enum.Enum):
-    """Which backends are also measured under torch.compile."""
+    """The backends that are also measured under torch.compile."""
 
     PLAIN = "plain"
     ALL = "all"
@@ -43,30 +43,30 @@ class Compile(enum.Enum):
 
 
 def compile_choice(name: str) -> Compile:
-    """The choice of a name; a RecipeError with the nearest one.
+    """Parses --compile; raises RecipeError with the nearest name if it is unknown.
 
     Example:
         >>> compile_choice("all")
         <Compile.ALL: 'all'>
     """
-    return Compile(_known("choice of --compile", [name], [one.value for one in Compile])[0])
+    return Compile(_known("choice of --compile", [name], [choice.value for choice in Compile])[0])
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure; an empty sequence stands for the default of the device.
+    """The options of the study; an empty sequence means the device's default.
 
     Args:
         backends: names of `BACKENDS`.
         dtypes: fp32, bf16, fp16; by default fp32 and bf16, on a CPU fp32.
         head_dims, lengths, batches: every combination is measured. Lengths are 256 … 65536 by default, on a CPU
             256 … 4096.
-        heads: of each sequence.
-        compile: which backends are also measured under torch.compile.
+        heads: the number of heads.
+        compile: the backends that are also measured under torch.compile.
         visibility: causal, or every query sees every key.
-        repetitions: of each pass.
-        seconds: of timing per cell, for both passes together; fewer repetitions are made where they do not fit.
-        every: also try what cannot fit the device's memory.
+        repetitions: repetitions of each pass.
+        seconds: time limit per cell, for the repetitions of both passes together.
+        every: also try cells that cannot fit the device's memory.
         weighted_sum: also time the kernel of docs/writing-a-kernel.md.
     """
 
@@ -87,14 +87,14 @@ class Options:
 def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: int) -> list[Cell]:
     """The cells of the study, short ones first.
 
-    A cell whose formula exceeds the device's memory is marked as not to be tried: it is recorded as "out of memory
-    (predicted)", never as measured. Its settings have the memory that it was compared with, so that the same cell,
-    measured with `every`, is another record.
+    A cell whose formula exceeds the device's memory is not tried: it is recorded as "out of memory (predicted)", never
+    as measured. Its settings contain the memory that it was compared with, so that the same cell, measured with
+    `every`, is another record.
 
     Args:
-        options: all defaults, if not given.
+        options: the options; the defaults if None.
         device: cpu or cuda.
-        memory_bytes: all memory of the device.
+        memory_bytes: total memory of the device.
 
     Raises:
         RecipeError: an option has an unknown name or an impossible value.
@@ -107,16 +107,16 @@ def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: 
     options = options or Options()
     checked = _checked(options, device)
     settings = _attention(checked, device, memory_bytes, long_tiled=TILED in options.backends)
-    found = [Cell(STUDY, one.to_dict()) for one in settings]
+    cells = [Cell(STUDY, entry.to_dict()) for entry in settings]
     if checked.weighted_sum:
-        found += [
+        cells += [
             Cell(STUDY, WeightedSumSettings(
                 impl, dtype, device=device, repetitions=checked.repetitions, seconds=checked.seconds
             ).to_dict())
             for dtype in checked.dtypes
             for impl in WEIGHTED_SUM_IMPLS
         ]  # fmt: skip
-    return found
+    return cells
 
 
 def _attention(
@@ -131,7 +131,7 @@ def _attention(
                 backend, mode, dtype, batch, checked.heads, head_dim, length, checked.visibility,
                 device, checked.repetitions, checked.seconds,
             )  # fmt: skip
-            fits = checked.every or at_least(cell) <= memory_bytes
+            fits = checked.every or minimum_bytes(cell) <= memory_bytes
             yield cell if fits else replace(cell, memory_bytes=memory_bytes)
 
 
@@ -141,10 +141,10 @@ def _modes(backend: str, compile: Compile) -> tuple[Mode, ...]:
 
 
 def _checked(options: Options, device: str) -> Options:
-    """The options with the defaults of the device; RecipeError for what cannot be measured."""
+    """The options with the defaults of the device; raises RecipeError for invalid values."""
     cpu = device == "cpu"
     lengths = tuple(length for length in LENGTHS if not cpu or length <= LONGEST_ON_CPU)
-    found = replace(
+    checked = replace(
         options,
         backends=_known("backend", options.backends, BACKENDS) or BACKENDS,
         dtypes=_known("dtype", [dtype_alias(name) for name in options.dtypes], DTYPES)
@@ -156,8 +156,8 @@ def _checked(options: Options, device: str) -> Options:
     _positive("heads", [options.heads])
     _positive("repetitions", [options.repetitions])
     if not options.seconds > 0:
-        raise RecipeError(f"--seconds {options.seconds:g} leaves no time to measure", "give more than 0")
-    return found
+        raise RecipeError(f"--seconds {options.seconds:g} leaves no time to measure", "use more than 0")
+    return checked
 
 
 def _known(option: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
@@ -172,5 +172,5 @@ def _known(option: str, names: Sequence[str], known: Sequence[str]) -> tuple[str
 def _positive(option: str, values: Sequence[int]) -> tuple[int, ...]:
     for value in values:
         if value < 1:
-            raise RecipeError(f"--{option} {value} is too small", "give at least 1")
+            raise RecipeError(f"--{option} {value} is too small", "use at least 1")
     return tuple(dict.fromkeys(values))

@@ -31,43 +31,43 @@ class _Pair:
 
     @property
     def saved_ms(self) -> float:
-        """Of one forward and backward pass."""
+        """Time saved per forward and backward pass."""
         return self.eager.times.total_ms - self.compiled.times.total_ms
 
 
 def compiled_section(readings: Readings) -> Section | None:
-    """Compiled against eager; None where no pair of them was measured."""
+    """Compares compiled with eager; None where no pair of them was measured."""
     pairs = _pairs(readings)
     if not pairs:
         return None
     table = Table(
         "Compiled against eager",
         ("backend", "settings", "head dim", "length", "eager, ms", "compiled, ms", "gain, forward", "gain, backward",
-         "before backward, MiB", "compiling, s", "passes to pay for it"),
+         "before backward, MiB", "compiling, s", "passes to break even"),
         tuple(_row(pair) for pair in pairs),
-        "ms: forward / backward. MiB: eager → compiled. Compiling is not part of any time; cached: the code was found "
-        "on disk. Passes to pay for it: seconds of compiling divided by what one forward and backward pass saves.",
+        "ms: forward / backward. MiB: eager → compiled. Times exclude compiling; cached: the code was found on disk. "
+        "Passes to break even: seconds of compiling divided by the time that one forward and backward pass saves.",
     )  # fmt: skip
     return Section("torch.compile", (Text(_text(pairs)), table))
 
 
 def _pairs(readings: Readings) -> list[_Pair]:
-    found = []
-    for one in sorted(readings.all, key=_order(readings)):
-        s = one.settings
-        if s.mode is Mode.EAGER or one.result is None:
+    pairs = []
+    for reading in sorted(readings.all, key=_order(readings)):
+        s = reading.settings
+        if s.mode is Mode.EAGER or reading.result is None:
             continue
-        eager = readings.result(one.group, s.length, s.head_dim, Variant.of(s.backend))
+        eager = readings.result(reading.group, s.length, s.head_dim, Variant.of(s.backend))
         if eager is not None:
-            place = (one.group.title, str(s.head_dim), str(s.length))
-            found.append(_Pair(str(Variant.of(s.backend)), place, eager, one.result))
-    return found
+            place = (reading.group.title, str(s.head_dim), str(s.length))
+            pairs.append(_Pair(str(Variant.of(s.backend)), place, eager, reading.result))
+    return pairs
 
 
 def _order(readings: Readings) -> Callable[[Reading], tuple[int, int, int, int]]:
     groups = readings.groups
-    return lambda one: (
-        one.variant.position, groups.index(one.group), one.settings.head_dim, one.settings.length,
+    return lambda reading: (
+        reading.variant.position, groups.index(reading.group), reading.settings.head_dim, reading.settings.length,
     )  # fmt: skip
 
 
@@ -95,19 +95,19 @@ def _text(pairs: list[_Pair]) -> str:
     cold = [pair.compiled.compile_seconds for pair in pairs if not pair.compiled.compile_cached]
     slower = [pair for pair in pairs if pair.saved_ms <= 0]
     memory = [pair.compiled.before_backward_bytes / pair.eager.before_backward_bytes for pair in pairs]
-    found = [
+    sentences = [
         "torch.compile fuses the operations between the two products (scaling, mask, softmax, casts) into fewer "
         f"kernels. Over {len(pairs)} shapes the compiled forward pass was {_range(forward)} as fast as the eager one, "
         f"backward {_range(backward)}; memory before backward was {_range(memory)} eager's."
     ]
     if slower:
-        found.append(f"In {len(slower)} of them forward and backward together were not faster.")
+        sentences.append(f"In {len(slower)} of them forward and backward together were not faster.")
     if cold:
-        found.append(
+        sentences.append(
             f"Compiling took {min(cold):.1f} to {max(cold):.1f} s for each shape, once per process; torch keeps the "
             "code on disk, and loads it from there in the next one."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _range(ratios: list[float]) -> str:

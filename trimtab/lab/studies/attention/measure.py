@@ -1,4 +1,4 @@
-"""Measures one cell: the backend is verified at a small length, then memory and times are taken at the cell's own."""
+"""Measures one cell: verifies the backend at a small length, then measures memory and times at the cell's length."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from trimtab.kernels.attention import choose_attention
 from trimtab.kernels.attention.spec import Case, make_inputs
 from trimtab.kernels.triton_support import runs_triton
 from trimtab.lab.contests import disagreement
-from trimtab.lab.memory import kept_bytes, peak_bytes
-from trimtab.lab.studies.attention.formula import at_least
+from trimtab.lab.memory import peak_bytes, retained_bytes
+from trimtab.lab.studies.attention.formula import minimum_bytes
+from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
-from trimtab.lab.studies.attention.running import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.settings import PLAIN, TILED, AttentionSettings, Mode, is_weighted_sum
 from trimtab.lab.study import NotSupported, PredictedOutOfMemory
 from trimtab.lab.timing import cache_state, time_samples
 
 CHECKED_LENGTH, CHECKED_BATCH = 256, 3
-"""Shape on which a backend is compared with truth before it is timed. An uncommon batch: where this shape is compiled,
-the code must not be found again when the seconds of compiling a cell's own shape are taken."""
+"""Shape on which a backend is compared with fp64 before it is timed. The batch is uncommon, so that code compiled for
+this shape is not found in the cache when the compile time of a cell's own shape is measured."""
 RESULTS = ("o", "dq", "dk", "dv")
 
 
 class WrongResult(Exception):
-    """A backend whose error is larger than allowed; it gets no time."""
+    """A backend has a larger error than allowed; it is not timed."""
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """One cell of the study.
+    """Measures one cell of the study.
 
     Example:
         >>> cell = AttentionSettings("sdpa_flash", length=64, batch=1, repetitions=2)
@@ -53,25 +53,25 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_attention(settings: AttentionSettings) -> AttentionResult:
-    """Verifies the backend, then takes memory and times."""
+    """Verifies the backend, then measures memory and times."""
     if settings.memory_bytes is not None:
-        need, there = format_bytes(at_least(settings)), format_bytes(settings.memory_bytes)
-        raise PredictedOutOfMemory(f"needs at least {need}, and the device has {there}")
+        needed, available = format_bytes(minimum_bytes(settings)), format_bytes(settings.memory_bytes)
+        raise PredictedOutOfMemory(f"needs at least {needed}, and the device has {available}")
     check_supported(settings, _capability(settings.device), triton=runs_triton(torch.device(settings.device)))
     if is_compiled(settings):
         use_cache_folder()
-        dynamo.reset()  # otherwise the second shape would be compiled for lengths of any size
+        dynamo.reset()  # otherwise the second shape would be compiled with dynamic shapes
     _verify(replace(settings, batch=CHECKED_BATCH, length=CHECKED_LENGTH, repetitions=1, seconds=1.0))
     _release(settings.device)
     return _measured(settings)
 
 
 def check_supported(settings: AttentionSettings, capability: tuple[int, int] | None, *, triton: bool) -> None:
-    """NotSupported where the device lacks what the backend needs.
+    """Raises NotSupported if the backend does not run on the device with these settings.
 
     Args:
         settings: the cell.
-        capability: of a CUDA device; None on a CPU.
+        capability: compute capability of a CUDA device; None on a CPU.
         triton: whether Triton kernels run on the device.
 
     Example:
@@ -100,7 +100,7 @@ def check_supported(settings: AttentionSettings, capability: tuple[int, int] | N
 
 
 def is_compiled(settings: AttentionSettings) -> bool:
-    """Whether torch.compile takes part: FlexAttention is compiled in any case.
+    """Whether torch.compile is used: FlexAttention is always compiled.
 
     Example:
         >>> is_compiled(AttentionSettings("flex")), is_compiled(AttentionSettings("sdpa_math"))
@@ -111,15 +111,15 @@ def is_compiled(settings: AttentionSettings) -> bool:
 
 @cache  # once in a process for each backend and dtype, not for each length
 def _verify(settings: AttentionSettings) -> None:
-    """Compares output and gradients with the reference in fp64; WrongResult where they are further from it than the
+    """Compares output and gradients with the reference in fp64; raises WrongResult if their error exceeds that of the
     reference in the same dtype, plus a small share."""
     s = settings
     case = Case("check", s.batch, s.length, s.length, s.heads, s.heads, s.head_dim, causal=s.causal)
     plain = build_attention(replace(s, backend=PLAIN, mode=Mode.EAGER))
     truth = _results(plain, *make_inputs(case, "fp64", s.device)[:4])
-    own = _results(plain, *make_inputs(case, s.dtype, s.device)[:4])
+    same_dtype = _results(plain, *make_inputs(case, s.dtype, s.device)[:4])
     got = _results(build_attention(s), *make_inputs(case, s.dtype, s.device)[:4])
-    sentence = disagreement(RESULTS, got, truth, own, s.dtype)
+    sentence = disagreement(RESULTS, got, truth, same_dtype, s.dtype)
     if sentence is not None:
         raise WrongResult(f"{s.backend} in {s.dtype} is not timed: {sentence}")
 
@@ -127,7 +127,7 @@ def _verify(settings: AttentionSettings) -> None:
 def _results(
     attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Those that `RESULTS` names."""
+    """Output and gradients, in the order of `RESULTS`."""
     inputs = [x.requires_grad_() for x in (q, k, v)]
     o = attend(*inputs)
     return [o.detach(), *torch.autograd.grad(o, inputs, gradient)]
@@ -138,8 +138,8 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
     run = AttentionRun(settings)
     compile_seconds, compile_cached = _first_call(run) if is_compiled(settings) else (0.0, False)
     if not is_compiled(settings):
-        run.forward_backward()  # workspaces of the libraries are not memory of the operation
-    kept = kept_bytes(run.forward, device)
+        run.forward_backward()  # allocates library workspaces, which are not memory of the operation
+    saved = retained_bytes(run.forward, device)
     peak = peak_bytes(run.forward_backward, device)
     forward, backward = (
         time_samples(
@@ -153,7 +153,7 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
     )
     return AttentionResult(
         PassTimes(forward, backward, cache_state(device)),
-        before_backward_bytes=run.input_bytes + kept,
+        before_backward_bytes=run.input_bytes + saved,
         peak_bytes=run.input_bytes + peak,
         usable_bytes=usable,
         compile_seconds=compile_seconds,
@@ -162,7 +162,7 @@ def _measured(settings: AttentionSettings) -> AttentionResult:
 
 
 def _first_call(run: AttentionRun) -> tuple[float, bool]:
-    """(seconds of compiling both passes, whether all compiled code was found in torch's cache)."""
+    """Runs both passes once; returns (seconds of compiling, whether all compiled code was in torch's cache)."""
     dynamo.reset()  # the check has compiled another shape
     counters = dynamo.utils.counters["inductor"]
     hits, misses, (_, seconds) = counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"], compilations()
@@ -172,7 +172,7 @@ def _first_call(run: AttentionRun) -> tuple[float, bool]:
 
 
 def _release(device: str) -> None:
-    """Gives back what earlier cells of this process left in the allocator's cache."""
+    """Empties the allocator's cache after earlier cells of this process."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -183,7 +183,7 @@ def _capability(device: str) -> tuple[int, int] | None:
 
 
 def _usable_bytes(device: str) -> int:
-    """All memory of a GPU; of a host, what the limit of this process leaves, or everything where there is none."""
+    """Total memory of a GPU; on a host, the remainder of this process's limit, or all memory without a limit."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info()[1]
     import resource  # not on Windows, where no limit is set

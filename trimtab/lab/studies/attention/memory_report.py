@@ -1,4 +1,4 @@
-"""The report's part on memory: the formula against what was measured, and where memory runs out. Imports no torch."""
+"""The report's part on memory: the formula against measurements, and the lengths that fit. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trimtab.lab.study import Outcome
 from trimtab.report.document import Block, Section, Table, Text
 
 FORMULA = (
-    "Plain attention keeps the probabilities for backward: one number for each pair of query and key, B · H · N² of "
+    "Plain attention saves the probabilities for backward: one element for each pair of query and key, B · H · N² of "
     "them for B sequences, H heads and N tokens. The softmax is in fp32, so that each takes {fp32} bytes in fp32 and "
-    "{bf16} bytes in bf16 or fp16, where the rounded copy that multiplies v is kept too; a causal mask adds N² bytes. "
-    "Everything else grows with N. A tiled backend (FlashAttention) keeps one number per query instead of N, and "
-    "computes the scores once more in backward."
+    "{bf16} bytes in bf16 or fp16, where the rounded copy that multiplies v is saved too; a causal mask adds N² bytes. "
+    "Everything else grows with N. A tiled backend (FlashAttention) saves one element per query instead of N, and "
+    "recomputes the scores in backward."
 )
 
 
@@ -40,24 +40,24 @@ def memory_section(readings: Readings) -> Section | None:
     )
     table = Table(
         "Before backward at the longest measured length",
-        ("settings", "backend", "head dim", "length", "formula, MiB", "of it N²", "measured, MiB", "measured / formula",
-         "growth by the last doubling"),
+        ("settings", "backend", "head dim", "length", "formula, MiB", "share of N²", "measured, MiB",
+         "measured / formula", "growth by the last doubling"),
         tuple(rows),
-        "A growth of 4 is quadratic, one of 2 linear. torch.compile decides itself what it saves: there is no formula.",
+        "A growth of 4 is quadratic, one of 2 linear. torch.compile chooses what to save: there is no formula.",
     )  # fmt: skip
     return Section("Memory before backward, by the formula and measured", (Text(text), table))
 
 
 def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[str, ...] | None:
-    """At the longest length that was measured, and there at the largest head dimension."""
-    own = [
-        one
-        for one in readings.all
-        if one.group == group and one.variant == variant and one.result is not None
+    """The row of the longest measured length, at its largest head dimension."""
+    candidates = [
+        reading
+        for reading in readings.all
+        if reading.group == group and reading.variant == variant and reading.result is not None
     ]
-    if not own:
+    if not candidates:
         return None
-    last = max(own, key=lambda one: (one.settings.length, one.settings.head_dim))
+    last = max(candidates, key=lambda reading: (reading.settings.length, reading.settings.head_dim))
     s, result = last.settings, last.result
     assert result is not None
     measured, predicted = result.before_backward_bytes, before_backward(s)
@@ -75,7 +75,9 @@ def _formula_row(readings: Readings, group: Group, variant: Variant) -> tuple[st
 
 def limits_section(readings: Readings) -> Section | None:
     """The length at which each backend runs out of memory; None where nothing was measured."""
-    usable = min((one.result.usable_bytes for one in readings.all if one.result is not None), default=None)
+    usable = min(
+        (reading.result.usable_bytes for reading in readings.all if reading.result is not None), default=None
+    )
     if usable is None:
         return None
     rows = tuple(
@@ -91,8 +93,8 @@ def limits_section(readings: Readings) -> Section | None:
             ("settings", "backend", "head dims", "longest measured", "out of memory, measured",
              "out of memory, predicted", "longest by the formula"),
             rows,
-            "Longest by the formula: where what is allocated before backward alone fills the memory. Backward needs "
-            "more, so that memory runs out at a shorter length. Compiled: where one matrix of scores fills it.",
+            "Longest by the formula: where the memory before backward alone fills the device. Backward needs more, so "
+            "that memory runs out at a shorter length. Compiled: where one matrix of scores fills it.",
         )
     )  # fmt: skip
     return Section("Where memory runs out", tuple(blocks))
@@ -102,20 +104,20 @@ def _limit_rows(
     readings: Readings, group: Group, variant: Variant, usable_bytes: int
 ) -> list[tuple[str, ...]]:
     """One row for all head dimensions with the same outcome."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    head_dims_by_outcome: dict[tuple[str, str, str], list[int]] = {}
     for head_dim in readings.head_dims(group):
         ends: dict[Outcome, list[int]] = {}
         for length in readings.lengths(group):
-            one = readings.find(group, length, head_dim, variant)
-            if one is not None:
-                ends.setdefault(one.outcome, []).append(length)
+            reading = readings.find(group, length, head_dim, variant)
+            if reading is not None:
+                ends.setdefault(reading.outcome, []).append(length)
         measured = ends.get(Outcome.MEASURED)
         key = (
             str(max(measured)) if measured else NOTHING,
             _first(ends.get(Outcome.OUT_OF_MEMORY)),
             _first(ends.get(Outcome.PREDICTED_OUT_OF_MEMORY)),
         )
-        found.setdefault(key, []).append(head_dim)
+        head_dims_by_outcome.setdefault(key, []).append(head_dim)
     return [
         (
             group.title,
@@ -124,7 +126,7 @@ def _limit_rows(
             *key,
             _longest(group, variant, head_dims, usable_bytes),
         )
-        for key, head_dims in found.items()
+        for key, head_dims in head_dims_by_outcome.items()
     ]
 
 
@@ -133,7 +135,7 @@ def _first(lengths: list[int] | None) -> str:
 
 
 def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes: int) -> str:
-    """By the formula, from the largest head dimension to the smallest."""
+    """The longest lengths by the formula, over the head dimensions."""
     mode = Mode.COMPILED if variant.compiled else Mode.EAGER
     lengths = sorted(
         {
@@ -151,35 +153,43 @@ def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes:
 
 
 def _limits_text(readings: Readings, usable_bytes: int) -> str:
-    stopped = [one for one in readings.all if one.outcome is Outcome.OUT_OF_MEMORY]
-    predicted = [one for one in readings.all if one.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
-    measured = [one.settings.length for one in readings.all if one.result is not None]
-    found = [f"A cell could use {format_bytes(usable_bytes)}."]
+    stopped = [reading for reading in readings.all if reading.outcome is Outcome.OUT_OF_MEMORY]
+    predicted = [reading for reading in readings.all if reading.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
+    measured = [reading.settings.length for reading in readings.all if reading.result is not None]
+    sentences = [f"A cell could allocate {format_bytes(usable_bytes)}."]
     if not stopped and not predicted:
-        found.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
+        sentences.append(f"Nothing ran out of memory up to {max(measured)} tokens.")
     if stopped:
-        found.append(_stopped_text(stopped))
+        sentences.append(_stopped_text(stopped))
     if predicted:
-        found.append(
-            f"Not tried, since they need at least more than all memory of the device: {len(predicted)} of "
+        sentences.append(
+            f"Not tried, because the formula alone exceeds the device's memory: {len(predicted)} of "
             f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
         )
-    flash = [one.result.peak_bytes for one in readings.all if _is_longest_flash(one, max(measured))]  # type: ignore[union-attr]
+    flash = [
+        reading.result.peak_bytes  # type: ignore[union-attr]
+        for reading in readings.all
+        if _is_longest_flash(reading, max(measured))
+    ]
     if flash:
-        found.append(
+        sentences.append(
             f"At {max(measured)} tokens the tiled backends had at most {format_bytes(max(flash))} allocated in both "
             "passes together."
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _stopped_text(stopped: list[Reading]) -> str:
-    first = min(stopped, key=lambda one: (one.settings.length, one.settings.batch))
+    first = min(stopped, key=lambda reading: (reading.settings.length, reading.settings.batch))
     s, predicted = first.settings, before_backward(first.settings)
     needs = f", where the formula gives {format_bytes(predicted.total)} before backward" if predicted else ""
     return f"The first to run out was {first.variant} at {s.length} tokens ({first.group.title}){needs}."
 
 
-def _is_longest_flash(one: Reading, length: int) -> bool:
-    result: AttentionResult | None = one.result
-    return result is not None and one.settings.length == length and not is_quadratic(one.settings.backend)
+def _is_longest_flash(reading: Reading, length: int) -> bool:
+    result: AttentionResult | None = reading.result
+    return (
+        result is not None
+        and reading.settings.length == length
+        and not is_quadratic(reading.settings.backend)
+    )

@@ -39,7 +39,7 @@ class Variant:
 
 @dataclass(frozen=True, order=True)
 class Group:
-    """What one table has in common; its rows are lengths and head dimensions."""
+    """The settings that all cells of a table share; its rows are lengths and head dimensions."""
 
     dtype: str
     batch: int
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def slug(self) -> str:
-        """For ids of charts."""
+        """The name in ids of charts."""
         return f"{self.dtype}-b{self.batch}-h{self.heads}-{self.visibility}"
 
 
@@ -73,75 +73,81 @@ class Reading:
 
     @property
     def variant(self) -> Variant:
-        """Its column."""
+        """The column of this cell in its table."""
         return Variant.of(self.settings.backend, self.settings.mode)
 
     @property
     def group(self) -> Group:
-        """Its table."""
+        """The settings that identify its table."""
         s = self.settings
         return Group(s.dtype, s.batch, s.heads, s.visibility.value)
 
 
 class Readings:
-    """All measurements of attention on one machine, found by what they measure.
+    """All measurements of attention on one machine, looked up by their settings.
 
-    Of a cell that was measured with different repetitions the last one counts, and of one that was predicted to run out
-    of memory and tried all the same, what came of it.
+    If a cell was measured with different repetitions, the last measurement counts. If it was predicted to run out of
+    memory and was tried all the same, the measured outcome counts.
     """
 
     def __init__(self, measurements: Iterable[Measurement]) -> None:
         self._found: dict[tuple[Group, int, int, Variant], Reading] = {}
-        for one in measurements:
-            if is_weighted_sum(one.cell.settings):
+        for measurement in measurements:
+            if is_weighted_sum(measurement.cell.settings):
                 continue
-            settings = AttentionSettings.from_dict(one.cell.settings)
-            measured = one.outcome is Outcome.MEASURED
-            result = AttentionResult.from_dict(one.result) if measured else None
-            reading = Reading(settings, one.outcome, result, one.message)
+            settings = AttentionSettings.from_dict(measurement.cell.settings)
+            measured = measurement.outcome is Outcome.MEASURED
+            result = AttentionResult.from_dict(measurement.result) if measured else None
+            reading = Reading(settings, measurement.outcome, result, measurement.message)
             key = (reading.group, settings.length, settings.head_dim, reading.variant)
             if settings.tried or key not in self._found:
                 self._found[key] = reading
 
     @property
     def all(self) -> list[Reading]:
-        """In the order of measuring."""
+        """All readings, in the order of measurement."""
         return list(self._found.values())
 
     @property
     def groups(self) -> list[Group]:
-        """In the order of measuring."""
-        return list(dict.fromkeys(one.group for one in self.all))
+        """All groups, in the order of measurement."""
+        return list(dict.fromkeys(reading.group for reading in self.all))
 
     def find(self, group: Group, length: int, head_dim: int, variant: Variant) -> Reading | None:
-        """The reading of one cell; None where it was not asked for."""
+        """The reading of one cell; None if it was not requested."""
         return self._found.get((group, length, head_dim, variant))
 
     def result(self, group: Group, length: int, head_dim: int, variant: Variant) -> AttentionResult | None:
         """The result of one cell; None where there is none."""
-        found = self.find(group, length, head_dim, variant)
-        return None if found is None else found.result
+        reading = self.find(group, length, head_dim, variant)
+        return None if reading is None else reading.result
 
     def lengths(self, group: Group) -> list[int]:
-        """Ascending."""
-        return sorted({one.settings.length for one in self.all if one.group == group})
+        """Sequence lengths of a group, ascending."""
+        return sorted({reading.settings.length for reading in self.all if reading.group == group})
 
     def head_dims(self, group: Group) -> list[int]:
-        """Ascending."""
-        return sorted({one.settings.head_dim for one in self.all if one.group == group})
+        """Head dimensions of a group, ascending."""
+        return sorted({reading.settings.head_dim for reading in self.all if reading.group == group})
 
     def variants(self, group: Group) -> list[Variant]:
-        """Those that ran at least once, or were stopped by memory alone; in the order of `BACKENDS`."""
+        """Variants that ran at least once or ran out of memory, in the order of `BACKENDS`."""
         ran = (Outcome.MEASURED, Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
-        return sorted({one.variant for one in self.all if one.group == group and one.outcome in ran})
+        return sorted(
+            {reading.variant for reading in self.all if reading.group == group and reading.outcome in ran}
+        )
 
-    def obstacles(self) -> list[tuple[Variant, str, str, str]]:
-        """(variant, dtypes, outcome, reason) of cells that ended otherwise, those with the same reason together."""
-        found: dict[tuple[Variant, str, str], list[str]] = {}
-        for one in self.all:
-            if one.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
-                found.setdefault((one.variant, one.outcome.value, one.message), []).append(one.settings.dtype)
+    def unmeasured_cells(self) -> list[tuple[Variant, str, str, str]]:
+        """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
+        dtypes_by_reason: dict[tuple[Variant, str, str], list[str]] = {}
+        for reading in self.all:
+            if reading.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
+                dtypes_by_reason.setdefault(
+                    (reading.variant, reading.outcome.value, reading.message), []
+                ).append(reading.settings.dtype)
         return [
             (variant, ", ".join(dict.fromkeys(dtypes)), outcome, message)
-            for (variant, outcome, message), dtypes in sorted(found.items(), key=lambda item: item[0])
+            for (variant, outcome, message), dtypes in sorted(
+                dtypes_by_reason.items(), key=lambda item: item[0]
+            )
         ]

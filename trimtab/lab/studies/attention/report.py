@@ -1,4 +1,4 @@
-"""The report of the study: tables, charts, and what they show, computed from the measurements. Imports no torch."""
+"""The report of the attention study: tables, charts and conclusions, computed from the measurements. No torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from trimtab.kernels.weighted_sum.spec import bytes_moved
 from trimtab.lab.samples import CacheState
-from trimtab.lab.studies.attention.comparing import crossover
 from trimtab.lab.studies.attention.compiled_report import compiled_section
+from trimtab.lab.studies.attention.crossover import crossover
 from trimtab.lab.studies.attention.memory_report import limits_section, memory_section
 from trimtab.lab.studies.attention.readings import Group, Readings
 from trimtab.lab.studies.attention.results import PassTimes
@@ -26,31 +26,37 @@ from trimtab.report.document import Block, Section, Table, Text
 
 CACHES = {
     CacheState.CLEARED: "Before each repetition a buffer larger than the L2 cache is written, so that inputs come from "
-    "the GPU's memory; times are the device's own, without the host's launches.",
+    "the GPU's memory; times are from CUDA events, without the host's launches.",
     CacheState.AS_LEFT: "Nothing is evicted from the CPU's caches before a repetition.",
 }
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
-    """Times and memory of each group of settings, then what they have to say together."""
+    """Times and memory of each group of settings, then the comparisons."""
     readings = Readings(measurements)
-    found: list[Section | None] = []
+    report_sections: list[Section | None] = []
     if readings.all:
-        found.append(_reading_section(readings))
-        found += [_group_section(readings, group) for group in readings.groups if readings.variants(group)]
-        found += [
+        report_sections.append(_reading_section(readings))
+        report_sections += [
+            _group_section(readings, group) for group in readings.groups if readings.variants(group)
+        ]
+        report_sections += [
             _flash_section(readings),
             compiled_section(readings),
             memory_section(readings),
             limits_section(readings),
             _obstacle_section(readings),
         ]
-    found.append(_weighted_sum_section([m for m in measurements if is_weighted_sum(m.cell.settings)]))
-    return [section for section in found if section is not None]
+    report_sections.append(
+        _weighted_sum_section([m for m in measurements if is_weighted_sum(m.cell.settings)])
+    )
+    return [section for section in report_sections if section is not None]
 
 
 def _reading_section(readings: Readings) -> Section:
-    caches = list(dict.fromkeys(one.result.times.cache for one in readings.all if one.result is not None))
+    caches = list(
+        dict.fromkeys(reading.result.times.cache for reading in readings.all if reading.result is not None)
+    )
     text = (
         "Forward is one call with gradients enabled. Backward is the gradient of q, k and v; the forward pass that "
         "each repetition of it needs is made outside the timed part. Each backend was first compared with plain "
@@ -58,7 +64,8 @@ def _reading_section(readings: Readings) -> Section:
         "share, gets no time."
     )
     return Section(
-        "What was measured", tuple(Text(one) for one in (text, *(CACHES[cache] for cache in caches)))
+        "What was measured",
+        tuple(Text(sentence) for sentence in (text, *(CACHES[cache] for cache in caches))),
     )
 
 
@@ -83,7 +90,7 @@ def _fastest_text(readings: Readings, group: Group) -> str:
                 if (result := readings.result(group, length, head_dim, variant)) is not None
             }
             if times:
-                winners.append(str(min(times, key=lambda one: times[one])))
+                winners.append(str(min(times, key=lambda candidate: times[candidate])))
         if winners:
             lengths.setdefault(" or ".join(dict.fromkeys(winners)), []).append(str(length))
     if not lengths:
@@ -93,7 +100,7 @@ def _fastest_text(readings: Readings, group: Group) -> str:
 
 
 def _flash_section(readings: Readings) -> Section | None:
-    """FlashAttention against plain attention: speed-ups, and from which length on it pays."""
+    """FlashAttention against plain attention: speed-ups and crossover lengths."""
     blocks: list[Block] = []
     for group in readings.groups:
         table = speed_up_table(readings, group)
@@ -101,21 +108,22 @@ def _flash_section(readings: Readings) -> Section | None:
             continue
         lines = []
         for variant in flash_variants(readings, group):
-            said: dict[str, list[str]] = {}
+            head_dims_by_sentence: dict[str, list[str]] = {}
             for head_dim in readings.head_dims(group):
-                found = crossover(readings, group, head_dim, variant)
-                if found.verdicts:
-                    said.setdefault(found.describe(), []).append(str(head_dim))
+                comparison = crossover(readings, group, head_dim, variant)
+                if comparison.verdicts:
+                    head_dims_by_sentence.setdefault(comparison.describe(), []).append(str(head_dim))
             lines += [
-                f"{variant}, head dim {', '.join(dims)}: {sentence}." for sentence, dims in said.items()
+                f"{variant}, head dim {', '.join(dims)}: {sentence}."
+                for sentence, dims in head_dims_by_sentence.items()
             ]
         blocks += [table, *(Text(line) for line in lines)]
     if not blocks:
         return None
     text = (
-        "FlashAttention computes the same numbers tile by tile and never writes the matrix of scores to memory. It "
-        "saves memory traffic, which grows with the square of the length, and computes the scores a second time in "
-        "backward: at short lengths, where that traffic is small, it need not pay. A length counts as faster or slower "
+        "FlashAttention computes the same result tile by tile and never writes the matrix of scores to memory. It "
+        "saves memory traffic, which grows with the square of the length, and recomputes the scores in backward: at "
+        "short lengths, where that traffic is small, it may be slower. A length counts as faster or slower "
         "only where the ranges from the first to the third quartile do not overlap; the crossover is the first length "
         "from which on every measured one is faster."
     )
@@ -123,7 +131,9 @@ def _flash_section(readings: Readings) -> Section | None:
 
 
 def _obstacle_section(readings: Readings) -> Section | None:
-    rows = tuple((str(v), dtypes, outcome, reason) for v, dtypes, outcome, reason in readings.obstacles())
+    rows = tuple(
+        (str(v), dtypes, outcome, reason) for v, dtypes, outcome, reason in readings.unmeasured_cells()
+    )
     if not rows:
         return None
     table = Table("", ("backend", "dtypes", "outcome", "reason"), rows)
@@ -135,20 +145,20 @@ def _weighted_sum_section(measurements: Sequence[Measurement]) -> Section | None
     if not measurements:
         return None
     rows = []
-    for one in measurements:
-        s = WeightedSumSettings.from_dict(one.cell.settings)
+    for measurement in measurements:
+        s = WeightedSumSettings.from_dict(measurement.cell.settings)
         place = (s.impl, s.dtype, f"{s.rows} × {s.columns}")
-        if one.outcome is not Outcome.MEASURED:
-            rows.append((*place, one.outcome.value, NOTHING, NOTHING))
+        if measurement.outcome is not Outcome.MEASURED:
+            rows.append((*place, measurement.outcome.value, NOTHING, NOTHING))
             continue
-        times = PassTimes.from_dict(one.result)
+        times = PassTimes.from_dict(measurement.result)
         forward, backward = times.forward.median_ms, times.backward.median_ms
         rate = bytes_moved(s.rows, s.columns, s.dtype) / forward / 1e6
         rows.append((*place, format_ms(forward), format_ms(backward), f"{rate:,.1f}"))
     text = (
         "The smallest kernel here, a weighted sum over each row, is the one that docs/writing-a-kernel.md builds step "
-        "by step. It reads each number once and computes next to nothing, so that the rate of memory decides: GB/s are "
-        "the bytes that have to be moved, divided by the time of forward."
+        "by step. It reads each element once and computes little, so that memory bandwidth is the limit: GB/s are the "
+        "bytes that have to be moved, divided by the time of forward."
     )
     head = (
         "implementation",

@@ -1,4 +1,4 @@
-"""What a measurement of the study consists of: shared by `measure` and the report. Imports no torch."""
+"""The result types of the attention study, shared by `measure` and the report. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PassTimes:
 
     @staticmethod
     def from_dict(result: Mapping[str, Any]) -> PassTimes:
-        """Of a record; raises DataError where it is damaged."""
+        """Parses a record; raises DataError if it is damaged."""
         try:
             forward, backward, cache = result["forward"], result["backward"], CacheState(result["cache"])
         except (KeyError, ValueError) as error:
@@ -67,9 +67,9 @@ class AttentionResult:
     before_backward_bytes: int
     """q, k, v, the output and what forward saved."""
     peak_bytes: int
-    """The most that was allocated during both passes: q, k, v and the gradients included."""
+    """Peak memory of both passes: q, k, v and the gradients included."""
     usable_bytes: int
-    """Memory that the cell could use: all of a GPU's; of a host, what the process may allocate."""
+    """Memory that the cell could use: all of a GPU's; on a host, the limit of the process."""
     compile_seconds: float
     """Seconds that torch.compile took for both passes; 0 where nothing is compiled."""
     compile_cached: bool
@@ -88,7 +88,7 @@ class AttentionResult:
 
     @staticmethod
     def from_dict(result: Mapping[str, Any]) -> AttentionResult:
-        """Of a record; raises DataError where it is damaged."""
+        """Parses a record; raises DataError if it is damaged."""
         times = PassTimes.from_dict(result)
         try:
             return AttentionResult(

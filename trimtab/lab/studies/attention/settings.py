@@ -1,4 +1,4 @@
-"""What identifies one measurement of the study. Imports no torch."""
+"""The settings that identify a measurement of the study. Imports no torch."""
 
 # N length, D head dimension
 
@@ -13,23 +13,23 @@ from trimtab.kernels.attention.spec import IMPLS
 from trimtab.lab.samples import damaged_record
 
 PLAIN = "reference"
-"""Plain attention: products, softmax and the matrix of probabilities, as it is written in papers."""
+"""Plain attention: products, softmax and the matrix of probabilities, as in the papers."""
 TILED = "tiled"
-"""FlashAttention in plain PyTorch, to be read: `trimtab.kernels.attention.impl_tiled`. No model can choose it."""
+"""FlashAttention in plain PyTorch, for readers: `trimtab.kernels.attention.impl_tiled`. Recipes cannot select it."""
 BACKENDS = (*IMPLS, TILED)
 WEIGHTED_SUM = "weighted_sum"
 
 
 class Mode(enum.Enum):
-    """How the operation is run."""
+    """How the operation is executed."""
 
     EAGER = "eager"
     COMPILED = "compiled"
-    """torch.compile of the whole operation as one graph, for this very shape."""
+    """torch.compile of the whole operation as one graph, with static shapes."""
 
 
 class Visibility(enum.Enum):
-    """Which keys a query sees."""
+    """The keys that a query attends to."""
 
     CAUSAL = "causal"
     FULL = "full"
@@ -56,15 +56,15 @@ class AttentionSettings:
     device: str = "cpu"
     """cpu or cuda."""
     repetitions: int = 100
-    """Of each pass, unless the time is up before."""
+    """Repetitions of each pass, unless the time ends earlier."""
     seconds: float = 2.0
     """Time for the repetitions of both passes together."""
     memory_bytes: int | None = None
-    """Only of a cell that is not tried: the device's memory, which its formula exceeds."""
+    """The device's memory, which the cell's formula exceeds; None for a cell that is tried."""
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees no later key."""
+        """Whether queries do not attend to later keys."""
         return self.visibility is Visibility.CAUSAL
 
     @property
@@ -73,7 +73,7 @@ class AttentionSettings:
         return self.memory_bytes is None
 
     def to_dict(self) -> dict[str, Any]:
-        """As settings of a cell: plain values, without those that are None."""
+        """The settings of a cell: plain values, without those that are None."""
         plain = {**asdict(self), "mode": self.mode.value, "visibility": self.visibility.value}
         return {key: value for key, value in plain.items() if value is not None}
 
@@ -82,12 +82,12 @@ class AttentionSettings:
         """The settings of a cell; raises DataError for those of another study or version."""
         try:
             mode, visibility = Mode(settings["mode"]), Visibility(settings["visibility"])
-            found = AttentionSettings(**{**settings, "mode": mode, "visibility": visibility})
+            parsed = AttentionSettings(**{**settings, "mode": mode, "visibility": visibility})
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_record("settings", f"{type(error).__name__}: {error}") from None
-        if found.backend not in BACKENDS:
-            raise damaged_record("settings", f"there is no backend {found.backend!r}")
-        return found
+        if parsed.backend not in BACKENDS:
+            raise damaged_record("settings", f"there is no backend {parsed.backend!r}")
+        return parsed
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class WeightedSumSettings:
     seconds: float = 2.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As settings of a cell; `operation` sets them apart from those of attention."""
+        """The settings of a cell; `operation` distinguishes them from those of attention."""
         return {"operation": WEIGHTED_SUM, **asdict(self)}
 
     @staticmethod
@@ -123,7 +123,7 @@ class WeightedSumSettings:
 
 
 def is_weighted_sum(settings: Mapping[str, Any]) -> bool:
-    """Whether a cell is one of the tutorial's kernel.
+    """Whether a cell measures the tutorial's kernel.
 
     Example:
         >>> is_weighted_sum(WeightedSumSettings("triton").to_dict()), is_weighted_sum({"backend": "triton"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trimtab.lab.studies.attention.comparing import EAGER_PLAIN, crossover, speed_up
+from trimtab.lab.studies.attention.crossover import EAGER_PLAIN, crossover, speed_up
 from trimtab.lab.studies.attention.formula import is_quadratic
 from trimtab.lab.studies.attention.readings import Group, Reading, Readings, Variant
 from trimtab.lab.studies.attention.results import AttentionResult
@@ -13,7 +13,7 @@ from trimtab.report.document import LineChart, Series, Table
 
 MIB = 2**20
 CHARTED_HEAD_DIM = 64
-"""Of the charts, where it was measured; otherwise the largest one."""
+"""Head dimension of the charts, if it was measured; otherwise the largest one."""
 NOTHING = "–"
 
 
@@ -41,11 +41,11 @@ def times_table(readings: Readings, group: Group) -> Table:
     """Forward / backward, a row per head dimension and length, a column per variant."""
     counts = [
         samples.repetitions
-        for one in readings.all
-        if one.group == group and one.result is not None
-        for samples in (one.result.times.forward, one.result.times.backward)
+        for reading in readings.all
+        if reading.group == group and reading.result is not None
+        for samples in (reading.result.times.forward, reading.result.times.backward)
     ]
-    made = (
+    repetitions = (
         f"{min(counts)} to {max(counts)}"
         if counts and min(counts) < max(counts)
         else f"{max(counts, default=0)}"
@@ -57,7 +57,7 @@ def times_table(readings: Readings, group: Group) -> Table:
         lambda result: (
             f"{format_ms(result.times.forward.median_ms)} / {format_ms(result.times.backward.median_ms)}"
         ),
-        f"Medians of {made} repetitions. The records have every time, mean and standard deviation.",
+        f"Medians of {repetitions} repetitions. The records have every time, mean and standard deviation.",
     )
 
 
@@ -95,12 +95,12 @@ def _shown(reading: Reading | None, show: Callable[[AttentionResult], str]) -> s
 
 
 def flash_variants(readings: Readings, group: Group) -> list[Variant]:
-    """Those that never store the matrix of scores."""
-    return [one for one in readings.variants(group) if not is_quadratic(one.backend)]
+    """Variants that never store the matrix of scores."""
+    return [variant for variant in readings.variants(group) if not is_quadratic(variant.backend)]
 
 
 def speed_up_table(readings: Readings, group: Group) -> Table | None:
-    """Plain attention's time divided by that of each FlashAttention, by length; None where neither can be compared."""
+    """Plain attention's time divided by that of each FlashAttention, by length; None where none can be compared."""
     lengths, variants = readings.lengths(group), flash_variants(readings, group)
     rows = []
     for variant in variants:
@@ -128,7 +128,7 @@ def _ratio(readings: Readings, group: Group, head_dim: int, length: int, ratio: 
 
 
 def charts(readings: Readings, group: Group) -> list[LineChart]:
-    """Time and memory over length on logarithmic axes, at one head dimension."""
+    """Charts of time and memory over length on logarithmic axes, at one head dimension."""
     head_dims = readings.head_dims(group)
     head_dim = CHARTED_HEAD_DIM if CHARTED_HEAD_DIM in head_dims else head_dims[-1]
     if len(readings.lengths(group)) < 2:
@@ -143,7 +143,7 @@ def charts(readings: Readings, group: Group) -> list[LineChart]:
             _series(readings, group, head_dim, value),
             log_x=True,
             log_y=True,
-            note="A curve ends where its backend runs out of memory, or where no longer length was asked for.",
+            note="A curve ends where its backend runs out of memory, or at the longest requested length.",
         )
 
     return [
@@ -157,12 +157,12 @@ def charts(readings: Readings, group: Group) -> list[LineChart]:
 def _series(
     readings: Readings, group: Group, head_dim: int, value: Callable[[AttentionResult], float]
 ) -> tuple[Series, ...]:
-    found = []
+    series = []
     for variant in readings.variants(group):
         points = []
         for length in readings.lengths(group):
             result = readings.result(group, length, head_dim, variant)
             points.append((float(length), None if result is None else value(result)))
         if any(y is not None for _, y in points):
-            found.append(Series(str(variant), tuple(points)))
-    return tuple(found)
+            series.append(Series(str(variant), tuple(points)))
+    return tuple(series)

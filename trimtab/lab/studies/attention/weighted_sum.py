@@ -24,11 +24,11 @@ RESULTS = ("y", "dx", "dw")
 
 
 class WrongSum(Exception):
-    """An implementation whose error is larger than allowed; it gets no time."""
+    """An implementation has a larger error than allowed; it is not timed."""
 
 
 def measure_weighted_sum(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One cell of the weighted sum.
+    """Measures one cell of the weighted sum.
 
     Example:
         >>> cell = WeightedSumSettings("reference", rows=4, columns=8, repetitions=2)
@@ -37,7 +37,9 @@ def measure_weighted_sum(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     s = WeightedSumSettings.from_dict(settings)
     if s.impl == "triton" and not runs_triton(torch.device(s.device)):
-        raise NotSupported("Triton compiles for CUDA GPUs from capability 7.5 on, and has to be installed")
+        raise NotSupported(
+            "Triton must be installed, and needs a CUDA GPU with compute capability 7.5 or newer"
+        )
     _verify(s.impl, s.dtype, s.device)
     x_ND, w_D = make_inputs(Case("timed", s.rows, s.columns), s.dtype, s.device)
     inputs = (x_ND.requires_grad_(), w_D.requires_grad_())
@@ -61,12 +63,12 @@ def measure_weighted_sum(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def _verify(impl: str, dtype: str, device: str) -> None:
-    """Compares the sum and its gradients with torch's in fp64; WrongSum where they are too far from it."""
-    truth, own, got = (
-        _results(one, precision, device)
-        for one, precision in (("reference", "fp64"), ("reference", dtype), (impl, dtype))
+    """Compares the sum and its gradients with torch's in fp64; raises WrongSum if the error is too large."""
+    truth, same_dtype, got = (
+        _results(implementation, precision, device)
+        for implementation, precision in (("reference", "fp64"), ("reference", dtype), (impl, dtype))
     )
-    sentence = disagreement(RESULTS, got, truth, own, dtype)
+    sentence = disagreement(RESULTS, got, truth, same_dtype, dtype)
     if sentence is not None:
         raise WrongSum(f"{impl} in {dtype} is not timed: {sentence}")
 

@@ -1,4 +1,4 @@
-"""Which runs a study of claims makes."""
+"""Validates the options of the claims study and returns its runs as cells."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def cells(
     models: Sequence[str] = (),
     device: str = "cpu",
 ) -> list[Cell]:
-    """One cell per run, variants of one seed after each other.
+    """One cell per run; the variants of a seed run one after the other.
 
     Args:
-        claims: names; all of them by default.
-        seeds: how many; they are 1, 2, 3, …
+        claims: names of claims; all by default.
+        seeds: the number of seeds, which are 1, 2, 3, …
         steps: optimizer steps of each run; by default the claim's own for the device.
         models: `starter`, `smollm2`, folders, GGUF files or hub ids. By default the starter, and on a GPU SmolLM2 as
-            well where its package is installed.
+            well if its package is installed.
         device: cpu, cuda or cuda:N.
 
     Raises:
         RecipeError: an unknown claim, no seeds or no steps.
-        MissingDependency: SmolLM2 is asked for and its package is not installed.
+        MissingDependency: SmolLM2 is requested and its package is not installed.
 
     Example:
         >>> [cell.settings["variant"] for cell in cells(["packing"], seeds=1)]
         ['padding', 'packing']
     """
     if not 1 <= seeds <= MOST_SEEDS:
-        raise RecipeError(f"--seeds is {seeds}", f"give a number from 1 to {MOST_SEEDS}; verdicts need 3")
+        raise RecipeError(f"--seeds {seeds} is out of range", f"use 1 to {MOST_SEEDS}; verdicts need 3")
     if steps is not None and steps < 1:
-        raise RecipeError(f"--steps is {steps}", "give at least 1")
+        raise RecipeError(f"--steps {steps} is too small", "use at least 1")
     on_cuda = device.startswith("cuda")
-    chosen = list(dict.fromkeys(map(checked_name, claims))) or list(CLAIMS)
+    chosen = list(dict.fromkeys(map(validate_claim, claims))) or list(CLAIMS)
     return [
         Cell(
             "claims",
@@ -59,33 +59,33 @@ def cells(
                 device,
             ).settings(),
         )
-        for model in checked_models(models, on_cuda=on_cuda)
+        for model in validate_models(models, on_cuda=on_cuda)
         for claim in map(CLAIMS.__getitem__, chosen)
         for seed in range(1, seeds + 1)
         for variant in claim.variants
     ]
 
 
-def checked_name(name: str) -> str:
-    """The name of a claim; dashes are as good as underscores. RecipeError with the nearest for any other.
+def validate_claim(name: str) -> str:
+    """The name of a claim, with underscores for dashes; raises RecipeError with the nearest name if it is unknown.
 
     Example:
-        >>> checked_name("weight-decay")
+        >>> validate_claim("weight-decay")
         'weight_decay'
     """
-    found = name.replace("-", "_")
-    if found in CLAIMS:
-        return found
-    near = difflib.get_close_matches(found, CLAIMS, n=1, cutoff=0.5)
+    claim = name.replace("-", "_")
+    if claim in CLAIMS:
+        return claim
+    near = difflib.get_close_matches(claim, CLAIMS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise RecipeError(f"there is no claim {name!r}", f"{hint}the claims are {', '.join(CLAIMS)}")
 
 
-def checked_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
-    """The models to train, without repetitions.
+def validate_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
+    """The models to train, without duplicates.
 
     Example:
-        >>> checked_models([], on_cuda=False)
+        >>> validate_models([], on_cuda=False)
         ['starter']
     """
     if not models:

@@ -1,7 +1,7 @@
-"""What a claim is: variants of one training run, and hypotheses about the difference between two of them.
+"""A claim: variants of one training run, and hypotheses about the difference between two of them.
 
 Everything that decides a verdict is declared before anything is measured: the metric, the direction, the smallest
-effect of interest. A variant may differ from the others in nothing but what the claim is about.
+effect of interest. Variants differ only in the settings that the claim is about.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Any
 
 
 class Metric(enum.Enum):
-    """What is measured after training."""
+    """A metric, measured after training."""
 
     MATHEMATICS = "mathematics loss"
-    """On held-out problems of the kind that is trained on: what is gained."""
+    """On held-out problems like those of training: measures learning."""
     GENERAL = "general text loss"
-    """On held-out general text: what is forgotten."""
+    """On held-out general text: measures forgetting."""
     GRAMMAR = "grammar"
-    """Minimal pairs of the probe that are about grammar, transitivity included."""
+    """On the probe's minimal pairs about grammar, transitivity included."""
     TRANSITIVITY = "transitivity"
     ARITHMETIC = "arithmetic"
     SPEED = "trained tokens per second"
 
     @property
     def unit(self) -> str:
-        """Of a difference: nats per token, percentage points of the items, or per cent of the baseline."""
+        """Unit of differences: nats per token, percentage points of the items, or percent of the baseline."""
         return {"share": "points", "loss": "nats", "rate": "%"}[self.scale]
 
     @property
     def scale(self) -> str:
-        """`loss` (lower is better), `share` of items in per cent or `rate` (higher is better)."""
+        """`loss` (lower is better), `share` of items in percent or `rate` (higher is better)."""
         if self in (Metric.MATHEMATICS, Metric.GENERAL):
             return "loss"
         return "rate" if self is Metric.SPEED else "share"
 
     def difference(self, variant: float, baseline: float) -> float:
-        """Variant minus baseline; of a rate in per cent of the baseline.
+        """Variant minus baseline; for a rate, in percent of the baseline.
 
         Example:
             >>> Metric.GENERAL.difference(2.5, 2.25), Metric.SPEED.difference(300.0, 200.0)
@@ -50,7 +50,7 @@ class Metric(enum.Enum):
 
 
 class Direction(enum.Enum):
-    """What a hypothesis says of variant − baseline, in terms of the smallest effect of interest δ."""
+    """The range of variant − baseline that a hypothesis states; δ is the smallest effect of interest."""
 
     HIGHER = "higher"
     """Above +δ."""
@@ -91,7 +91,7 @@ class Variant:
     """One way to train.
 
     Args:
-        name: as in the tables: "0.01", "adamw_8bit".
+        name: the name in tables: "0.01", "adamw_8bit".
         keys: recipe keys that it sets.
         replay: share of the sequences that are general text.
     """
@@ -103,7 +103,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak learning rates: of the starter (4.7 million parameters), and of any other model."""
+    """Peak learning rates of the starter (4.7 million parameters), and of other models."""
 
     starter: float
     other: float
@@ -111,7 +111,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Steps:
-    """Optimizer steps of a run by default: a minute at most on a laptop's CPU, longer on a GPU."""
+    """Default optimizer steps of a run: at most a minute on a laptop's CPU, longer on a GPU."""
 
     cpu: int
     cuda: int
@@ -122,20 +122,20 @@ class Claim:
     """A claim with everything that decides its verdicts.
 
     Args:
-        name: on the command line.
-        title: of its section.
-        background: why one might believe it, and what the variants are; a few sentences for the report.
-        variants: in the order of the table; hypotheses name two of them.
-        baseline: the variant to which the table compares the others.
-        hypotheses: what is confirmed or refuted.
+        name: name on the command line.
+        title: title of its section.
+        background: why the claim is plausible, and what the variants are; a few sentences for the report.
+        variants: variants in the order of the table; hypotheses name two of them.
+        baseline: the variant with which the table compares the others.
+        hypotheses: the hypotheses to test.
         keys: recipe keys of all variants.
-        rates: peak learning rate, unless a variant sets its own.
-        steps: by device.
+        rates: peak learning rates, unless a variant sets its own.
+        steps: default steps by device.
         metrics: columns of its table.
-        documents_per_step: where set, runs last one epoch over steps × this many documents, so that all variants see
-            the same documents; otherwise `steps` optimizer steps.
-        least_shrink: of claims about weight decay: the difference between two variants in how much decay shrinks the
-            weights, as a share, below which no effect could show.
+        documents_per_step: if set, runs last one epoch over steps × this many documents, so that all variants see the
+            same documents; otherwise `steps` optimizer steps.
+        least_shrink: for claims about weight decay: the minimum difference between two variants in the share by which
+            decay shrinks the weights; below it no effect could show.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The claims. Smallest effects of interest were set before the first run."""
+"""The declared claims. Smallest effects of interest were set before the first run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trimtab.lab.studies.claims.claim import (
 )
 
 BF16_ROUNDING = 2.0**-9
-"""Half of the smallest distance between neighbouring bf16 numbers, as a share of them: a smaller shrinkage of the
-weights would be rounded away, every weight of them, where the model is saved in bf16."""
+"""Half of the smallest relative distance between neighbouring bf16 numbers: rounding to bf16 would undo a smaller
+shrinkage of the weights completely."""
 
 _BASE = Rates(starter=1e-3, other=2e-4)
 _USUAL = Steps(cpu=100, cuda=1000)
@@ -200,7 +200,7 @@ PACKING = Claim(
     title="Packing against padding",
     background=(
         "With packing, several documents fill a sequence and none sees another; without it each sequence has one "
-        "document and padding, over which the model computes in vain. Both variants see the same documents once. The "
+        "document and padding, on which computation is wasted. Both variants see the same documents once. The "
         "padded batch has three times as many sequences, so that an optimizer step sees about as many documents in "
         "both, and the losses can be compared."
     ),
@@ -271,4 +271,4 @@ CLAIMS = {
         GRADIENT_DTYPE,
     )
 }
-"""By name, in the order of the report."""
+"""Claims by name, in the order of the report."""

@@ -1,4 +1,4 @@
-"""The runs of one claim with one model, and what they say of its hypotheses."""
+"""The runs of one claim with one model, and the verdicts on its hypotheses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.lab.study import Measurement, Outcome
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that can be compared: they differ in variant and seed alone."""
+    """Comparable runs: they differ only in variant and seed."""
 
     claim: Claim
     model: str
@@ -25,16 +25,16 @@ class Group:
     results: Mapping[tuple[str, int], Result]
     """By variant and seed."""
     failures: tuple[tuple[Trial, Measurement], ...]
-    """Runs without a result, and why."""
+    """Runs without a result, with the reason."""
 
     @property
     def seeds(self) -> list[int]:
-        """All that have a result, in order."""
+        """Seeds that have a result, in order."""
         return sorted({seed for _, seed in self.results})
 
     @property
     def any_result(self) -> Result | None:
-        """One of the results: what was measured before training is the same in all."""
+        """Any of the results: metrics before training are the same in all."""
         return next(iter(self.results.values()), None)
 
     def of(self, variant: str) -> list[Result]:
@@ -42,37 +42,37 @@ class Group:
         return [result for (name, _), result in sorted(self.results.items()) if name == variant]
 
     def values(self, variant: str, metric: Metric) -> list[float]:
-        """A metric after training, one value per seed that has it."""
-        found = [result.after(metric) for result in self.of(variant)]
-        return [value for value in found if value is not None]
+        """A metric after training, one value per seed with a result."""
+        metric_values = [result.after(metric) for result in self.of(variant)]
+        return [value for value in metric_values if value is not None]
 
     def differences(self, variant: str, baseline: str, metric: Metric) -> list[float]:
-        """Variant − baseline of each seed that has both; seeds with which both diverged are left out."""
-        found = []
+        """Variant − baseline of each seed that has both; seeds for which both diverged are skipped."""
+        differences = []
         for seed in self.seeds:
-            one, other = (
+            variant_value, baseline_value = (
                 self.results[name, seed].after(metric) if (name, seed) in self.results else None
                 for name in (variant, baseline)
             )
-            if one is not None and other is not None:
-                found.append(metric.difference(one, other))
-        return [value for value in found if not math.isnan(value)]
+            if variant_value is not None and baseline_value is not None:
+                differences.append(metric.difference(variant_value, baseline_value))
+        return [value for value in differences if not math.isnan(value)]
 
     def interval(self, variant: str, baseline: str, metric: Metric) -> Interval | None:
-        """Of the paired difference."""
+        """The interval of the paired difference."""
         return mean_interval(self.differences(variant, baseline, metric), self.resolution(metric))
 
     def resolution(self, metric: Metric) -> float:
-        """The step in which a metric moves."""
+        """The smallest step of a metric."""
         return self.any_result.resolution(metric) if self.any_result else 0.0
 
     def shrinkage(self, variant: str) -> float | None:
         """The share by which decay alone shrinks weights, mean over seeds; None without a result."""
-        found = [result.shrinkage for result in self.of(variant)]
-        return statistics.fmean(found) if found else None
+        shrinkages = [result.shrinkage for result in self.of(variant)]
+        return statistics.fmean(shrinkages) if shrinkages else None
 
     def verdict(self, hypothesis: Hypothesis) -> Verdict:
-        """What the runs say of a hypothesis."""
+        """The verdict of the runs on a hypothesis."""
         differences = self.differences(hypothesis.variant, hypothesis.baseline, hypothesis.metric)
         return judge(
             hypothesis,
@@ -82,19 +82,27 @@ class Group:
         )
 
     def too_weak(self, hypothesis: Hypothesis) -> str:
-        """Why no effect could show; empty where one could."""
+        """The reason why no effect could show; empty if one could."""
         least = self.claim.least_shrink
-        one, other = self.shrinkage(hypothesis.variant), self.shrinkage(hypothesis.baseline)
-        if least is None or one is None or other is None or abs(one - other) >= least:
+        variant_shrinkage, baseline_shrinkage = (
+            self.shrinkage(hypothesis.variant),
+            self.shrinkage(hypothesis.baseline),
+        )
+        if (
+            least is None
+            or variant_shrinkage is None
+            or baseline_shrinkage is None
+            or abs(variant_shrinkage - baseline_shrinkage) >= least
+        ):
             return ""
         return (
-            f"decay shrinks weights by {percent(one)} against {percent(other)}; rounding to bf16 changes them more "
-            f"({percent(least)}), so no effect could show: raise --steps"
+            f"decay shrinks weights by {percent(variant_shrinkage)} against {percent(baseline_shrinkage)}; rounding to "
+            f"bf16 changes them more ({percent(least)}), so no effect could show: raise --steps"
         )
 
 
 def percent(share: float) -> str:
-    """A small share in per cent.
+    """A small share as a percentage.
 
     Example:
         >>> percent(0.00098), percent(0.63)
@@ -104,20 +112,22 @@ def percent(share: float) -> str:
 
 
 def grouped(measurements: Sequence[Measurement]) -> list[Group]:
-    """Groups of runs, in the order of the claims and then of their appearance."""
-    found: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
-    for one in measurements:
-        trial = Trial.of(one.cell.settings)
-        found.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append((trial, one))
+    """Groups runs, in the order of the claims and then of appearance."""
+    runs: dict[tuple[str, str, int, str], list[tuple[Trial, Measurement]]] = {}
+    for measurement in measurements:
+        trial = Trial.of(measurement.cell.settings)
+        runs.setdefault((trial.claim, trial.model, trial.steps, trial.device), []).append(
+            (trial, measurement)
+        )
     order = list(CLAIMS)
     groups = []
     for (claim, model, steps, device), pairs in sorted(
-        found.items(), key=lambda item: order.index(item[0][0])
+        runs.items(), key=lambda item: order.index(item[0][0])
     ):
         results = {
-            (trial.variant, trial.seed): Result.from_dict(one.result)
-            for trial, one in pairs
-            if one.outcome is Outcome.MEASURED
+            (trial.variant, trial.seed): Result.from_dict(measurement.result)
+            for trial, measurement in pairs
+            if measurement.outcome is Outcome.MEASURED
         }
         failures = tuple(pair for pair in pairs if pair[1].outcome is not Outcome.MEASURED)
         groups.append(Group(CLAIMS[claim], model, steps, device, results, failures))

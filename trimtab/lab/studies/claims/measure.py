@@ -16,16 +16,16 @@ from trimtab.report import RunData, read_run
 from trimtab.starter import data_file
 
 POINTS = 20
-"""Of the curve of training losses."""
+"""Points of the curve of training losses."""
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """One run of a claim: losses and probe before, during and after it."""
+    """Measures one run of a claim: losses and probe before, during and after it."""
     return run_trial(Trial.of(settings)).to_dict()
 
 
 def run_trial(trial: Trial) -> Result:
-    """Trains and evaluates.
+    """Trains and evaluates one run.
 
     Example:
         >>> run_trial(Trial("replay", "0.1", 1, "starter", 100, "cpu")).after(Metric.GENERAL)  # doctest: +SKIP
@@ -33,7 +33,7 @@ def run_trial(trial: Trial) -> Result:
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-claims-") as place:
         folder = Path(place) / "run"
-        # by its path: the name starter:replay is for the starter alone
+        # by path: only the starter accepts the name starter:replay
         written = recipe(trial, model_name(trial.model), str(folder), str(data_file(REPLAYED)))
         try:
             return result(train_quietly(written))
@@ -42,7 +42,7 @@ def run_trial(trial: Trial) -> Result:
 
 
 def model_name(model: str) -> str:
-    """What a recipe calls a model of a study."""
+    """The recipe's name for a model of the study."""
     if model != SMOLLM2:
         return model
     file = smollm2_file()
@@ -52,7 +52,7 @@ def model_name(model: str) -> str:
 
 
 def result(data: RunData, diverged: str = "") -> Result:
-    """What the records of a run say."""
+    """The result of a run, from its records."""
     train = data.of("train")
     steps = [record["step"] for record in train]
     losses = [record["loss"] for record in train]
@@ -69,7 +69,7 @@ def result(data: RunData, diverged: str = "") -> Result:
 
 
 def _decay(data: RunData) -> float:
-    """The weight decay that the recipe of the run folder states."""
+    """The weight decay in the recipe of the run folder."""
     from ruamel.yaml import YAML
 
     return float(YAML(typ="safe").load(data.recipe)["weight_decay"])
@@ -81,9 +81,9 @@ def _evaluations(data: RunData) -> list[Scores]:
         losses.setdefault(record["step"], {})[record["name"]] = record["loss"]
     probes = {record["step"]: record for record in data.of("probe")}
     return [
-        Scores(step, found["domain"], found["general"], _counts(probes.get(step)))
-        for step, found in losses.items()
-        if len(found) == 2  # a run that diverged may have stopped between the two
+        Scores(step, by_name["domain"], by_name["general"], _counts(probes.get(step)))
+        for step, by_name in losses.items()
+        if len(by_name) == 2  # a run that diverged may have stopped between the two evaluations
     ]
 
 
@@ -103,7 +103,7 @@ def _averaged(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, 
 
 
 def _rate(train: Sequence[Mapping[str, Any]]) -> float:
-    """Trained tokens per second, without the first half, in which kernels are chosen and memory is allocated."""
+    """Trained tokens per second of the second half of the run; kernel selection and allocation happen in the first."""
     if not train:
         return 0.0
     middle, last = train[len(train) // 2 - 1] if len(train) > 1 else None, train[-1]

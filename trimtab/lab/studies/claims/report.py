@@ -8,10 +8,7 @@ from collections.abc import Callable, Sequence, Set
 
 from trimtab.lab.studies.claims.claim import Metric
 from trimtab.lab.studies.claims.declared import CLAIMS
-from trimtab.lab.studies.claims.group import Group, grouped, percent
-from trimtab.lab.studies.claims.trial import ON_CPU, ON_CUDA, Result, Trial
-from trimtab.lab.studies.claims.verdict import FEWEST_SEEDS, Ruling
-from trimtab.lab.studies.claims.wording import (
+from trimtab.lab.studies.claims.formatting import (
     MISSING,
     difference,
     heading,
@@ -19,6 +16,9 @@ from trimtab.lab.studies.claims.wording import (
     verdict_sentence,
     with_unit,
 )
+from trimtab.lab.studies.claims.group import Group, grouped, percent
+from trimtab.lab.studies.claims.trial import ON_CPU, ON_CUDA, Result, Trial
+from trimtab.lab.studies.claims.verdict import FEWEST_SEEDS, Ruling
 from trimtab.lab.study import Measurement
 from trimtab.lab.training_runs import STARTER
 from trimtab.report.document import Block, LineChart, Section, Series, Table, Text
@@ -30,16 +30,20 @@ METHOD = (
     "hypothesis names its smallest effect of interest beforehand. It is confirmed where the whole interval lies on its "
     "side of that effect, refuted where the whole interval lies on the other side, and not detectable where the "
     f"interval has both, or where there are fewer than {FEWEST_SEEDS} seeds. Seeds change the order of the data and "
-    "the bits of stochastic rounding; the model and the held-out texts are always the same, so nothing is said of "
+    "the bits of stochastic rounding; the model and the held-out texts are always the same, so verdicts do not cover "
     "others. Intervals are not corrected for the number of hypotheses: of twenty, one may miss by chance."
 )
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """The table of verdicts, and one section per claim, model and number of steps."""
-    known = [one for one in measurements if one.cell.settings.get("claim") in CLAIMS]
+    known = [measurement for measurement in measurements if measurement.cell.settings.get("claim") in CLAIMS]
     groups = grouped(known)
-    others = {str(one.cell.settings.get("claim")) for one in measurements if one not in known}
+    others = {
+        str(measurement.cell.settings.get("claim"))
+        for measurement in measurements
+        if measurement not in known
+    }
     return [_verdicts(groups, others), *(_section(group, _suffix(group, groups)) for group in groups)]
 
 
@@ -73,14 +77,12 @@ def _verdicts(groups: Sequence[Group], others: Set[str]) -> Section:
     )
     text = f"{len(rulings)} hypotheses: {counts}."
     if others:
-        text += (
-            f" This version does not know the claims {', '.join(sorted(others))}; their runs are left out."
-        )
+        text += f" This version has no claims {', '.join(sorted(others))}; their runs are left out."
     return Section("Verdicts", (Text(text), Table("", head, tuple(rows)), Text(METHOD)))
 
 
 def _suffix(group: Group, groups: Sequence[Group]) -> str:
-    """What tells two sections of one claim apart."""
+    """Distinguishes the sections of one claim: model, steps, device."""
     same = [other for other in groups if other.claim is group.claim]
     parts = (
         group.model if len({other.model for other in same}) > 1 else "",
@@ -97,12 +99,14 @@ def _section(group: Group, suffix: str) -> Section:
         blocks += [_values_table(group), _differences_table(group), Text(_extremes(group)), *_charts(group)]
     if group.failures:
         blocks.append(_failures_table(group))
-    blocks += [Text(verdict_sentence(one, group.verdict(one))) for one in claim.hypotheses]
+    blocks += [
+        Text(verdict_sentence(hypothesis, group.verdict(hypothesis))) for hypothesis in claim.hypotheses
+    ]
     return Section(claim.title + suffix, tuple(blocks))
 
 
 def _setup(group: Group) -> str:
-    """Model, length and batch of the runs, and the metrics before them."""
+    """Describes the runs, and the metrics before them."""
     claim, size = group.claim, ON_CUDA if group.device.startswith("cuda") else ON_CPU
     tokens = claim.keys.get("max_seq_length", size.tokens)
     rates = {Trial(claim.name, v.name, 0, group.model, group.steps, "").learning_rate for v in claim.variants}
@@ -120,7 +124,9 @@ def _setup(group: Group) -> str:
     if first is None:
         return text
     before = [(metric, first.before(metric)) for metric in claim.metrics if metric is not Metric.SPEED]
-    known = ", ".join(f"{metric.value} {with_unit(metric, one)}" for metric, one in before if one is not None)
+    known = ", ".join(
+        f"{metric.value} {with_unit(metric, value)}" for metric, value in before if value is not None
+    )
     if any(variant.replay for variant in claim.variants) and group.model != STARTER:
         text += (
             " The replayed text is like the held-out general text, and is not what this model was pretrained on: where "
@@ -156,8 +162,8 @@ def _values_table(group: Group) -> Table:
     note = "Mean over seeds ± half of its 95 % interval."
     if speeds:
         note += (
-            " Tokens that are trained on, padding not counted, over the second half of each run. Other programs on "
-            "the machine change speeds, and not losses."
+            " Speed counts trained tokens, without padding, over the second half of each run. Other programs on the "
+            "machine change speeds, not losses."
         )
     return Table("After training", head, tuple(rows), note)
 
@@ -198,45 +204,48 @@ def _differences_table(group: Group) -> Table:
 
 def _failures_table(group: Group) -> Table:
     rows = tuple(
-        (trial.variant, str(trial.seed), one.outcome.value, one.message) for trial, one in group.failures
+        (trial.variant, str(trial.seed), measurement.outcome.value, measurement.message)
+        for trial, measurement in group.failures
     )
     return Table("Runs without a result", ("variant", "seed", "outcome", "message"), rows)
 
 
 def _extremes(group: Group) -> str:
-    """Which variant was best at what, by the means."""
+    """The best variant by each metric, compared by means."""
     sentences = []
     for metric in group.claim.metrics:
         means = {
-            variant.name: statistics.fmean(found)
+            variant.name: statistics.fmean(values)
             for variant in group.claim.variants
-            if (found := group.values(variant.name, metric))
+            if (values := group.values(variant.name, metric))
         }
         if len(means) < 2 or len(set(means.values())) == 1:
             continue
         pick = min if metric.scale == "loss" else max
         best = pick(means, key=means.__getitem__)
-        what = "Lowest" if metric.scale == "loss" else "Highest"
+        adjective = "Lowest" if metric.scale == "loss" else "Highest"
         first = group.any_result.before(metric) if group.any_result else None
         before = "" if first is None else f", before training {with_unit(metric, first)}"
-        sentences.append(f"{what} {metric.value}: {best} ({with_unit(metric, means[best])}{before}).")
+        sentences.append(f"{adjective} {metric.value}: {best} ({with_unit(metric, means[best])}{before}).")
     return " ".join(sentences)
 
 
 def _charts(group: Group) -> list[LineChart]:
     """Training loss, and loss on held-out general text, by variant: means over seeds."""
     name = re.sub(r"[^a-z0-9]+", "-", f"claims-{group.claim.name}-{group.model}-{group.steps}".lower())
-    made = (
+    curves = (
         ("training", "Training loss", lambda result: result.losses),
         (
             "mathematics",
             "Held-out mathematics",
-            lambda result: tuple((one.step, one.mathematics) for one in result.evaluations),
+            lambda result: tuple(
+                (evaluation.step, evaluation.mathematics) for evaluation in result.evaluations
+            ),
         ),
         (
             "general",
             "Held-out general text",
-            lambda result: tuple((one.step, one.general) for one in result.evaluations),
+            lambda result: tuple((evaluation.step, evaluation.general) for evaluation in result.evaluations),
         ),
     )
     return [
@@ -251,7 +260,7 @@ def _charts(group: Group) -> list[LineChart]:
                 if group.of(variant.name)
             ),
         )
-        for kind, title, curve in made
+        for kind, title, curve in curves
     ]
 
 

@@ -12,21 +12,21 @@ from trimtab.lab.studies.claims.declared import CLAIMS
 from trimtab.lab.training_runs import STARTER
 
 GRAMMAR = ("agreement", "determiner", "pronoun", "verb form", "word order", "transitivity", "plural")
-"""Kinds of the probe that are about grammar."""
+"""Kinds of probe items that test grammar."""
 KINDS: dict[Metric, tuple[str, ...]] = {
     Metric.GRAMMAR: GRAMMAR,
     Metric.TRANSITIVITY: ("transitivity",),
     Metric.ARITHMETIC: ("arithmetic",),
 }
 EVALUATIONS = 2
-"""During a run, the last one at its end; one more is made before it."""
+"""Number of evaluations during a run, the last one at its end; there is another one before it."""
 TRAINED_ON, REPLAYED = "starter:math", "replay"
 HELD_OUT, GENERAL_TEXT = "starter:math-heldout", "starter:general"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What identifies a run.
+    """The settings that identify a run.
 
     Example:
         >>> Trial("replay", "0.1", 1, "starter", 100, "cpu").settings()["variant"]
@@ -42,12 +42,12 @@ class Trial:
     device: str
 
     def settings(self) -> dict[str, Any]:
-        """As a cell has them."""
+        """The settings of a cell."""
         return asdict(self)
 
     @staticmethod
     def of(settings: Mapping[str, Any]) -> Trial:
-        """Of the settings of a cell."""
+        """The trial of a cell's settings."""
         return Trial(**settings)
 
     @property
@@ -64,7 +64,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Size:
-    """Sequences and documents of a run, by device: what a CPU trains in a minute, and what fills a GPU."""
+    """Sequences and documents of a run: a CPU trains its size in a minute, the other fills a GPU."""
 
     tokens: int
     sequences: int
@@ -80,9 +80,9 @@ def recipe(trial: Trial, model: str, folder: str, replayed: str) -> dict[str, An
     """The recipe of a run.
 
     Args:
-        trial: what is trained.
-        model: what the recipe calls the model: a name or a path.
-        folder: of the run.
+        trial: the run.
+        model: the model's name or path in the recipe.
+        folder: the run folder.
         replayed: the file of general text for replay.
 
     Example:
@@ -111,7 +111,7 @@ def recipe(trial: Trial, model: str, folder: str, replayed: str) -> dict[str, An
         "gradient_accumulation_steps": 1,
         "learning_rate": trial.learning_rate,
         "lr_scheduler_type": "linear",
-        # a warm-up that is as long as the run would be refused
+        # a recipe whose warm-up is as long as the run is rejected
         "warmup_steps": min(trial.steps - 1, math.ceil(trial.steps / 20)),
         "adam_beta2": 0.95,
         "dtype": "fp32",
@@ -133,10 +133,10 @@ class Scores:
     mathematics: float
     general: float
     probe: Mapping[str, tuple[int, int]]
-    """(items right, items) by kind; empty where the probe is off."""
+    """(correct items, items) by kind; empty if the probe is off."""
 
     def of(self, metric: Metric) -> float | None:
-        """The value of a metric, shares in per cent; None where it was not measured."""
+        """The value of a metric, shares in percent; None if it was not measured."""
         if metric is Metric.MATHEMATICS:
             return self.mathematics
         if metric is Metric.GENERAL:
@@ -145,29 +145,29 @@ class Scores:
         return 100 * right / items if items else None
 
     def resolution(self, metric: Metric) -> float:
-        """The step in which a metric moves: of a share one item, in points; 0 of a loss."""
+        """The smallest step of a metric: one item, in points, for a share; 0 for a loss."""
         items = self._counts(metric)[1]
         return 100 / items if items else 0.0
 
     def _counts(self, metric: Metric) -> tuple[int, int]:
-        found = [self.probe[kind] for kind in KINDS.get(metric, ()) if kind in self.probe]
-        return sum(right for right, _ in found), sum(items for _, items in found)
+        counts = [self.probe[kind] for kind in KINDS.get(metric, ()) if kind in self.probe]
+        return sum(right for right, _ in counts), sum(items for _, items in counts)
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run gave; a run whose loss was no longer finite has no evaluation at its end."""
+    """The result of a run; a run that diverged has no evaluation at its end."""
 
     evaluations: tuple[Scores, ...]
     diverged: str
-    """Why training stopped before its end; empty where it did not."""
+    """Why training stopped before its end; empty if it did not."""
     losses: tuple[tuple[int, float], ...]
-    """(step, training loss), averaged over a twentieth of the run each."""
+    """(step, training loss), each averaged over a twentieth of the run."""
     steps: int
     tokens: int
-    """That were trained on."""
+    """Trained tokens."""
     rate: float
-    """Trained tokens per second over the second half of the steps, evaluations not counted, by the run's own log."""
+    """Trained tokens per second over the second half of the steps, without evaluations, from the run's log."""
     decay_sum: float
     """Σ learning rate × weight decay over the steps."""
 
@@ -186,7 +186,7 @@ class Result:
         return self.evaluations[0].of(metric) if self.evaluations else None
 
     def after(self, metric: Metric) -> float | None:
-        """A metric after training: infinitely bad where training diverged; None where it was not measured."""
+        """A metric after training: infinitely bad if training diverged; None if it was not measured."""
         if metric is Metric.SPEED:
             return self.rate
         if self.diverged:
@@ -194,7 +194,7 @@ class Result:
         return self.evaluations[-1].of(metric) if self.evaluations else None
 
     def resolution(self, metric: Metric) -> float:
-        """The step in which a metric moves."""
+        """The smallest step of a metric."""
         return self.evaluations[0].resolution(metric) if self.evaluations else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class Result:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Result:
-        """What `to_dict` wrote, also after a way through JSON."""
+        """Inverse of `to_dict`, also after a JSON round trip."""
         rows: Sequence[Mapping[str, Any]] = plain["evaluations"]
         evaluations = tuple(
             Scores(

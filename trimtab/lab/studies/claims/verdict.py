@@ -1,11 +1,11 @@
-"""The interval of a paired difference, and what it says of a hypothesis.
+"""The interval of a paired difference, and the verdict on a hypothesis that follows from it.
 
 Runs of two variants with the same seed see the same data in the same order; their difference is one observation, and
-most of the variation between seeds cancels in it. Of n differences with mean d and standard deviation s the interval
-is Student's, d ± t(n − 1) · s / √n. It covers the true mean difference in 95 % of studies if differences are about
-normal; over two degrees of freedom t is 4.3, so three seeds give a wide interval, and fewer give none.
+most of the variation between seeds cancels in it. For n differences with mean d and standard deviation s the interval
+is Student's, d ± t(n − 1) · s / √n. It covers the true mean difference in 95 % of studies if differences are roughly
+normal. With two degrees of freedom t is 4.3, so three seeds give a wide interval, and fewer give none.
 
-Against the smallest effect of interest δ the interval decides:
+The interval is compared with the smallest effect of interest δ:
 
     hypothesis   confirmed                   refuted                       not detectable
     higher       all of it above +δ          all of it below +δ            otherwise
@@ -32,7 +32,7 @@ FEWEST_SEEDS = 3
 
 
 class Ruling(enum.Enum):
-    """What the data say of a hypothesis."""
+    """The outcome of testing a hypothesis."""
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
@@ -70,7 +70,7 @@ def mean_interval(values: Sequence[float], resolution: float = 0.0, level: float
     Args:
         values: one per seed.
         resolution: the step in which the quantity moves; 0 for a continuous one.
-        level: the share of such intervals that hold the true mean.
+        level: the confidence level.
 
     Example:
         >>> found = mean_interval([1.0, 2.0, 3.0])
@@ -92,7 +92,7 @@ def judge(
     """The verdict on a hypothesis.
 
     Args:
-        hypothesis: what is judged.
+        hypothesis: the hypothesis to judge.
         differences: variant − baseline of each seed, in the metric's unit; ±inf where one of the two diverged.
         resolution: the step in which the metric moves.
         too_weak: why the variants differ too little for any effect to show; empty where they do not.

@@ -1,1 +1,1 @@
-"""What torch.compile costs and gains: graph breaks, recompilations with their reasons, seconds, step time."""
+"""Costs and gains of torch.compile: graph breaks, recompilations with their reasons, compile time, step time."""

@@ -1,4 +1,4 @@
-"""Which models are compiled, and how. Imports no torch."""
+"""Validates the options of the compile study and returns its cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.lab.study_models import is_study_model, model_settings, named_shape
 STUDY = "compile"
 SIZES = ("small",)
 LENGTHS = (256, 192, 320, 128)
-"""In this order: the first one is timed, the others show what a change of length compiles."""
+"""In this order: the first one is timed, the others show which changes of length recompile."""
 BATCH = 1
 PRECISIONS = {"cpu": "fp32", "cuda": "bf16"}
 STEPS = 5
@@ -36,18 +36,18 @@ def cells(
     backend: str = Backend.INDUCTOR.value,
     steps: int = STEPS,
 ) -> list[Cell]:
-    """One cell for each combination, each measured in a process of its own.
+    """One cell for each combination, each measured in a new process.
 
     Args:
         device: cpu, cuda or cuda:N.
-        sizes: study models, recipes, or models by any name that `trimtab plan` takes; small.
-        methods: full, qlora; both. Of a recipe, what it says itself.
-        scopes: regions (each block, as `torch_compile: true` has it), whole; both.
-        shapes: dynamic, static, auto (torch's default, of the whole model alone); dynamic and static for regions, auto
-            for the whole model.
-        lengths: sequence lengths in the order in which they are met; the first one is timed.
+        sizes: study models, recipes, or any model that `trimtab plan` accepts; `small` by default.
+        methods: full, qlora; both by default. A recipe uses its own method.
+        scopes: regions (each block, like `torch_compile: true`), whole; both by default.
+        shapes: dynamic, static, auto (torch's default, only for the whole model); by default dynamic and static for
+            regions, auto for the whole model.
+        lengths: sequence lengths in the order in which they run; the first one is timed.
         batch: sequences per step.
-        precision: fp32, bf16 or fp16; fp32 on a CPU, bf16 on a GPU. Of a recipe, what it says itself.
+        precision: fp32, bf16 or fp16; by default fp32 on a CPU, bf16 on a GPU, and for a recipe its own dtype.
         backend: inductor, or aot_eager and eager, which only trace.
         steps: timed steps.
 
@@ -66,11 +66,11 @@ def cells(
     (chosen_backend,) = choose_members(Backend, [backend], "--backend")
     chosen_methods = choose_members(Method, methods or ("full", "qlora"), "--methods")
     chosen_scopes = choose_members(Scope, scopes or ("regions", "whole"), "--scopes")
-    found = []
+    cells = []
     for name in dict.fromkeys(sizes or SIZES):
         _check_lengths(name, tokens)
-        whose = [method.value for method in chosen_methods] if is_study_model(name) else [None]
-        for method, scope in itertools.product(whose, chosen_scopes):
+        method_names = [method.value for method in chosen_methods] if is_study_model(name) else [None]
+        for method, scope in itertools.product(method_names, chosen_scopes):
             for shape in _shapes(scope, shapes):
                 settings: dict[str, Any] = {
                     **_model(name),
@@ -85,19 +85,19 @@ def cells(
                     "device": kind,
                     FRESH: True,
                 }
-                found.append(Cell(STUDY, settings))
-    if not found:
+                cells.append(Cell(STUDY, settings))
+    if not cells:
         raise RecipeError(
-            "--shapes auto is of the whole model alone", "give --shapes dynamic or --scopes whole"
+            "--shapes auto works only for the whole model", "use --shapes dynamic or --scopes whole"
         )
-    return found
+    return cells
 
 
 def _check_lengths(name: str, tokens: Sequence[int]) -> None:
     most = named_shape(name).max_positions
     if max(tokens) > most:
         raise RecipeError(
-            f"--lengths {max(tokens)} is longer than the {most} positions of {name}", f"give at most {most}"
+            f"--lengths {max(tokens)} is longer than the {most} positions of {name}", f"use at most {most}"
         )
 
 
@@ -105,23 +105,23 @@ def _shapes(scope: Scope, words: Sequence[str]) -> list[Shapes]:
     chosen = choose_members(Shapes, words, "--shapes")
     if not chosen:
         chosen = [Shapes.DYNAMIC, Shapes.STATIC] if scope is Scope.REGIONS else [Shapes.AUTO]
-    return [one for one in chosen if one is not Shapes.AUTO or scope is Scope.WHOLE]
+    return [shape for shape in chosen if shape is not Shapes.AUTO or scope is Scope.WHOLE]
 
 
 def _model(name: str) -> dict[str, str]:
-    """What identifies a model: of a file its text as well, since a recipe says more than its model's shape."""
-    found = model_settings(name)
+    """Identifies a model; for a file by a checksum too, since a recipe contains more than its model's shape."""
+    identity = model_settings(name)
     path = Path(name).expanduser()
     if path.is_file():
-        found["checksum"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return found
+        identity["checksum"] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return identity
 
 
-def _precision(name: str, asked: str | None, device: str) -> str | None:
-    """Of a study model; None leaves it to the recipe."""
-    if asked is None:
+def _precision(name: str, requested: str | None, device: str) -> str | None:
+    """The precision of a study model; None for a recipe's own dtype."""
+    if requested is None:
         return PRECISIONS[device] if is_study_model(name) else None
     known = ("fp32", "bf16", "fp16")
-    if asked not in known:
-        raise RecipeError(f"--precision {asked!r} is not known", f"choose from {', '.join(known)}")
-    return asked
+    if requested not in known:
+        raise RecipeError(f"--precision {requested!r} is unknown", f"choose from {', '.join(known)}")
+    return requested

@@ -23,19 +23,19 @@ from trimtab.lab.timing import time_once
 
 WARM = "trimtab.lab.studies.compile.measure:measure_warm"
 TIMED_SECONDS = 20.0
-"""Of each of the two modes; no further step begins after that."""
+"""Time limit of the steps in each mode, eager and compiled."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One run: its loss and the global norm of its gradients."""
+    """Loss and global gradient norm of one run."""
 
     loss: float
     norm: float
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """The compilations of one cell, cold and warm, and what they gain."""
+    """Measures one cell: its compilations, cold and warm, and the speed-up."""
     subject = build_subject(settings)
     lengths: list[int] = settings["lengths"]
     eager = [_run(subject, tokens) for tokens in lengths]
@@ -57,7 +57,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_warm(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same compilations in this process, with the cache that another one has filled."""
+    """Runs the same compilations in this process, with the cache of another process."""
     subject = build_subject(settings)
     with record_compilations() as recorded:
         _compile(subject, settings)
@@ -76,13 +76,13 @@ def _run(subject: Subject, tokens: int) -> _Step:
 
 
 def _compared(subject: Subject, tokens: int, expected: _Step, device: str) -> Length:
-    """The first step of a sequence length, with its compilation, compared with the eager one."""
-    found: list[_Step] = []
-    seconds = time_once(lambda: found.append(_run(subject, tokens)), device)
+    """Runs the first step of a sequence length, compilation included, and compares it with eager mode."""
+    steps: list[_Step] = []
+    seconds = time_once(lambda: steps.append(_run(subject, tokens)), device)
     return Length(
         tokens,
-        abs(found[0].loss - expected.loss) / abs(expected.loss),
-        abs(found[0].norm - expected.norm) / expected.norm,
+        abs(steps[0].loss - expected.loss) / abs(expected.loss),
+        abs(steps[0].norm - expected.norm) / expected.norm,
         seconds,
     )
 
@@ -112,7 +112,7 @@ def _free(device: str) -> None:
 
 
 def _warm(settings: dict[str, Any]) -> CompileLog | None:
-    """What a second process compiles, as a second run of the same recipe would; it inherits the cache's place."""
+    """The compilations of a second process, like a second run of the same recipe; it inherits the cache folder."""
     order = json.dumps({"measure": WARM, "settings": settings})
     device = settings["device"]
     if device == "cuda":  # the same GPU, where there are several

@@ -1,4 +1,4 @@
-"""The report: graph breaks, programs and why there are several, seconds, gain. Imports no torch."""
+"""The report of the compile study: graph breaks, recompilations, compile time, speed-up. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trimtab.lab.study import Measurement, Outcome
 from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
 
 MOST_PROGRAMS = 30
-"""What a QLoRA model may need over many lengths before compiling costs more than it gains."""
+"""Programs that a QLoRA model may need over many lengths before compiling costs more than it gains."""
 SHOWN_REASONS = 12
-"""Of each cell; the rest is counted."""
+"""Reasons shown for each cell; the others are only counted."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,23 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
         for m in measurements
         if m.outcome is Outcome.MEASURED
     ]
-    found = [Section("What was compiled", _what_was_compiled(measurements))]
+    report_sections = [Section("What was compiled", _what_was_compiled(measurements))]
     if not rows:
-        return found
-    found += [_programs_section(rows), _breaks_section(rows), _reasons_section(rows), _lengths_section(rows)]
+        return report_sections
+    report_sections += [
+        _programs_section(rows),
+        _breaks_section(rows),
+        _reasons_section(rows),
+        _lengths_section(rows),
+    ]
     timed = [row for row in rows if not row.traces_only]
     if timed:
-        found += [_seconds_section(timed), _gain_section(timed)]
-    return found
+        report_sections += [_seconds_section(timed), _gain_section(timed)]
+    return report_sections
 
 
 def cell_name(measurement: Measurement) -> str:
-    """What readers call a cell: "small qlora, regions, dynamic"."""
+    """The name of a cell in the report: "small qlora, regions, dynamic"."""
     settings = measurement.cell.settings
     model = " ".join(str(word) for word in (settings["size"], settings["method"]) if word)
     return f"{model}, {settings['scope']}, {settings['shapes']}"
@@ -62,9 +67,9 @@ def _what_was_compiled(measurements: Sequence[Measurement]) -> tuple[Block, ...]
     text = (
         "A training step (forward and backward pass, cross entropy, random weights and tokens), built as `trimtab "
         "train` builds it and then compiled. Scope `regions` compiles each block, as `torch_compile: true` does, and "
-        "`whole` the model with its loss in one go. Shapes: `dynamic` asks for programs that serve every length, "
-        "`static` for one per length, `auto` is torch's default. Each cell meets the lengths "
-        f"{lengths}, in this order, at batch size {first['batch']}, in a process of its own. Backend: "
+        "`whole` the model with its loss as one program. Shapes: `dynamic` requests programs that serve every length, "
+        "`static` one per length, `auto` is torch's default. Each cell runs the lengths "
+        f"{lengths}, in this order, at batch size {first['batch']}, in its own process. Backend: "
         f"{first['backend']}."
     )
     blocks: list[Block] = [Text(text)]
@@ -95,7 +100,7 @@ def _programs_section(rows: Sequence[Row]) -> Section:
         "recompilations",
         "lengths",
         "loss: largest difference to eager",
-        "gradient norm: the same",
+        "gradient norm: largest difference to eager",
     )
     whole = [row.name for row in rows if not row.result.cold.breaks]
     many = [row.name for row in rows if row.result.cold.graphs > MOST_PROGRAMS]
@@ -106,21 +111,22 @@ def _programs_section(rows: Sequence[Row]) -> Section:
             if many
             else f"None needs more than {MOST_PROGRAMS} programs. "
         )
-        + "Differences are shares of the eager values; a compiler fuses operations and so rounds elsewhere than eager "
-        "mode does."
+        + "Differences are relative to the eager values; fused operations round at other places than eager mode does."
     )
     return Section("Graph breaks, programs and agreement", (Table("", head, table), Text(text)))
 
 
 def _breaks_section(rows: Sequence[Row]) -> Section:
     table = tuple(
-        (row.name, one.place, one.reason, str(one.count)) for row in rows for one in row.result.cold.breaks
+        (row.name, graph_break.place, graph_break.reason, str(graph_break.count))
+        for row in rows
+        for graph_break in row.result.cold.breaks
     )
     if not table:
         return Section("Where graphs break", (Text("No graph breaks in any cell."),))
     text = (
-        "At each of these places a graph ends and Python takes over: results go through memory instead of staying in "
-        "one kernel, and nothing is fused across."
+        "At each of these places a graph ends and Python takes over: intermediate results go through memory, and "
+        "nothing is fused across the break."
     )
     return Section("Where graphs break", (Table("", ("cell", "place", "reason", "times"), table), Text(text)))
 
@@ -129,21 +135,26 @@ def _reasons_section(rows: Sequence[Row]) -> Section:
     """Every recompilation by function and reason; equal ones are counted."""
     table: list[tuple[str, ...]] = []
     for row in rows:
-        again = row.result.cold.recompilations
-        counted = Counter((one.function, one.place, one.reason) for one in again)
+        recompilations = row.result.cold.recompilations
+        counted = Counter(
+            (compilation.function, compilation.place, compilation.reason) for compilation in recompilations
+        )
         for key, count in list(counted.items())[:SHOWN_REASONS]:
             function, place, reason = key
-            seconds = sum(one.seconds for one in again if (one.function, one.place, one.reason) == key)
+            seconds = sum(
+                compilation.seconds
+                for compilation in recompilations
+                if (compilation.function, compilation.place, compilation.reason) == key
+            )
             table.append((row.name, f"{function} ({place})", reason, str(count), f"{seconds:.1f}"))
         if len(counted) > SHOWN_REASONS:
             table.append((row.name, f"{len(counted) - SHOWN_REASONS} more reasons", "", "", ""))
     title = "Recompilations and their reasons"
     if not table:
-        return Section(title, (Text("Nothing was compiled twice in any cell."),))
+        return Section(title, (Text("No recompilation in any cell."),))
     text = (
-        "A program is guarded: it serves inputs for which all assumptions hold that were made while tracing. The "
-        "reason names the assumption that did not. A size that does not match means that the length was taken for a "
-        "constant."
+        "A compiled program is valid while its guards hold: the assumptions that were made during tracing. The reason "
+        "names the guard that failed. A size mismatch means that the length was treated as a constant."
     )
     head = ("cell", "function", "reason: the guard that failed", "times", "seconds")
     return Section(title, (Text(text), Table("", head, tuple(table))))
@@ -151,19 +162,19 @@ def _reasons_section(rows: Sequence[Row]) -> Section:
 
 def _lengths_section(rows: Sequence[Row]) -> Section:
     """Seconds of the first step at each length."""
-    lengths = list(dict.fromkeys(one.tokens for row in rows for one in row.result.lengths))
+    lengths = list(dict.fromkeys(length.tokens for row in rows for length in row.result.lengths))
     table = []
     for row in rows:
-        seconds = {one.tokens: f"{one.first_seconds:.2f}" for one in row.result.lengths}
+        seconds = {length.tokens: f"{length.first_seconds:.2f}" for length in row.result.lengths}
         table.append((row.name, *(seconds.get(tokens, "–") for tokens in lengths)))
     head = ("cell", *(f"{tokens} tokens, s" for tokens in lengths))
     each = [r for r in rows if len(r.result.cold.recompilations) >= len(r.result.lengths) - 1 > 0]
     once = [row for row in rows if not row.result.cold.recompilations]
-    text = "The first step at each length, in the order in which lengths are met; compilation is part of it. "
+    text = "The first step at each length, in the order in which they run, compilation included. "
     if once:
         text += f"One compilation serves all lengths in: {'; '.join(row.name for row in once)}. "
     if each:
-        text += f"Each new length compiles again in: {'; '.join(row.name for row in each)}."
+        text += f"Each new length is recompiled in: {'; '.join(row.name for row in each)}."
     return Section("The first step at each length", (Table("", head, tuple(table)), Text(text.strip())))
 
 
@@ -187,8 +198,8 @@ def _seconds_section(rows: Sequence[Row]) -> Section:
             bars.append(Bar(f"{row.name}: warm", (("seconds", warm.seconds),), f"{warm.seconds:.1f} s"))
     head = ("cell", "programs", "cold cache, s", "warm cache, s", "saved", "graphs from the cache")
     text = (
-        "Cold begins with an empty cache folder. Warm is a second process that finds the first one's code, as a second "
-        "run of the same recipe does: tracing and guards remain, code generation does not."
+        "Cold starts with an empty cache folder. Warm is a second process with the first one's cache, like a second "
+        "run of the same recipe: it traces and builds guards again, but generates no code."
     )
     chart = BarChart("compile-seconds", "Seconds of compilation", "s", tuple(bars))
     return Section("Seconds of compilation", (Table("", head, tuple(table)), chart, Text(text)))
@@ -202,8 +213,10 @@ def _gain_section(rows: Sequence[Row]) -> Section:
             ms(row.result.eager_ms / 1e3),
             ms(row.result.compiled_ms / 1e3),
             f"{row.result.speedup:.2f} ×",
-            _steps(row.result.steps_to_gain(row.result.cold.seconds)),
-            "–" if row.result.warm is None else _steps(row.result.steps_to_gain(row.result.warm.seconds)),
+            _steps(row.result.steps_to_break_even(row.result.cold.seconds)),
+            "–"
+            if row.result.warm is None
+            else _steps(row.result.steps_to_break_even(row.result.warm.seconds)),
         )
         for row in rows
     )
@@ -213,14 +226,14 @@ def _gain_section(rows: Sequence[Row]) -> Section:
         "eager, ms",
         "compiled, ms",
         "speed-up",
-        "steps until it pays, cold",
-        "steps until it pays, warm",
+        "steps to break even, cold",
+        "steps to break even, warm",
     )
     best = max(rows, key=lambda row: row.result.speedup)
     text = (
         "Forward and backward pass at the first length, by the host's clock, synchronized; the optimizer is compiled "
-        f"in neither. The largest speed-up is {best.result.speedup:.2f} × ({best.name}). Compiling pays after the "
-        "number of steps in the last columns; “never” where a compiled step is not faster."
+        f"in neither. The largest speed-up is {best.result.speedup:.2f} × ({best.name}). Compiling breaks even "
+        "after the number of steps in the last columns; “never” where a compiled step is not faster."
     )
     return Section("What compiling gains", (Table("", head, table), Text(text)))
 

@@ -1,4 +1,4 @@
-"""What one cell gives. Imports no torch."""
+"""The result types of the compile study. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trimtab.lab.compile_data import CompileLog
 
 @dataclass(frozen=True)
 class Length:
-    """One sequence length: how far loss and gradients are from eager mode, as shares; seconds of its first step."""
+    """One sequence length: relative differences to eager mode, and seconds of the first step."""
 
     tokens: int
     loss_difference: float
@@ -34,7 +34,7 @@ class CompileResult:
     """Forward and backward pass at `timed_tokens`: the median."""
     compiled_ms: float
     warm: CompileLog | None = None
-    """Of a second process that finds the first one's code in the cache; None without code to find."""
+    """In a second process, with the first one's cache; None if the backend generates no code."""
 
     @property
     def speedup(self) -> float:
@@ -46,11 +46,11 @@ class CompileResult:
         """
         return self.eager_ms / self.compiled_ms if self.compiled_ms else 0.0
 
-    def steps_to_gain(self, seconds: float) -> float | None:
-        """After how many steps a compilation of so many seconds has paid; None where a step gains nothing.
+    def steps_to_break_even(self, seconds: float) -> float | None:
+        """Steps after which a compilation of `seconds` breaks even; None if a step is not faster.
 
         Example:
-            >>> CompileResult(CompileLog(1, 9.0, (), ()), (), 128, 30.0, 20.0).steps_to_gain(9.0)
+            >>> CompileResult(CompileLog(1, 9.0, (), ()), (), 128, 30.0, 20.0).steps_to_break_even(9.0)
             900.0
         """
         gained = (self.eager_ms - self.compiled_ms) / 1e3
@@ -59,12 +59,12 @@ class CompileResult:
     @property
     def loss_difference(self) -> float:
         """The largest over all lengths."""
-        return max((one.loss_difference for one in self.lengths), default=0.0)
+        return max((length.loss_difference for length in self.lengths), default=0.0)
 
     @property
     def gradient_difference(self) -> float:
         """The largest over all lengths."""
-        return max((one.gradient_difference for one in self.lengths), default=0.0)
+        return max((length.gradient_difference for length in self.lengths), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -72,11 +72,11 @@ class CompileResult:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> CompileResult:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return CompileResult(
                 CompileLog.from_dict(data["cold"]),
-                tuple(Length(**one) for one in data["lengths"]),
+                tuple(Length(**length) for length in data["lengths"]),
                 int(data["timed_tokens"]),
                 float(data["eager_ms"]),
                 float(data["compiled_ms"]),

@@ -1,4 +1,4 @@
-"""What can be chosen: how much is compiled, for which shapes, of which model. Imports no torch."""
+"""Settings of the compile study: scope, shapes, method and backend. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import enum
 
 
 class Scope(enum.Enum):
-    """How much of a model is one program."""
+    """The part of a model that is compiled as one program."""
 
     REGIONS = "regions"
-    """Each block, as `torch_compile: true` has it: layers alike share one program."""
+    """Each block, like `torch_compile: true`: equal layers share one program."""
     WHOLE = "whole"
     """The model with its loss."""
 
 
 class Shapes(enum.Enum):
-    """Which lengths a program serves."""
+    """The lengths for which a program is valid."""
 
     DYNAMIC = "dynamic"
-    """All, from the first program on."""
+    """All lengths, from the first program on."""
     STATIC = "static"
-    """One: each further length is compiled anew."""
+    """One length: each further length is recompiled."""
     AUTO = "auto"
-    """torch's default: the first program serves one length, the second all. Of the whole model alone."""
+    """torch's default: the first program serves one length, the second all. Only for the whole model."""
 
     @property
     def dynamic(self) -> bool | None:
-        """As an argument of torch.compile.
+        """The `dynamic` argument of torch.compile.
 
         Example:
             >>> Shapes.STATIC.dynamic, Shapes.AUTO.dynamic
@@ -36,19 +36,19 @@ class Shapes(enum.Enum):
 
 
 class Method(enum.Enum):
-    """What is trained of a study model; a recipe says it itself."""
+    """The training method of a study model; a recipe has its own."""
 
     FULL = "full"
     QLORA = "qlora"
-    """Adapters over weights in NF4."""
+    """LoRA adapters on NF4 weights."""
 
 
 class Backend(enum.Enum):
-    """What torch.compile gives its graphs to."""
+    """The backend of torch.compile."""
 
     INDUCTOR = "inductor"
     """Generates kernels."""
     AOT_EAGER = "aot_eager"
-    """Traces both passes and generates nothing: graph breaks and recompilations alone."""
+    """Traces both passes and generates no code: only graph breaks and recompilations."""
     EAGER = "eager"
-    """Traces the forward pass alone."""
+    """Traces only the forward pass."""

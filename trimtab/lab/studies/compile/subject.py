@@ -1,4 +1,4 @@
-"""The model that is compiled: a recipe's step with random weights, eager or compiled in one of two scopes."""
+"""The step to compile: a recipe's step with random weights, eager or compiled in one of two scopes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trimtab.run.target import named_recipe, plan_shape
 
 
 class Subject:
-    """A training step over random tokens of any length; `compile` makes it a compiled one."""
+    """A training step over random tokens of any length, which `compile` compiles."""
 
     def __init__(self, step: TrainingStep, rows: int) -> None:
         self.step, self.rows = step, rows
@@ -32,7 +32,7 @@ class Subject:
         self._compiled_loss: Any = None
 
     def run(self, tokens: int) -> torch.Tensor:
-        """Forward and backward pass of one length; the mean loss. Gradients of the run before are dropped first."""
+        """Frees gradients, runs forward and backward at one length, and returns the mean loss."""
         self.drop_gradients()
         return self.step.backward(random_batch(self.vocab_size, self.rows, tokens))
 
@@ -50,7 +50,7 @@ class Subject:
         return [parameter for parameter in self.step.decoder.parameters() if parameter.requires_grad]
 
     def compile(self, scope: Scope, shapes: Shapes, backend: Backend) -> None:
-        """Nothing is compiled before the next run."""
+        """Prepares compilation, which happens in the next run."""
         decoder = self.step.decoder
         if scope is Scope.REGIONS:
             compile_regions(decoder, dynamic=bool(shapes.dynamic), backend=backend.value)
@@ -61,22 +61,22 @@ class Subject:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, the plain model runs."""
-        own = vars(self.step.decoder)
+        """Runs the model in eager mode inside."""
+        attributes = vars(self.step.decoder)
         with Regions(self.step.decoder).paused():
-            own.pop("loss", None)
+            attributes.pop("loss", None)
             try:
                 yield
             finally:
                 if self._compiled_loss is not None:
-                    own["loss"] = self._compiled_loss
+                    attributes["loss"] = self._compiled_loss
 
 
 def build_subject(settings: dict[str, Any]) -> Subject:
     """The step of a cell, not compiled yet.
 
     Raises:
-        NotSupported: torch.compile has no compiler here.
+        NotSupported: torch.compile finds no compiler.
 
     Example:
         >>> settings = {"size": "tiny", "method": "full", "precision": "fp32", "lengths": [16], "batch": 1,
@@ -92,7 +92,7 @@ def build_subject(settings: dict[str, Any]) -> Subject:
 
 
 def check_compiler(device: str, backend: Backend) -> None:
-    """NotSupported, with what still works, where the backend would find no compiler.
+    """Raises NotSupported if the backend would find no compiler; the message names an alternative.
 
     Example:
         >>> check_compiler("cpu", Backend.AOT_EAGER)
@@ -103,13 +103,13 @@ def check_compiler(device: str, backend: Backend) -> None:
     obstacle = compile_obstacle(device.split(":")[0], capability)
     if obstacle is not None:
         raise NotSupported(
-            f"{obstacle}; graph breaks and recompilations are found without it: --backend aot_eager"
+            f"{obstacle}; --backend aot_eager finds graph breaks and recompilations without a compiler"
         )
 
 
 def prepare_random(settings: dict[str, Any], shape: ModelShape) -> Prepared:
-    """The recipe of a cell, as `trimtab train` would run it, with random weights, without CUDA graphs and not compiled
-    yet. From a shape alone: no file of the model is read."""
+    """Prepares the recipe of a cell as `trimtab train` does, with random weights, without CUDA graphs and not compiled.
+    It needs only the shape, and reads no file of the model."""
     forced = {
         "torch_compile": "false",
         "cuda_graphs": "false",

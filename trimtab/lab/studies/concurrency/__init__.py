@@ -1,5 +1,5 @@
 """One file of prompts, generated one by one, in a batch, by threads, by asyncio and by processes.
 
-ways.py      the ways, and the threads of torch that each gets
-process.py   a process with a model: generates its share of the prompts on a signal
+ways.py      the ways, and the torch threads of each
+process.py   a process with a model, which generates its share of the prompts on a signal
 """

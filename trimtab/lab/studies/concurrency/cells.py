@@ -1,4 +1,4 @@
-"""Which ways are timed, over which prompts."""
+"""Validates the options of the concurrency study and returns its cells."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ MOST_WORKERS = 64
 
 @dataclass(frozen=True)
 class Job:
-    """What identifies a measurement."""
+    """The settings that identify a measurement."""
 
     way: str
     model: str
     file: str | None
     """The file of prompts; None for held-out problems of the starter's mathematics."""
     digest: str
-    """Of the prompts: another content under the same name is another measurement."""
+    """Digest of the prompts: a changed file is another measurement."""
     max_new_tokens: int
     workers: int
     cores: int
     device: str
 
     def settings(self) -> dict[str, Any]:
-        """As a cell has them."""
+        """The settings of a cell."""
         return asdict(self)
 
 
@@ -56,11 +56,11 @@ def cells(
     """One cell per way.
 
     Args:
-        ways: names; all of them by default.
+        ways: names of ways; all by default.
         file: prompts, one per line (.txt), or .jsonl or .csv with `prompt`; by default 32 problems of mathematics.
         model: `starter`, a folder, a GGUF file, a run folder or a hub id.
-        max_new_tokens: for each prompt, at most.
-        workers: threads or processes at once; by default one per core, from 2 to 4.
+        max_new_tokens: the maximum for each prompt.
+        workers: concurrent threads or processes; by default one per core, from 2 to 4.
         device: cpu, cuda or cuda:N.
 
     Raises:
@@ -74,10 +74,10 @@ def cells(
     cores = available_cores()
     workers = max(2, min(4, cores)) if workers is None else workers
     if not 1 <= workers <= MOST_WORKERS:
-        raise RecipeError(f"--workers is {workers}", f"give a number from 1 to {MOST_WORKERS}")
+        raise RecipeError(f"--workers {workers} is out of range", f"use 1 to {MOST_WORKERS}")
     if max_new_tokens < 1:
-        raise RecipeError(f"--max-new-tokens is {max_new_tokens}", "give at least 1")
-    names = [checked_way(way) for way in ways] or [way.value for way in Way]
+        raise RecipeError(f"--max-new-tokens {max_new_tokens} is too small", "use at least 1")
+    names = [validate_way(way) for way in ways] or [way.value for way in Way]
     digest = hashlib.sha256(json.dumps(prompts(file)).encode()).hexdigest()[:12]
     place = None if file is None else str(file)
     return [
@@ -90,15 +90,15 @@ def cells(
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def checked_way(name: str) -> str:
-    """The name of a way; RecipeError with the nearest for any other.
+def validate_way(name: str) -> str:
+    """Checks the name of a way; raises RecipeError with the nearest name if it is unknown.
 
     Example:
-        >>> checked_way("batch")
+        >>> validate_way("batch")
         'batch'
     """
     known = [way.value for way in Way]
@@ -118,10 +118,10 @@ def prompts(file: Path | None) -> list[str]:
     """
     if file is None:
         return [problem.prompt for problem in math_problems(PROMPTS_SEED, PROMPTS)]
-    found = []
+    prompts = []
     for row in read_prompts(file):
         prompt = row.prompt()
         if not isinstance(prompt, str):
-            raise DataError(f"{row.place} is a conversation", "give prompts that are texts")
-        found.append(prompt)
-    return found
+            raise DataError(f"{row.place} is a conversation", "use prompts that are plain text")
+        prompts.append(prompt)
+    return prompts

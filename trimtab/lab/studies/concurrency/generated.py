@@ -1,4 +1,4 @@
-"""What one way of generating gave, as plain data."""
+"""The result of one way of generating, as plain data."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Generated:
-    """What one way gave."""
+    """The result of one way."""
 
     seconds: float
     """From the signal to all processes until the last completion."""
     start_seconds: float
-    """Until all processes had loaded the model."""
+    """From the start until all processes had loaded the model."""
     tokens: int
     processes: int
     torch_threads: int
-    """Of each worker, on a CPU."""
+    """torch's threads of each worker, on a CPU."""
     host_bytes: int
-    """The sum of the processes' peaks of resident memory; libraries that they share are counted in each."""
+    """Sum of the processes' peak resident memory; shared libraries are counted in each."""
     device_bytes: int | None
-    """GPU memory that all processes together took, contexts included; None on a CPU."""
+    """GPU memory of all processes, CUDA contexts included; None on a CPU."""
     digests: list[str]
-    """Of each completion, in the order of the prompts."""
+    """Digest of each completion, in the order of the prompts."""

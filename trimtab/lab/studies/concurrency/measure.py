@@ -1,4 +1,4 @@
-"""Times one way: its processes are started, and generate when all of them are ready."""
+"""Times one way: starts its processes, and lets them generate when all are ready."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = "trimtab.lab.studies.concurrency.process"
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Generates all prompts in one way, once."""
+    """Measures one cell: generates for all prompts once."""
     return asdict(generate(Job(**settings), prompts(Path(f) if (f := settings["file"]) else None)))
 
 
@@ -45,7 +45,7 @@ def generate(job: Job, texts: list[str]) -> Generated:
                 process.write("")
             answers.extend(process.read() for process in running)
 
-        seconds = time_once(generate_in_all, "cpu")  # the processes answer after their device has finished
+        seconds = time_once(generate_in_all, "cpu")  # processes answer only after their device has finished
         free_after = _free_device_bytes(job.device)
     digests = [""] * len(texts)
     for number, answer in enumerate(answers):
@@ -63,7 +63,7 @@ def generate(job: Job, texts: list[str]) -> Generated:
 
 
 def _free_device_bytes(device: str) -> int | None:
-    """Of a GPU, by its driver: contexts and other processes count."""
+    """Free memory of a GPU according to its driver, which counts contexts and other processes; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     import torch
@@ -109,7 +109,7 @@ class _Process:
         self.process.stdin.flush()
 
     def read(self) -> dict[str, Any]:
-        """Its next answer; the error of a process that ended instead."""
+        """The next answer; raises an error if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if line:
@@ -117,7 +117,7 @@ class _Process:
             return answer
         code = self.process.wait()
         self.errors.seek(0)
-        said = self.errors.read().strip().splitlines()
+        errors = self.errors.read().strip().splitlines()
         if code in (-9, 137):
-            raise MemoryError("a process was killed, as when memory is full")
-        raise RuntimeError(said[-1] if said else f"a process ended with {code}")
+            raise MemoryError("a process was killed, as the kernel does when memory is full")
+        raise RuntimeError(errors[-1] if errors else f"a process ended with {code}")

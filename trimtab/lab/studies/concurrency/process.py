@@ -1,10 +1,10 @@
-"""A process with a model: loads it, says that it is ready, generates its prompts on a signal, and reports.
+"""A process with a model: loads it, reports that it is ready, generates on a signal, and returns its result.
 
     python -m trimtab.lab.studies.concurrency.process
 
-Lines of JSON. In: the order, {"way", "workers", "threads", "model", "device", "max_new_tokens", "prompts"}; then an
-empty line, upon which it generates; it ends with its input. Out: {"ready": true}; then {"digests", "tokens", "bytes"}:
-a digest of each completion, all generated tokens, and the most memory that the process has had.
+It reads and writes JSON lines. Input: the order, {"way", "workers", "threads", "model", "device", "max_new_tokens",
+"prompts"}; then an empty line, the signal to generate; the process ends with its input. Output: {"ready": true}; then
+{"digests", "tokens", "bytes"}: a digest of each completion, the number of generated tokens, and peak resident memory.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trimtab.lab.studies.concurrency.ways import Way, generate_all
 
 
 def main() -> int:
-    """Serves one order; 0 at the end of the input."""
+    """Serves one order, until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever is printed on the way is no answer
+    os.dup2(2, 1)  # other output goes to standard error
     order = json.loads(sys.stdin.readline())
     generate = prepare(order)
     print(json.dumps({"ready": True}), file=answers, flush=True)
@@ -35,10 +35,7 @@ def main() -> int:
 
 
 def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Loads the model and completes one prompt, so that nothing is chosen or allocated for the first time later.
-
-    Returns the function that generates and gives the answer.
-    """
+    """Loads the model and completes one prompt as a warm-up; returns the function that generates the answer."""
     import torch
 
     from trimtab.api import load
@@ -51,7 +48,7 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
     model.complete(prompts[:1], max_new_tokens=2)
 
     def generate() -> dict[str, Any]:
-        found = generate_all(
+        completions = generate_all(
             Way(order["way"]),
             prompts,
             order["workers"],
@@ -59,8 +56,8 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
             lambda texts: model.complete(texts, **limit),
         )
         return {
-            "digests": [digest(one.text) for one in found],
-            "tokens": sum(len(one.ids) for one in found),
+            "digests": [digest(completion.text) for completion in completions],
+            "tokens": sum(len(completion.ids) for completion in completions),
             "bytes": peak_bytes_of_process(),
         }
 
@@ -68,7 +65,7 @@ def prepare(order: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def digest(text: str) -> str:
-    """Names a text in twelve characters.
+    """A digest of twelve characters.
 
     Example:
         >>> digest(" 4") == digest(" 4"), len(digest(" 5"))
@@ -78,7 +75,7 @@ def digest(text: str) -> str:
 
 
 def peak_bytes_of_process() -> int:
-    """The most resident memory that this process has had."""
+    """Peak resident memory of this process."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 

@@ -1,4 +1,4 @@
-"""The table of ways, and what it teaches about threads, coroutines, processes and batches."""
+"""The report of the concurrency study: threads, coroutines, processes and batches compared."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ MISSING = "–"
 WHY = {
     Way.THREADS: (
         "Python runs the bytecode of one thread at a time (the global interpreter lock, GIL); torch releases it inside "
-        "its kernels. Threads therefore overlap only where kernels are long, and a small model spends much of a token "
-        "between them. They share one model, so memory hardly grows."
+        "its kernels. Threads therefore overlap only where kernels are long, and a small model spends much of its "
+        "time between kernels. Threads share one model, so memory hardly grows."
     ),
     Way.ASYNCIO: (
-        "Coroutines change places only where they wait for something. Generating waits for nothing, so coroutines that "
-        "call the model directly run one after the other; asyncio helps where a model is behind a network."
+        "Coroutines switch only where they await something. Generation awaits nothing, so coroutines that call the "
+        "model directly run one after the other; asyncio helps where a model is behind a network."
     ),
     Way.ASYNCIO_THREADS: (
         "Coroutines that hand each call to a pool of threads and await it (`run_in_executor`) are threads again, with "
-        "an event loop that is free for other work meanwhile."
+        "an event loop that stays free for other work."
     ),
     Way.PROCESSES: (
-        "Processes have an interpreter and a GIL each, and overlap fully, but each one loads the model: memory is "
-        "multiplied by their number, and so is the work of starting."
+        "Each process has its own interpreter and GIL, so processes overlap fully, but each loads the model: memory "
+        "and startup work are multiplied by their number."
     ),
     Way.BATCH: (
         "A batch needs no concurrency at all: one pass through the model adds a token to every row. Reading the "
-        "weights and going through Python costs the same for one row as for many, so the cost per token falls."
+        "weights and running Python code costs the same for one row as for many, so the cost per token falls."
     ),
 }
-"""What is true of each way on any machine."""
+"""Properties of each way that hold on any machine."""
 
 
 @dataclass(frozen=True)
@@ -52,33 +52,33 @@ class _Group:
         return [way for way in Way if way in self.results or way in self.failures]
 
     def speed_up(self, way: Way) -> float | None:
-        """Against one by one; None where one of the two is missing."""
-        first, found = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
-        return None if first is None or found is None else first.seconds / found.seconds
+        """Speed-up over one by one; None where one of the two is missing."""
+        first, generated = self.results.get(Way.ONE_BY_ONE), self.results.get(way)
+        return None if first is None or generated is None else first.seconds / generated.seconds
 
     def different(self, way: Way) -> int:
-        """Completions that differ from those of the first way."""
+        """Number of completions that differ from those of the first way."""
         first = next(iter(self.results.values())).digests
         return sum(a != b for a, b in zip(first, self.results[way].digests, strict=True))
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """One section per model, file and settings."""
-    found: dict[tuple[object, ...], list[Measurement]] = {}
-    for one in measurements:
-        key = tuple(value for name, value in one.cell.settings.items() if name != "way")
-        found.setdefault(key, []).append(one)
-    return [_section(_group(ones)) for ones in found.values()]
+    groups: dict[tuple[object, ...], list[Measurement]] = {}
+    for measurement in measurements:
+        key = tuple(value for name, value in measurement.cell.settings.items() if name != "way")
+        groups.setdefault(key, []).append(measurement)
+    return [_section(_group(members)) for members in groups.values()]
 
 
 def _group(measurements: Sequence[Measurement]) -> _Group:
     results, failures = {}, {}
-    for one in measurements:
-        way = Way(one.cell.settings["way"])
-        if one.outcome is Outcome.MEASURED:
-            results[way] = Generated(**one.result)
+    for measurement in measurements:
+        way = Way(measurement.cell.settings["way"])
+        if measurement.outcome is Outcome.MEASURED:
+            results[way] = Generated(**measurement.result)
         else:
-            failures[way] = one
+            failures[way] = measurement
     ordered = {way: results[way] for way in Way if way in results}
     return _Group(Job(**measurements[0].cell.settings), ordered, failures)
 
@@ -89,20 +89,20 @@ def _section(group: _Group) -> Section:
     blocks: list[Block] = [
         Text(
             f"Model {job.model} on {job.device}, prompts from {source}, at most {job.max_new_tokens} new tokens each, "
-            f"always the likeliest token; {job.workers} workers on {job.cores} CPU cores. Each way was timed once, "
-            "after loading and one prompt to warm up."
+            f"greedy decoding; {job.workers} workers on {job.cores} CPU cores. Each way was timed once, after loading "
+            "the model and one warm-up prompt."
         ),
         _table(group),
     ]
     if group.results:
-        blocks += [_chart(group), Text(_sameness(group))]
+        blocks += [_chart(group), Text(_compare_completions(group))]
         blocks += [Text(f"{_measured(group, way)} {why}") for way, why in WHY.items() if way in group.results]
         blocks.append(Text(_conclusion(group)))
     return Section(f"{job.model}: {len(group.results)} ways to generate one file", tuple(blocks))
 
 
 def _table(group: _Group) -> Table:
-    on_gpu = any(found.device_bytes is not None for found in group.results.values())
+    on_gpu = any(generated.device_bytes is not None for generated in group.results.values())
     head = (
         "way",
         "seconds",
@@ -116,67 +116,67 @@ def _table(group: _Group) -> Table:
     )
     rows = []
     for way in group.ways:
-        found = group.results.get(way)
-        if found is None:
+        generated = group.results.get(way)
+        if generated is None:
             failed = group.failures[way]
             rows.append((way.value, failed.outcome.value, *(MISSING for _ in head[2:])))
             continue
         factor = group.speed_up(way)
-        same = len(found.digests) - group.different(way)
+        same = len(generated.digests) - group.different(way)
         rows.append(
             (
                 way.value,
-                f"{found.seconds:.2f}",
-                f"{found.tokens / found.seconds:,.0f}",
+                f"{generated.seconds:.2f}",
+                f"{generated.tokens / generated.seconds:,.0f}",
                 MISSING if factor is None else f"{factor:.2f}×",
-                f"{found.start_seconds:.1f}",
-                str(found.processes),
-                format_bytes(found.host_bytes),
-                *((_device_bytes(found),) if on_gpu else ()),
-                f"{same} of {len(found.digests)}",
+                f"{generated.start_seconds:.1f}",
+                str(generated.processes),
+                format_bytes(generated.host_bytes),
+                *((_device_bytes(generated),) if on_gpu else ()),
+                f"{same} of {len(generated.digests)}",
             )
         )
     note = (
-        "Speed-up against one by one. Start: until all processes have loaded the model, not part of the seconds. Peak "
-        "memory: resident memory of all processes; libraries that they share are counted in each."
+        "Speed-up over one by one. Start: until all processes have loaded the model; not part of the seconds. Peak "
+        "memory: resident memory of all processes; shared libraries are counted in each."
     )
     return Table("", head, tuple(rows), note)
 
 
-def _device_bytes(found: Generated) -> str:
-    return MISSING if found.device_bytes is None else format_bytes(found.device_bytes)
+def _device_bytes(generated: Generated) -> str:
+    return MISSING if generated.device_bytes is None else format_bytes(generated.device_bytes)
 
 
 def _chart(group: _Group) -> BarChart:
     bars = tuple(
-        Bar(way.value, (("generating", found.seconds),), f"{found.seconds:.2f} s")
-        for way, found in group.results.items()
+        Bar(way.value, (("generating", generated.seconds),), f"{generated.seconds:.2f} s")
+        for way, generated in group.results.items()
     )
     return BarChart(f"concurrency-{group.job.digest}", "Seconds for all prompts", "s", bars)
 
 
-def _sameness(group: _Group) -> str:
+def _compare_completions(group: _Group) -> str:
     different = {way: group.different(way) for way in group.results if group.different(way)}
     if not different:
-        return "All ways gave the same completions, character by character."
+        return "All ways returned the same completions, character by character."
     first = next(iter(group.results)).value
     listed = ", ".join(f"{way.value} {count}" for way, count in different.items())
     return (
-        f"Completions that differ from those of {first}: {listed}. Sums of other shapes or on another number of "
-        "threads are added up in another order; where two tokens are almost equally likely, that decides."
+        f"Completions that differ from those of {first}: {listed}. Other batch shapes or thread counts add in another "
+        "order; where two tokens are almost equally likely, rounding decides."
     )
 
 
 def _measured(group: _Group, way: Way) -> str:
-    """The way's own figures."""
-    factor, found = group.speed_up(way), group.results[way]
+    """The measured speed-up and memory of a way."""
+    factor, generated = group.speed_up(way), group.results[way]
     name = f"{way.value[0].upper()}{way.value[1:]}"
     if factor is None:
-        return f"{name}: {found.seconds:.2f} s."
+        return f"{name}: {generated.seconds:.2f} s."
     text = f"{name}: {factor:.2f}× the speed of one by one"
     first = group.results[Way.ONE_BY_ONE]
-    if found.processes > 1:
-        text += f", with {found.host_bytes / first.host_bytes:.1f}× the memory"
+    if generated.processes > 1:
+        text += f", with {generated.host_bytes / first.host_bytes:.1f}× the memory"
     return f"{text}."
 
 

@@ -1,4 +1,4 @@
-"""The ways to generate for a list of prompts; no torch."""
+"""The ways to generate for a list of prompts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Completion = TypeVar("Completion")
 
 
 class Way(enum.Enum):
-    """How prompts are generated."""
+    """A way to generate for several prompts."""
 
     ONE_BY_ONE = "one-by-one"
     """A loop."""
@@ -25,7 +25,7 @@ class Way(enum.Enum):
     ASYNCIO_THREADS = "asyncio-threads"
     """Coroutines that hand each call to a pool of threads and await it (`run_in_executor`)."""
     PROCESSES = "processes"
-    """Processes with a model each; prompts are dealt out in turns."""
+    """Processes with a model each; prompts are distributed round-robin."""
 
     @property
     def is_concurrent(self) -> bool:
@@ -33,11 +33,11 @@ class Way(enum.Enum):
         return self in (Way.THREADS, Way.ASYNCIO_THREADS, Way.PROCESSES)
 
     def processes(self, workers: int) -> int:
-        """How many processes load the model."""
+        """The number of processes that load the model."""
         return workers if self is Way.PROCESSES else 1
 
     def torch_threads(self, cores: int, workers: int) -> int:
-        """CPU threads of torch's operations for each worker: the cores are shared out, none is used twice.
+        """torch's CPU threads of each worker: concurrent workers divide the cores.
 
         Example:
             >>> Way.PROCESSES.torch_threads(8, 4), Way.BATCH.torch_threads(8, 4)
@@ -50,15 +50,15 @@ def generate_all(
     way: Way,
     prompts: Sequence[str],
     workers: int,
-    one: Callable[[str], Completion],
-    many: Callable[[list[str]], list[Completion]],
+    complete_one: Callable[[str], Completion],
+    complete_many: Callable[[list[str]], list[Completion]],
 ) -> list[Completion]:
     """The completions of all prompts, in their order.
 
     Args:
-        way: how; a single process of `Way.PROCESSES` goes through its share one by one.
-        prompts: texts.
-        workers: threads at most.
+        way: the way; each process of `Way.PROCESSES` completes its share one by one.
+        prompts: the prompts.
+        workers: the maximum number of threads.
         one: completes one prompt.
         many: completes a list of prompts in batches.
 
@@ -67,28 +67,30 @@ def generate_all(
         ['A', 'B']
     """
     if way is Way.BATCH:
-        return many(list(prompts))
+        return complete_many(list(prompts))
     if way is Way.THREADS:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(one, prompts))
+            return list(pool.map(complete_one, prompts))
     if way is Way.ASYNCIO:
-        return asyncio.run(_direct(prompts, one))
+        return asyncio.run(_direct(prompts, complete_one))
     if way is Way.ASYNCIO_THREADS:
-        return asyncio.run(_in_threads(prompts, workers, one))
-    return [one(prompt) for prompt in prompts]
+        return asyncio.run(_in_threads(prompts, workers, complete_one))
+    return [complete_one(prompt) for prompt in prompts]
 
 
-async def _direct(prompts: Sequence[str], one: Callable[[str], Completion]) -> list[Completion]:
+async def _direct(prompts: Sequence[str], complete_one: Callable[[str], Completion]) -> list[Completion]:
     async def complete(prompt: str) -> Completion:
-        await asyncio.sleep(0)  # gives way to the other coroutines, as awaited input or output would
-        return one(prompt)
+        await asyncio.sleep(0)  # yields to the other coroutines, as awaited I/O would
+        return complete_one(prompt)
 
     return list(await asyncio.gather(*map(complete, prompts)))
 
 
 async def _in_threads(
-    prompts: Sequence[str], workers: int, one: Callable[[str], Completion]
+    prompts: Sequence[str], workers: int, complete_one: Callable[[str], Completion]
 ) -> list[Completion]:
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(workers) as pool:
-        return list(await asyncio.gather(*(loop.run_in_executor(pool, one, prompt) for prompt in prompts)))
+        return list(
+            await asyncio.gather(*(loop.run_in_executor(pool, complete_one, prompt) for prompt in prompts))
+        )

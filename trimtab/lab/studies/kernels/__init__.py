@@ -1,1 +1,1 @@
-"""Which kernels a step spends its time in: forward pass and full step, by kernel and by kind."""
+"""Time of a step by kernel and by kind of kernel, for the forward pass and the full step."""

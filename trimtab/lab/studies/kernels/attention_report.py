@@ -19,7 +19,7 @@ NAMES = {
 
 
 def attention_section(cells: Sequence[tuple[str, tuple[AttentionPart, ...]]]) -> Section:
-    """One table over all cells that ran plain attention, and what it shows of each."""
+    """One table over all cells that ran plain attention, and a sentence about each."""
     rows, sentences = [], []
     for name, parts in cells:
         if not parts:
@@ -72,7 +72,7 @@ def _sentence(parts: Sequence[AttentionPart]) -> str:
     softmax_flops, softmax_seconds = _total(softmax)
     product_flops, product_seconds = _total(products)
     if not (softmax_flops and product_flops and product_seconds):
-        return "nothing was recorded of its parts."
+        return "its parts were not recorded."
     more = ratio(softmax_seconds, softmax_flops) / (product_seconds / product_flops)
     return (
         f"the softmax has {percent(ratio(softmax_flops, product_flops))} of the FLOPs of the two products and takes "

@@ -1,4 +1,4 @@
-"""Which steps are profiled. Imports no torch."""
+"""Validates the options of the kernel study and returns its cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trimtab.lab.study_models import model_settings
 STUDY = "kernels"
 SIZES = ("small",)
 CONTEXTS = (128, 1024)
-"""The two of the reference study."""
+"""The contexts of the reference study."""
 BATCH = 4
 ROUNDS = 3
 
@@ -35,23 +35,23 @@ def cells(
     trace: Path | None = None,
     nvtx: bool = False,
 ) -> list[Cell]:
-    """One cell for each combination; an empty list stands for its default.
+    """One cell for each combination; an empty list means the default.
 
     Args:
         device: cpu, cuda or cuda:N.
-        sizes: study models, recipes, or models by any name that `trimtab plan` takes; small.
-        contexts: tokens per sequence; 128 and 1024.
-        precisions: fp32, tf32, bf16, fp16; fp32.
-        kernels: reference (plain attention and torch's own operations), fast (what training uses); both.
+        sizes: study models, recipes, or any model that `trimtab plan` accepts; `small` by default.
+        contexts: tokens per sequence; 128 and 1024 by default.
+        precisions: fp32, tf32, bf16, fp16; fp32 by default.
+        kernels: reference (plain attention and torch's own operations), fast (those of training); both by default.
         loss: logits_sum, as in the reference study, or cross_entropy.
         batch: sequences per step.
-        rounds: profiles of each pass, of which the fastest counts; fewer are made where they take long.
-        trace: folder for a trace of each cell's full step; none without it.
+        rounds: profiles of each pass, of which the fastest counts; fewer if they take long.
+        trace: folder for a trace of each cell's full step; None for no traces.
         nvtx: emit NVTX ranges for NVIDIA's tools instead of profiling.
 
     Raises:
         RecipeError: an unknown word, with the nearest one; a number too small; a context beyond the model's positions.
-        ModelError: a model that can be described and not be built.
+        ModelError: trimtab can plan the model but not build it.
 
     Example:
         >>> found = cells(device="cpu", sizes=["tiny"], contexts=[64])
@@ -59,7 +59,7 @@ def cells(
         ['reference', 'fast']
     """
     if nvtx and trace is not None:
-        raise RecipeError("--nvtx runs without the profiler that writes traces", "give --nvtx or --trace")
+        raise RecipeError("--nvtx runs without the profiler that writes traces", "use --nvtx or --trace")
     check_counts([batch], "--batch")
     check_counts([rounds], "--rounds")
     names = list(dict.fromkeys(sizes or SIZES))
@@ -69,7 +69,7 @@ def cells(
     chosen_precisions = choose_members(Precision, precisions or ("fp32",), "--precisions")
     chosen_kernels = choose_members(Kernels, kernels or ("reference", "fast"), "--kernels")
     (chosen_loss,) = choose_members(Loss, [loss], "--loss")
-    found = []
+    cells = []
     for name, context, precision, kind in itertools.product(
         names, lengths, chosen_precisions, chosen_kernels
     ):
@@ -88,5 +88,5 @@ def cells(
         if trace is not None:
             folder = "-".join([Path(name).name, str(context), precision.value, kind.value])
             settings["trace"] = str(trace / "traces" / folder)
-        found.append(Cell(STUDY, settings))
-    return found
+        cells.append(Cell(STUDY, settings))
+    return cells

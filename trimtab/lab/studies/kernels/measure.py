@@ -21,11 +21,11 @@ from trimtab.lab.timing import synchronize, time_once
 
 TRACE = "trace.json.gz"
 CLOCK_SECONDS = 10.0
-"""After so much time no further run is clocked."""
+"""Time limit of the runs without the profiler."""
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """The profiles of one cell; without CUDA graphs and without torch.compile."""
+    """Profiles one cell, without CUDA graphs and torch.compile."""
     step = StudyStep(
         StepSettings(
             settings["size"],
@@ -45,7 +45,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def profile_step(step: StudyStep, rounds: int, trace: str | None = None) -> KernelsResult:
-    """Profiles and clocks of a step's passes; with a folder, also a trace of one full step.
+    """Profiles and times the passes of a step; with a folder, also writes a trace of one full step.
 
     Example:
         >>> tiny = StudyStep(StepSettings("tiny", context=16, batch=2))
@@ -58,10 +58,10 @@ def profile_step(step: StudyStep, rounds: int, trace: str | None = None) -> Kern
         Pass.FORWARD: step.forward,
         Pass.FULL: step.full_step,
     }
-    for _ in range(2):  # compiled kernels, the allocator and the optimizer's states
+    for _ in range(2):  # warms up compiled kernels, the allocator and optimizer states
         step.full_step()
-    clocks = {one: _clock(run, device, rounds) for one, run in runs.items()}
-    profiles = {one: profile_run(run, device, rounds=rounds) for one, run in runs.items()}
+    clocks = {kind: _clock(run, device, rounds) for kind, run in runs.items()}
+    profiles = {kind: profile_run(run, device, rounds=rounds) for kind, run in runs.items()}
     parts: tuple[AttentionPart, ...] = ()
     if step.settings.kernels is Kernels.REFERENCE:
         parts = attention_parts(step, rounds)
@@ -74,7 +74,7 @@ def profile_step(step: StudyStep, rounds: int, trace: str | None = None) -> Kern
 
 
 def _clock(run: Callable[[], object], device: str, rounds: int) -> float:
-    """Median seconds of a run that is not profiled."""
+    """Median seconds of a run without the profiler."""
     times = time_steps(lambda: run, device=device, steps=rounds, warm_up=0, budget_s=CLOCK_SECONDS)
     return times.host.median_ms / 1e3
 
@@ -110,8 +110,10 @@ def attention_parts(step: StudyStep, rounds: int) -> tuple[AttentionPart, ...]:
     product = product_flops(**size, head_dim=attention.head_dim)
     softmax = softmax_flops(**size)
     flops = {SCORES: product, SOFTMAX: softmax, VALUES: product}
-    found = [_part(times, name, one.forward, one.backward) for name, one in flops.items()]
-    return (*found, _part(times, "attention", 0, 0))
+    product_parts = [
+        _part(times, name, part_flops.forward, part_flops.backward) for name, part_flops in flops.items()
+    ]
+    return (*product_parts, _part(times, "attention", 0, 0))
 
 
 def _part(times: OperationTimes, name: str, forward: int, backward: int) -> AttentionPart:
@@ -119,7 +121,7 @@ def _part(times: OperationTimes, name: str, forward: int, backward: int) -> Atte
 
 
 def emit_ranges(step: StudyStep, rounds: int) -> int:
-    """Runs steps in NVTX ranges and without torch's profiler: NVIDIA's tools and it cannot record at once."""
+    """Runs steps in NVTX ranges, without torch's profiler: only one profiler can record a GPU at a time."""
     step.full_step()
     synchronize(step.settings.device)
     with nvtx_ranges(step.decoder) as ranges:

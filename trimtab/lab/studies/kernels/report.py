@@ -1,4 +1,4 @@
-"""The report: shares by kind, leading kernels, the parts of attention, clocks. Imports no torch."""
+"""The report of the kernel study: time by kind, longest kernels, parts of attention, clocks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["kernel_sections", "sections"]
 
 REFERENCE_SETTINGS = {"size": "small", "batch": 4, "precision": "fp32", "kernels": "reference"}
 REFERENCE_SOFTMAX = {128: "0.7 %", 1024: "3.6 %"}
-"""Of the forward pass of the small model, by context."""
+"""Share of the small model's forward pass, by context."""
 REFERENCE_GEMM = "70–85 %"
 CLOCK_TOLERANCE = 0.03
 
@@ -48,22 +48,22 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """All tables of the study; cells that were not measured are listed with their outcome."""
     rows = [_row(m) for m in measurements if m.outcome is Outcome.MEASURED]
     profiled = [row for row in rows if row.result.profiles]
-    found = [Section("What was run", _what_was_run(measurements, rows))]
+    report_sections = [Section("What was run", _what_was_run(measurements, rows))]
     if not profiled:
-        return found
-    found += [_kinds_section(profiled), _products_section(profiled), _leading_section(profiled)]
+        return report_sections
+    report_sections += [_kinds_section(profiled), _products_section(profiled), _leading_section(profiled)]
     if any(row.result.attention for row in profiled):
-        found.append(attention_section([(row.name, row.result.attention) for row in profiled]))
-    found.append(_clock_section(profiled))
-    found += [
+        report_sections.append(attention_section([(row.name, row.result.attention) for row in profiled]))
+    report_sections.append(_clock_section(profiled))
+    report_sections += [
         Section(f"Full step: {row.name}", kernel_blocks(row.result.profiles[Pass.FULL], Pass.FULL.value))
         for row in profiled
     ]
-    return found
+    return report_sections
 
 
 def cell_name(measurement: Measurement) -> str:
-    """What readers call a cell: "small, context 128, fp32, reference"."""
+    """The name of a cell in the report: "small, context 128, fp32, reference"."""
     settings = measurement.cell.settings
     parts = [settings["size"], f"context {settings['context']}", settings["precision"], settings["kernels"]]
     return ", ".join(str(part) for part in parts)
@@ -81,11 +81,11 @@ def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> t
     first = measurements[0].cell.settings
     entries = "kernels of the GPU" if first["device"] == "cuda" else "operators of torch on the CPU"
     text = (
-        f"Entries are {entries}. Inference is a forward pass that saves nothing; forward saves what backward reads; "
-        "a full step is forward, backward and AdamW. CUDA graphs and torch.compile are off while profiling, so that "
-        "each kernel is seen with the operator that launched it. Weights are fp32; bf16 and fp16 run under autocast. "
-        "Kernels `reference` are plain attention and torch's own operations, `fast` what `trimtab train` chooses on "
-        f"this device. The loss is {first['loss'].replace('_', ' ')}, the batch size {first['batch']}."
+        f"Entries are {entries}. Inference is a forward pass that saves nothing; forward saves activations for "
+        "backward; a full step is forward, backward and AdamW. CUDA graphs and torch.compile are off while profiling, "
+        "so that each kernel is recorded with the operator that launched it. Weights are fp32; bf16 and fp16 run under "
+        "autocast. Kernels `reference` are plain attention and torch's own operations, `fast` those that "
+        f"`trimtab train` chooses here. The loss is {first['loss'].replace('_', ' ')}, the batch size {first['batch']}."
     )
     blocks: list[Block] = [Text(text)]
     others = [m for m in measurements if m.outcome is not Outcome.MEASURED]
@@ -97,9 +97,7 @@ def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> t
         counts = tuple((row.name, f"{row.result.ranges:,}") for row in ranges)
         blocks.append(Table("NVTX ranges, without the profiler", ("cell", "ranges emitted"), counts))
         blocks.append(
-            Text(
-                "Ranges are seen by the tool that the command was started under: nsys profile trimtab bench …"
-            )
+            Text("The ranges appear in the tool that runs the command: nsys profile trimtab bench …")
         )
     traces = [row for row in rows if row.result.trace is not None]
     if traces:
@@ -110,28 +108,28 @@ def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> t
 
 def _kinds_section(rows: Sequence[Row]) -> Section:
     """A row for each cell and pass, a column for each kind."""
-    profiles = [(row, one, profile) for row in rows for one, profile in row.result.profiles.items()]
+    profiles = [(row, which, profile) for row in rows for which, profile in row.result.profiles.items()]
     kinds = [k for k in KernelKind if any(p.kind_share(k) > 0 for _, _, p in profiles)]
     kinds.sort(key=lambda kind: -max(profile.kind_share(kind) for _, _, profile in profiles))
     table = tuple(
-        (row.name, one.value, ms(profile.busy_seconds), *(percent(profile.kind_share(k)) for k in kinds))
-        for row, one, profile in profiles
+        (row.name, which.value, ms(profile.busy_seconds), *(percent(profile.kind_share(k)) for k in kinds))
+        for row, which, profile in profiles
     )
     head = ("cell", "pass", "sum, ms", *(kind.value for kind in kinds))
     bars = tuple(
         Bar(
-            f"{row.name}: {one.value}",
+            f"{row.name}: {which.value}",
             tuple((kind.value, 100 * profile.kind_share(kind)) for kind in kinds),
             f"{ms(profile.busy_seconds)} ms",
         )
-        for row, one, profile in profiles
-        if one is not Pass.INFERENCE
+        for row, which, profile in profiles
+        if which is not Pass.INFERENCE
     )
     others = max(profile.kind_share(KernelKind.OTHER) for _, _, profile in profiles)
     note = (
         "GEMM are matrix products; attention is fused attention alone, since plain attention consists of products, a "
-        "softmax and elementwise operations; copy moves bytes without computing; other is what no rule names, and on "
-        f"a CPU views, allocations and autograd's own work: at most {percent(others)} here."
+        "softmax and elementwise operations; copy moves bytes without computing; other are kernels that no rule "
+        f"matches and, on a CPU, views, allocations and autograd's own work: at most {percent(others)} here."
     )
     return Section(
         "Share of the time by kind",
@@ -140,7 +138,7 @@ def _kinds_section(rows: Sequence[Row]) -> Section:
 
 
 def _products_section(rows: Sequence[Row]) -> Section:
-    """How the share of products, and of the softmax, moves from forward to a full step."""
+    """How the shares of products and of the softmax change from forward to a full step."""
     with_reference = any(row.is_reference for row in rows)
     table = []
     for row in rows:
@@ -155,7 +153,14 @@ def _products_section(rows: Sequence[Row]) -> Section:
                 REFERENCE_SOFTMAX.get(row.context, "") if row.is_reference else "",
             ]
         table.append(tuple(line))
-    head = ["cell", "GEMM, forward", "GEMM, full step", "points", "softmax, forward", "softmax, full step"]
+    head = [
+        "cell",
+        "GEMM, forward",
+        "GEMM, full step",
+        "change, points",
+        "softmax, forward",
+        "softmax, full step",
+    ]
     if with_reference:
         head += [f"GEMM, forward: {LABEL}", f"softmax, forward: {LABEL}"]
     return Section(
@@ -182,21 +187,21 @@ def _products_text(rows: Sequence[Row]) -> str:
         text += "Here the share rises in every cell. "
     else:
         text += f"Here the share falls in {len(fell)} and rises in {len(rose)} of {len(moved)} cells. "
-    name = max(moved, key=lambda one: abs(moved[one]))
-    return text + f"It moves most in {name}: {100 * moved[name]:+.1f} percentage points."
+    name = max(moved, key=lambda cell: abs(moved[cell]))
+    return text + f"It changes most in {name}: {100 * moved[name]:+.1f} percentage points."
 
 
 def _leading_section(rows: Sequence[Row]) -> Section:
     table = []
     for row in rows:
-        for one, profile in row.result.profiles.items():
+        for which, profile in row.result.profiles.items():
             if not profile.entries:
                 continue
             first = profile.entries[0]
             table.append(
                 (
                     row.name,
-                    one.value,
+                    which.value,
                     short_name(first.name),
                     first.kind.value,
                     f"{first.count:,}",
@@ -206,25 +211,25 @@ def _leading_section(rows: Sequence[Row]) -> Section:
             )
     kinds = {line[3] for line in table}
     text = (
-        f"The leading one is of kind {kinds.pop()} everywhere."
+        f"The longest kernel is of kind {kinds.pop()} everywhere."
         if len(kinds) == 1
-        else f"The leading ones are of the kinds {', '.join(sorted(kinds))}."
+        else f"The longest kernels are of the kinds {', '.join(sorted(kinds))}."
     )
     head = ("cell", "pass", "name", "kind", "calls", "ms", "share")
-    return Section("Which kernel leads", (Table("", head, tuple(table)), Text(text)))
+    return Section("The longest kernel", (Table("", head, tuple(table)), Text(text)))
 
 
 def _clock_section(rows: Sequence[Row]) -> Section:
     """Sum and span of each profile, the host's clock for the same run, and the clock without the profiler."""
     table, differences = [], []
     for row in rows:
-        for one, profile in row.result.profiles.items():
-            plain = row.result.unprofiled_seconds[one]
+        for which, profile in row.result.profiles.items():
+            plain = row.result.unprofiled_seconds[which]
             differences.append(abs(_difference(profile)))
             table.append(
                 (
                     row.name,
-                    one.value,
+                    which.value,
                     ms(profile.busy_seconds),
                     ms(profile.span_seconds),
                     ms(profile.host_seconds),
@@ -234,13 +239,13 @@ def _clock_section(rows: Sequence[Row]) -> Section:
                 )
             )
     head = ("cell", "pass", "sum, ms", "span, ms", "clock, ms", "span − clock", "clock, not profiled", "busy")
-    agreeing = sum(one <= CLOCK_TOLERANCE for one in differences)
+    agreeing = sum(difference <= CLOCK_TOLERANCE for difference in differences)
     text = (
-        "Sum is the time of all entries, span from the start of the first to the end of the last, clock the host's "
-        "for the same run, synchronized before and after; busy is the sum as a share of the span, and what it lacks "
-        "are gaps, in which the device waits for the host. The profiler lengthens them: the clock without it is the "
-        f"honest time of a step. Span and clock agree within {percent(CLOCK_TOLERANCE, 0)} in {agreeing} of "
-        f"{len(differences)} rows; the largest difference is {percent(max(differences))}."
+        "Sum is the time of all entries; span is from the start of the first to the end of the last; clock is the "
+        "host's time for the same run, synchronized before and after. Busy is the sum as a share of the span: the rest "
+        "are gaps in which the device waits for the host. The profiler lengthens them, so that only the clock without "
+        f"it is the time of an ordinary step. Span and clock agree within {percent(CLOCK_TOLERANCE, 0)} in {agreeing} "
+        f"of {len(differences)} rows; the largest difference is {percent(max(differences))}."
     )
     return Section("Device time and host clock", (Table("", head, tuple(table)), Text(text)))
 

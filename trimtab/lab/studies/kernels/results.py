@@ -1,4 +1,4 @@
-"""What one cell gives: profiles of three passes, and the parts of plain attention. Imports no torch."""
+"""The result of a kernel study's cell: profiles of three passes, and the parts of attention. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trimtab.lab.profile_data import Profile
 
 
 class Pass(enum.Enum):
-    """What is profiled."""
+    """The profiled pass."""
 
     INFERENCE = "inference"
     """A forward pass that saves nothing."""
     FORWARD = "forward"
-    """A forward pass that saves what the backward pass reads."""
+    """A forward pass that saves activations for backward."""
     FULL = "full step"
     """Forward, backward and AdamW."""
 
@@ -44,7 +44,7 @@ class KernelsResult:
     unprofiled_seconds: Mapping[Pass, float] = field(default_factory=dict)
     """By the host's clock, without the profiler: the median."""
     attention: tuple[AttentionPart, ...] = ()
-    """Of plain attention alone: fused attention has no parts."""
+    """Parts of plain attention; empty for fused attention."""
     trace: str | None = None
     ranges: int | None = None
 
@@ -57,8 +57,10 @@ class KernelsResult:
             True
         """
         return {
-            "profiles": {one.value: profile.to_dict() for one, profile in self.profiles.items()},
-            "unprofiled_seconds": {one.value: seconds for one, seconds in self.unprofiled_seconds.items()},
+            "profiles": {which.value: profile.to_dict() for which, profile in self.profiles.items()},
+            "unprofiled_seconds": {
+                which.value: seconds for which, seconds in self.unprofiled_seconds.items()
+            },
             "attention": [asdict(part) for part in self.attention],
             "trace": self.trace,
             "ranges": self.ranges,
@@ -66,7 +68,7 @@ class KernelsResult:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> KernelsResult:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return KernelsResult(
                 {Pass(name): Profile.from_dict(profile) for name, profile in data["profiles"].items()},

@@ -1,1 +1,1 @@
-"""Memory of the study models: peaks by context and precision, what fills them, where each allocation is made."""
+"""Memory of the study models: peaks by context and precision, their buckets, and the line of each allocation."""

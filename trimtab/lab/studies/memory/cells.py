@@ -1,4 +1,4 @@
-"""The options of the memory study, checked, and the cells that they ask for. Imports no torch."""
+"""Validates the options of the memory study and returns its cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
 STUDY = "memory"
 CONTEXTS = (128, 256, 512, 1024)
 CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
-"""Defaults of a CPU, where a step of the larger models takes minutes."""
+"""Defaults on a CPU, where a step of the larger models takes minutes."""
 PRECISIONS = (Precision.FP32.value, Precision.BF16.value)
 BATCH = 4
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure; an empty sequence stands for the default.
+    """The options of the study; an empty sequence means the default.
 
     Args:
         sizes: study models, recipes or models by name; all five study models by default, on a CPU `small`.
         contexts: tokens per sequence; 128 to 1024 by default, on a CPU 128 and 256.
         precisions: fp32, tf32, bf16, fp16; fp32 and bf16 by default.
         passes: forward, full step; both by default.
-        batch: sequences.
+        batch: sequences per step.
         kernels: reference or fast.
         loss: logits_sum or cross_entropy.
-        snapshots: a folder to which every block of each cell is written.
+        snapshots: folder to which every block of each cell is written.
     """
 
     sizes: Sequence[str] = ()
@@ -61,13 +61,15 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     on_cpu = not device.startswith("cuda")
     sizes = options.sizes or (CPU_SIZES if on_cpu else tuple(STUDY_MODELS))
     contexts = options.contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS)
-    precisions = _known("precision", options.precisions or PRECISIONS, [one.value for one in Precision])
-    passes = _known("pass", options.passes or [one.value for one in Pass], [one.value for one in Pass])
-    [kernels] = _known("set of kernels", [options.kernels], [one.value for one in Kernels])
-    [loss] = _known("loss", [options.loss], [one.value for one in Loss])
+    precisions = _known("precision", options.precisions or PRECISIONS, [member.value for member in Precision])
+    passes = _known(
+        "pass", options.passes or [member.value for member in Pass], [member.value for member in Pass]
+    )
+    [kernels] = _known("set of kernels", [options.kernels], [member.value for member in Kernels])
+    [loss] = _known("loss", [options.loss], [member.value for member in Loss])
     if options.batch < 1:
-        raise RecipeError(f"--batch {options.batch} is no number of sequences", "give 1 or more")
-    found = []
+        raise RecipeError(f"--batch {options.batch} is too small", "use at least 1")
+    cells = []
     for size in dict.fromkeys(sizes):
         _check_contexts(size, contexts)
         model = model_settings(size)
@@ -76,9 +78,9 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
                 size, context, options.batch, Precision(precision), Kernels(kernels), Loss(loss), device
             )
             folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
-            one = MemorySettings(step, Pass(part), model.get("shape"), folder)
-            found.append(Cell(STUDY, one.to_dict()))
-    return found
+            cell_settings = MemorySettings(step, Pass(part), model.get("shape"), folder)
+            cells.append(Cell(STUDY, cell_settings.to_dict()))
+    return cells
 
 
 def _check_contexts(size: str, contexts: Sequence[int]) -> None:
@@ -86,12 +88,12 @@ def _check_contexts(size: str, contexts: Sequence[int]) -> None:
     for context in contexts:
         if not 1 <= context <= longest:
             raise RecipeError(
-                f"--contexts {context} is no length of a sequence of {size}", f"give 1 to {longest}"
+                f"--contexts {context} is outside the positions of {size}", f"use 1 to {longest}"
             )
 
 
 def _known(what: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
-    """The names, each once; RecipeError with the nearest choice for one that is none of them."""
+    """The names without duplicates; raises RecipeError with the nearest choice for an unknown one."""
     for name in names:
         if name not in choices:
             near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Measures the memory of one cell: a plain run for the peak, then a recorded one that says what the peak is made of."""
+"""Measures the memory of one cell: the peak in a plain run, then the contents of the peak in a recorded run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trimtab.plan.memory import predict
 from trimtab.run.memory_state import largest_free_block
 
 STREAM_DTYPE = "fp32"
-"""Of the residual stream: that of the weights, under autocast too."""
+"""Dtype of the residual stream: that of the weights, under autocast too."""
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Memory of a forward pass or of a full step.
+    """Measures the memory of a forward pass or of a full step.
 
     Example:
         >>> measure(MemorySettings(StepSettings("tiny", 16, 2), Pass.FULL).to_dict())["residual"]["width"]
@@ -39,7 +39,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     chosen = MemorySettings.from_dict(settings)
     step = StudyStep(chosen.step)
     if chosen.part is Pass.FULL:
-        step.full_step()  # states are made, libraries have their workspaces
+        step.full_step()  # creates optimizer states and library workspaces
     else:
         step.inference()
     device = chosen.step.device
@@ -85,7 +85,7 @@ def _residual(settings: StepSettings, shape: ModelShape, timeline: AttributedTim
 
 
 def _predicted(step: StudyStep, chosen: MemorySettings) -> int | None:
-    """What the planner says; None for what it does not describe: other losses, and casts of weights that are kept."""
+    """The planner's prediction; None for steps that it does not cover: other losses, and autocast's weight copies."""
     settings, decoder = chosen.step, step.decoder
     fast = settings.kernels is Kernels.FAST and settings.loss is Loss.CROSS_ENTROPY
     if not fast or settings.precision not in (Precision.FP32, Precision.TF32):
@@ -101,7 +101,7 @@ def _predicted(step: StudyStep, chosen: MemorySettings) -> int | None:
         gradient_dtype="fp32",
         optimizer="adamw_torch",
         attention=kernels.unpacked_attention,
-        layer_attention=tuple(one.unpacked_attention for one in decoder.kernels),
+        layer_attention=tuple(layer.unpacked_attention for layer in decoder.kernels),
         device="cuda" if settings.device.startswith("cuda") else "cpu",
         packed=False,
         pointwise=kernels.pointwise,

@@ -1,4 +1,4 @@
-"""The report of the memory study: peaks by context, what fills them, timelines, allocations, the residual stream.
+"""The report of the memory study: peaks by context, their buckets, timelines, allocations, the residual stream.
 
 Imports no torch.
 """
@@ -20,13 +20,13 @@ from trimtab.report.document import Block, LineChart, Section, Series, Table, Te
 
 GIB, MIB = 2**30, 2**20
 NOTHING = "–"
-STANDING = 4 * BYTES["fp32"]
+PERSISTENT_BYTES = 4 * BYTES["fp32"]
 """Bytes per parameter of weights, gradients and AdamW's two moments in fp32."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A cell and what came of it."""
+    """A cell with its outcome."""
 
     settings: MemorySettings
     outcome: Outcome
@@ -35,18 +35,18 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """In a table: the peak, or how it ended."""
+        """The peak or, where there is none, the outcome."""
         return self.outcome.value if self.result is None else format_bytes(self.result.measured_peak)
 
     @property
     def name(self) -> str:
-        """In a table or chart."""
+        """The name in tables and charts."""
         step = self.settings.step
         return f"{step.size}, {step.context} tokens, {step.precision.value}, {self.settings.part.value}"
 
     @property
     def id(self) -> str:
-        """Of its chart."""
+        """The id of its chart."""
         step = self.settings.step
         words = f"memory-{step.size}-{step.context}-{step.precision.value}-{self.settings.part.value}"
         return "".join(letter if letter.isalnum() else "-" for letter in words).lower()
@@ -57,66 +57,72 @@ Measured = tuple[Reading, MemoryResult]
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """Tables and charts of all cells."""
-    readings = [_reading(one) for one in measurements]
-    measured = [(one, one.result) for one in readings if one.result is not None]
-    found = [Section("Peak memory by context", tuple(_peak_blocks(readings, measured)))]
+    readings = [_reading(measurement) for measurement in measurements]
+    measured = [(reading, reading.result) for reading in readings if reading.result is not None]
+    report_sections = [Section("Peak memory by context", tuple(_peak_blocks(readings, measured)))]
     if measured:
         shown = _shown(measured)
-        found += [
+        report_sections += [
             Section("What is in memory at the peak", tuple(_bucket_blocks(measured))),
             Section("Memory over time", tuple(_timeline_blocks(shown))),
             Section("The largest allocations", tuple(_largest_blocks(shown))),
             Section("The residual stream", tuple(_residual_blocks(measured))),
         ]
     if any(result.allocator is not None for _, result in measured):
-        found.append(Section("The allocator", tuple(_allocator_blocks(measured))))
-    return found
+        report_sections.append(Section("The allocator", tuple(_allocator_blocks(measured))))
+    return report_sections
 
 
-def _reading(one: Measurement) -> Reading:
-    result = MemoryResult.from_dict(one.result) if one.outcome is Outcome.MEASURED else None
-    return Reading(MemorySettings.from_dict(one.cell.settings), one.outcome, one.message, result)
+def _reading(measurement: Measurement) -> Reading:
+    result = MemoryResult.from_dict(measurement.result) if measurement.outcome is Outcome.MEASURED else None
+    return Reading(
+        MemorySettings.from_dict(measurement.cell.settings), measurement.outcome, measurement.message, result
+    )
 
 
 def _peak_blocks(readings: Sequence[Reading], measured: Sequence[Measured]) -> Iterator[Block]:
-    batches = sorted({one.settings.step.batch for one in readings})
-    kinds = {(one.settings.step.kernels.value, one.settings.step.loss.value) for one in readings}
+    batches = sorted({reading.settings.step.batch for reading in readings})
+    kinds = {(reading.settings.step.kernels.value, reading.settings.step.loss.value) for reading in readings}
     kernels = "; ".join(f"{kernels} kernels, loss {loss}" for kernels, loss in sorted(kinds))
     yield Text(
-        "Bytes of all tensors at the peak, of a run that is not recorded. Forward is inference: nothing is saved for a "
+        "Peak memory of all tensors, in a run without the recorder. Forward is inference: nothing is saved for a "
         "backward pass, and there is no optimizer. A full step is forward, backward and AdamW. Weights are fp32 in "
-        f"every precision; 16-bit formats compute under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
+        f"every precision; bf16 and fp16 run under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
     )
-    contexts = sorted({one.settings.step.context for one in readings})
+    contexts = sorted({reading.settings.step.context for reading in readings})
     for part in Pass:
-        rows = _peak_rows([one for one in readings if one.settings.part is part], contexts)
+        rows = _peak_rows([reading for reading in readings if reading.settings.part is part], contexts)
         if rows:
             head = ("model", "precision", *(f"{context} tokens" for context in contexts))
             yield Table(f"Peak of a {part.value}".replace("forward", "forward pass"), head, rows)
     for part in Pass:
-        chart = _peak_chart([one for one in readings if one.settings.part is part], part)
+        chart = _peak_chart([reading for reading in readings if reading.settings.part is part], part)
         if chart is not None:
             yield chart
     yield from (Text(text) for text in _growth(measured))
-    ended = [one for one in readings if one.message and one.outcome is not Outcome.OUT_OF_MEMORY]
-    yield from (Text(f"{one.name}: {one.outcome.value}: {one.message}") for one in ended)
+    ended = [
+        reading for reading in readings if reading.message and reading.outcome is not Outcome.OUT_OF_MEMORY
+    ]
+    yield from (Text(f"{reading.name}: {reading.outcome.value}: {reading.message}") for reading in ended)
 
 
 def _peak_rows(readings: Sequence[Reading], contexts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     lines: dict[tuple[str, str], dict[int, str]] = {}
-    for one in readings:
-        step = one.settings.step
-        lines.setdefault((step.size, step.precision.value), {})[step.context] = one.text
+    for reading in readings:
+        step = reading.settings.step
+        lines.setdefault((step.size, step.precision.value), {})[step.context] = reading.text
     return tuple((*key, *(cells.get(c, NOTHING) for c in contexts)) for key, cells in lines.items())
 
 
 def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
-    if len({one.settings.step.context for one in readings}) < 2 or not any(one.result for one in readings):
+    if len({reading.settings.step.context for reading in readings}) < 2 or not any(
+        reading.result for reading in readings
+    ):
         return None
     lines: dict[str, dict[int, float | None]] = {}
-    for one in readings:
-        step = one.settings.step
-        peak = None if one.result is None else one.result.measured_peak / GIB
+    for reading in readings:
+        step = reading.settings.step
+        peak = None if reading.result is None else reading.result.measured_peak / GIB
         lines.setdefault(f"{step.size}, {step.precision.value}", {})[step.context] = peak
     series = tuple(Series(name, tuple(sorted(values.items()))) for name, values in lines.items())
     words = part.value.replace(" ", "-")
@@ -126,20 +132,20 @@ def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
 
 
 def _growth(measured: Sequence[Measured]) -> Iterator[str]:
-    """How peaks grow with the context, and what 16 bits save."""
+    """How peaks grow with the context, and how much memory 16 bits save."""
     groups: dict[tuple[str, Precision, Pass], list[Measured]] = {}
-    for one in measured:
-        step = one[0].settings.step
-        groups.setdefault((step.size, step.precision, one[0].settings.part), []).append(one)
-    for (size, precision, part), own in groups.items():
+    for cell in measured:
+        step = cell[0].settings.step
+        groups.setdefault((step.size, step.precision, cell[0].settings.part), []).append(cell)
+    for (size, precision, part), cells in groups.items():
         first, last = (
-            min(own, key=lambda one: one[0].settings.step.context),
-            max(own, key=lambda one: one[0].settings.step.context),
+            min(cells, key=lambda cell: cell[0].settings.step.context),
+            max(cells, key=lambda cell: cell[0].settings.step.context),
         )
         before, after = first[0].settings.step.context, last[0].settings.step.context
         if part is not Pass.FULL or before == after:
             continue
-        activations = [one[1].memory.buckets[TensorKind.ACTIVATIONS.value] for one in (first, last)]
+        activations = [cell[1].memory.buckets[TensorKind.ACTIVATIONS.value] for cell in (first, last)]
         yield (
             f"{size} in {precision.value}: from {before} to {after} tokens, {after / before:g} times as many, the "
             f"activations of a full step grow {activations[1] / max(activations[0], 1):.1f}-fold and its peak "
@@ -149,26 +155,28 @@ def _growth(measured: Sequence[Measured]) -> Iterator[str]:
 
 
 def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]]) -> Iterator[str]:
-    for (size, precision, part), own in groups.items():
-        wide = {one[0].settings.step.context: one for one in groups.get((size, Precision.FP32, part), [])}
+    for (size, precision, part), cells in groups.items():
+        wide = {cell[0].settings.step.context: cell for cell in groups.get((size, Precision.FP32, part), [])}
         if not precision.is_mixed or part is not Pass.FULL:
             continue
         both = [
-            (one, wide[one[0].settings.step.context]) for one in own if one[0].settings.step.context in wide
+            (cell, wide[cell[0].settings.step.context])
+            for cell in cells
+            if cell[0].settings.step.context in wide
         ]
         if not both:
             continue
         narrow, full = max(both, key=lambda pair: pair[0][0].settings.step.context)
-        activations = [one[1].memory.buckets[TensorKind.ACTIVATIONS.value] for one in (narrow, full)]
-        standing = [
-            sum(one[1].memory.buckets[kind.value] for kind in (TensorKind.WEIGHTS, TensorKind.OPTIMIZER))
-            for one in (narrow, full)
+        activations = [cell[1].memory.buckets[TensorKind.ACTIVATIONS.value] for cell in (narrow, full)]
+        persistent = [
+            sum(cell[1].memory.buckets[kind.value] for kind in (TensorKind.WEIGHTS, TensorKind.OPTIMIZER))
+            for cell in (narrow, full)
         ]
         yield (
             f"{narrow[0].name}: {format_bytes(narrow[1].measured_peak)} against "
             f"{format_bytes(full[1].measured_peak)} in fp32. Activations, copies of weights in 16 bits included, take "
             f"{format_bytes(activations[0])} against {format_bytes(activations[1])}; weights and optimizer states take "
-            f"{format_bytes(standing[0])} against {format_bytes(standing[1])}."
+            f"{format_bytes(persistent[0])} against {format_bytes(persistent[1])}."
         )
 
 
@@ -177,29 +185,29 @@ def _bucket_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     head = ("cell", *(kind.value for kind in TensorKind), "peak", "reached in")
     head += ("predicted", "error") if predicted else ()
     rows = []
-    for one, result in measured:
-        row = (one.name, *bucket_cells(result.memory), one.text, result.memory.phase)
+    for reading, result in measured:
+        row = (reading.name, *bucket_cells(result.memory), reading.text, result.memory.phase)
         rows.append(row + (_predicted_cells(result) if predicted else ()))
     yield Text(
-        "The same run once more, recorded block by block. Gradients are those that the backward pass has made by the "
-        "moment of the peak, so that a peak at the start of the backward pass has few of them."
+        "The same run, repeated with every block recorded. Gradients are those that exist at the moment of the peak, "
+        "so that a peak at the start of the backward pass has few of them."
     )
     yield Table("", head, tuple(rows))
-    for one, result in measured:
+    for reading, result in measured:
         difference = result.memory.peak_bytes - result.measured_peak
         if abs(difference) > MIB:
             yield Text(
-                f"{one.name}: the recorded run peaks {format_bytes(abs(difference))} "
-                f"{'above' if difference > 0 else 'below'} the run that is not recorded."
+                f"{reading.name}: the recorded run peaks {format_bytes(abs(difference))} "
+                f"{'above' if difference > 0 else 'below'} the run without the recorder."
             )
-    full = [(one, result) for one, result in measured if one.settings.part is Pass.FULL]
+    full = [(reading, result) for reading, result in measured if reading.settings.part is Pass.FULL]
     if full:
-        one, result = full[-1]
-        standing = result.parameters * STANDING
+        reading, result = full[-1]
+        persistent = result.parameters * PERSISTENT_BYTES
         yield Text(
-            f"Weights, gradients and AdamW's two moments in fp32 take {STANDING} bytes per parameter: "
-            f"{format_bytes(standing)} for the {result.parameters:,} parameters of {one.settings.step.size}, whatever "
-            "the context."
+            f"Weights, gradients and AdamW's two moments in fp32 take {PERSISTENT_BYTES} bytes per parameter: "
+            f"{format_bytes(persistent)} for the {result.parameters:,} parameters of {reading.settings.step.size}, at "
+            "any context."
         )
 
 
@@ -211,55 +219,63 @@ def _predicted_cells(result: MemoryResult) -> tuple[str, str]:
 
 
 def _shown(measured: Sequence[Measured]) -> list[Measured]:
-    """The cells that are drawn: of each model, precision and pass the longest context that was measured."""
+    """Selects the cells to draw: the longest measured context of each model, precision and pass."""
     longest: dict[tuple[str, Precision, Pass], Measured] = {}
-    for one in measured:
-        step = one[0].settings.step
-        key = (step.size, step.precision, one[0].settings.part)
+    for cell in measured:
+        step = cell[0].settings.step
+        key = (step.size, step.precision, cell[0].settings.part)
         if key not in longest or step.context > longest[key][0].settings.step.context:
-            longest[key] = one
+            longest[key] = cell
     return list(longest.values())
 
 
 def _timeline_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "Stacked from the bottom: what is there all the time, then gradients, then activations by part. The axis "
-        "counts allocations and releases, not time, which recording distorts; small ones are part of the levels and "
-        "take no place on it. Of each model, precision and pass the longest context that was measured is drawn."
+        "Stacked from the bottom: persistent memory, then gradients, then activations by part. The axis counts "
+        "allocations and releases, not time, which recording distorts; small ones count in the levels, but not on the "
+        "axis. The chart shows the longest measured context of each model, precision and pass."
     )
-    for one, result in shown:
-        yield timeline_chart(result.memory, id=one.id, title=f"Memory of {one.name}")
-        yield Text(peak_sentence(one.name, result.memory))
+    for reading, result in shown:
+        yield timeline_chart(result.memory, id=reading.id, title=f"Memory of {reading.name}")
+        yield Text(peak_sentence(reading.name, result.memory))
 
 
 def _largest_blocks(shown: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "Equal allocations that are alive at the peak are counted together; * stands for the number of the layer. The "
-        "line is the innermost one of trimtab that ran the operation; a block of the backward pass has the line of the "
-        "forward operation that it belongs to."
+        "Equal allocations that are live at the peak share a row; * stands for the layer index. The line is the "
+        "innermost one in trimtab that ran the operation; a block of the backward pass has the line of its forward "
+        "operation."
     )
-    for one, result in shown:
-        yield largest_table(one.name, result.memory.largest, result.memory.peak_bytes)
+    for reading, result in shown:
+        yield largest_table(reading.name, result.memory.largest, result.memory.peak_bytes)
 
 
 def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
         "One tensor of the residual stream has batch × context × d_model × bytes per element: the stream is in fp32, "
         "under autocast too, because the weights are. The embedding makes the first such tensor and each layer two "
-        "more, behind attention and behind the feed-forward: 1 + 2 × layers. Norms, projections and gradients of the "
-        "stream have the same size, so that the run makes many more allocations of exactly that many bytes."
+        "more, after attention and after the feed-forward: 1 + 2 × layers. Norms, projections and gradients of the "
+        "stream have the same size, so that the run makes many more allocations of exactly that size."
     )
-    head = ("cell", "computed", "bytes", "the stream itself", "1 + 2 × layers", "all of that size", "most by")
+    head = (
+        "cell",
+        "computed",
+        "bytes",
+        "the stream itself",
+        "1 + 2 × layers",
+        "all of that size",
+        "most by module",
+    )
     rows = []
-    for one, result in measured:
+    for reading, result in measured:
         stream = result.residual
         makers: dict[str, int] = {}
-        for found in stream.found:
-            makers[found.module] = makers.get(found.module, 0) + found.count
+        for size in stream.found:
+            makers[size.module] = makers.get(size.module, 0) + size.count
         first = max(makers, key=lambda module: makers[module], default=None)
         rows.append(
             (
-                one.name,
+                reading.name,
                 f"{stream.batch} × {stream.context} × {stream.width:,} × {stream.element_bytes}",
                 format_bytes(stream.nbytes),
                 f"{stream.own:,}",
@@ -273,8 +289,8 @@ def _residual_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
 
 def _allocator_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
     yield Text(
-        "torch's allocator takes memory from the GPU in segments, cuts blocks from them and keeps what is released. "
-        "What it reserved beyond the peak of the tensors is rounding, free blocks between others, and what it keeps."
+        "torch's caching allocator reserves GPU memory in segments, cuts blocks from them and caches released blocks. "
+        "Memory reserved beyond the peak of the tensors is rounding, fragmentation and cached blocks."
     )
     head = (
         "cell",
@@ -285,13 +301,13 @@ def _allocator_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
         "largest free block",
     )
     rows = []
-    for one, result in measured:
+    for reading, result in measured:
         if result.allocator is not None:
             reserved = result.allocator.reserved_peak
             rows.append(
                 (
-                    one.name,
-                    one.text,
+                    reading.name,
+                    reading.text,
                     format_bytes(reserved),
                     format_bytes(reserved - result.measured_peak),
                     f"{result.allocator.segments:,}",

@@ -1,4 +1,4 @@
-"""What the memory study records of a cell. Imports no torch: the report reads it."""
+"""The result types of the memory study. Imports no torch: the report reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trimtab.lab.memory_summary import FoundSize, MemorySummary
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """One tensor of the residual stream: its bytes computed, and how many allocations of that size there were."""
+    """One tensor of the residual stream: its computed bytes, and the allocations of that size."""
 
     batch: int
     context: int
@@ -37,41 +37,41 @@ class ResidualStream:
 
     @property
     def count(self) -> int:
-        """Allocations of exactly that size."""
-        return sum(one.count for one in self.found)
+        """Number of allocations of exactly that size."""
+        return sum(size.count for size in self.found)
 
     @property
     def own(self) -> int:
-        """Those of them that are the stream itself, not a norm, a projection or a gradient of the same size."""
+        """Number of them that are the stream itself, not a norm, a projection or a gradient of the same size."""
         stream = Role(TensorKind.ACTIVATIONS, Part.RESIDUAL).name
         return sum(
-            one.count for one in self.found if one.role == stream and one.phase == RunPhase.FORWARD.value
+            size.count for size in self.found if size.role == stream and size.phase == RunPhase.FORWARD.value
         )
 
 
 @dataclass(frozen=True)
 class Allocator:
-    """Of torch's CUDA allocator, in bytes: what it took from the GPU beyond what tensors need."""
+    """State of torch's CUDA caching allocator; sizes in bytes."""
 
     reserved_peak: int
     segments: int
     largest_free_block: int
-    """Between allocated ones, after the run."""
+    """Between allocated blocks, after the run."""
 
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """One cell."""
+    """The result of a cell."""
 
     parameters: int
     measured_peak: int
-    """Of a run that was not recorded, in bytes: allocated before, and above that at the peak."""
+    """Peak bytes of a run without the recorder, memory allocated before it included."""
     memory: MemorySummary
     residual: ResidualStream
     predicted_peak: int | None
-    """By `trimtab.plan`, where it has this configuration."""
+    """Predicted by `trimtab.plan`; None for configurations that it does not cover."""
     allocator: Allocator | None
-    """On a GPU."""
+    """None on a CPU."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -79,11 +79,11 @@ class MemoryResult:
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> MemoryResult:
-        """Raises DataError for what `to_dict` did not write."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             stream = record["residual"]
-            found = tuple(FoundSize(**one) for one in stream["found"])
-            residual = ResidualStream(**{**stream, "found": found})
+            sizes = tuple(FoundSize(**size) for size in stream["found"])
+            residual = ResidualStream(**{**stream, "found": sizes})
             allocator = None if record["allocator"] is None else Allocator(**record["allocator"])
             memory = MemorySummary.from_dict(record["memory"])
             return MemoryResult(**{**record, "residual": residual, "allocator": allocator, "memory": memory})

@@ -1,4 +1,4 @@
-"""What one cell of the memory study measures. Imports no torch."""
+"""Settings of the memory study's cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
 
 
 class Pass(enum.Enum):
-    """What runs while memory is recorded."""
+    """The run whose memory is measured."""
 
     FORWARD = "forward"
     """Inference: nothing is saved for a backward pass, and there is no optimizer."""
@@ -21,7 +21,7 @@ class Pass(enum.Enum):
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """One cell.
+    """The settings of a cell.
 
     Example:
         >>> MemorySettings(StepSettings("tiny", context=128, batch=4), Pass.FORWARD).to_dict()["pass"]
@@ -31,14 +31,14 @@ class MemorySettings:
     step: StepSettings
     part: Pass
     shape: str | None = None
-    """A checksum of the shape of a model that is no study model."""
+    """Checksum of the shape of a model that is no study model."""
     snapshots: str | None = None
-    """The folder for snapshots, where some are asked for."""
+    """Folder for snapshots; None for no snapshots."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, as the settings of a cell."""
         step = self.step
-        found = {
+        settings = {
             "size": step.size,
             "shape": self.shape,
             "context": step.context,
@@ -50,11 +50,11 @@ class MemorySettings:
             "device": step.device,
             "snapshots": self.snapshots,
         }
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in settings.items() if value is not None}
 
     @staticmethod
     def from_dict(settings: Mapping[str, Any]) -> MemorySettings:
-        """Of a cell's settings."""
+        """Inverse of `to_dict`."""
         step = StepSettings(
             str(settings["size"]),
             int(settings["context"]),

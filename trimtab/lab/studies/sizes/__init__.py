@@ -1,1 +1,1 @@
-"""Parameters of the study models and of any other, exact and by part, with the formula that is usually quoted."""
+"""Parameters of the study models and of other models, exact and by part, next to the usual formula."""

@@ -1,4 +1,4 @@
-"""Which models are counted."""
+"""The cells of the sizes study."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def cells(sizes: Sequence[str] = ()) -> list[Cell]:
     """One cell per model; all study models by default.
 
     Args:
-        sizes: study models by name, recipes, or models by any name that `trimtab plan` takes.
+        sizes: study models by name, recipes, or any model that `trimtab plan` accepts.
 
     Example:
         >>> [cell.settings["size"] for cell in cells(["small", "Qwen/Qwen3-0.6B"])]

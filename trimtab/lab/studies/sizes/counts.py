@@ -1,4 +1,4 @@
-"""Parameters of a model by part: counted, and by the formula that is usually quoted. No torch.
+"""Parameters of a model by part: counted exactly, and by the usual formula. Imports no torch.
 
 The formula is the reference's: 2·V·d for embedding and head, and per layer 4·d² for attention and 2·d·d_ff for a
 feed-forward layer of two matrices. Models differ from it by a third feed-forward matrix (SwiGLU's gate), fewer
@@ -18,7 +18,7 @@ from trimtab.lab.samples import damaged_record
 
 @dataclass(frozen=True)
 class PartCounts:
-    """Elements of each part of a model.
+    """Number of parameters of each part of a model.
 
     Example:
         >>> PartCounts(embedding=4, attention=3, feed_forward=2, norms=1, head=0).total
@@ -33,41 +33,41 @@ class PartCounts:
 
     @property
     def total(self) -> int:
-        """The whole model."""
+        """Parameters of the whole model."""
         return sum(self.by_part().values())
 
     def by_part(self) -> dict[str, int]:
-        """The parts by the words that reports use, in the order of the forward pass."""
+        """The parts by their names in reports, in the order of the forward pass."""
         return {field.name.replace("feed_forward", "feed-forward"): getattr(self, field.name)
                 for field in fields(self)}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class SizeResult:
-    """What the study counts of one model."""
+    """The parameter counts of one model."""
 
     family: str
     vocabulary: int
     d_model: int
     d_ff: int
-    """Of the first layer; of one expert where there are experts."""
+    """Width of the first layer's feed-forward; of one expert in a mixture of experts."""
     layers: int
     heads: int
     key_value_heads: int
     tied: bool
-    """Whether the head is the embedding's matrix, which is then counted once."""
+    """Whether the head shares the embedding's matrix, which is then counted once."""
     active: int
-    """Parameters that one token uses: fewer than all where there are experts."""
+    """Parameters that one token uses: fewer than all in a mixture of experts."""
     counted: PartCounts
     formula: PartCounts
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a record."""
+        """As plain JSON values."""
         return asdict(self)
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> SizeResult:
-        """The result of a record; raises DataError where it is none."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             parts = {key: PartCounts(**record[key]) for key in ("counted", "formula")}
             return SizeResult(**{**record, **parts})
@@ -76,7 +76,7 @@ class SizeResult:
 
 
 def count_model(shape: ModelShape) -> SizeResult:
-    """Counts a model.
+    """Counts the parameters of a model.
 
     Example:
         >>> from trimtab.lab.study_models import study_model
@@ -103,10 +103,10 @@ def count_model(shape: ModelShape) -> SizeResult:
 
 
 def _counted(shape: ModelShape) -> PartCounts:
-    found = dict.fromkeys((field.name for field in fields(PartCounts)), 0)
+    counts_by_part = dict.fromkeys((field.name for field in fields(PartCounts)), 0)
     for name, dims in shape.parameters():
-        found[_part(name)] += math.prod(dims)
-    counts = PartCounts(**found)
+        counts_by_part[_part(name)] += math.prod(dims)
+    counts = PartCounts(**counts_by_part)
     assert counts.total == shape.num_parameters, "a parameter belongs to no part"
     return counts
 

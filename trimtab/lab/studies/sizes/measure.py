@@ -9,5 +9,5 @@ from trimtab.lab.study_models import named_shape
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Exact parameters of a model by part, with those of the formula."""
+    """Counts the parameters of a model by part, exactly and by the formula."""
     return count_model(named_shape(settings["size"])).to_dict()

@@ -1,4 +1,4 @@
-"""The report of sizes: what the models are, their parameters by part, the formula's error, bytes of training."""
+"""The report of sizes: the models, their parameters by part, the formula's error, bytes of training."""
 
 from __future__ import annotations
 
@@ -44,85 +44,85 @@ def _models(models: Sequence[Sized]) -> Table:
         "head tied",
     )
     rows = [
-        (name, one.family, f"{one.vocabulary:,}", f"{one.d_model:,}", f"{one.d_ff:,}", str(one.layers),
-         str(one.heads), str(one.key_value_heads), "yes" if one.tied else "no")
-        for name, one in models
+        (name, size.family, f"{size.vocabulary:,}", f"{size.d_model:,}", f"{size.d_ff:,}", str(size.layers),
+         str(size.heads), str(size.key_value_heads), "yes" if size.tied else "no")
+        for name, size in models
     ]  # fmt: skip
     return Table("", head, tuple(rows))
 
 
 def _parts(models: Sequence[Sized]) -> Table:
     parts = list(models[0][1].counted.by_part())
-    experts = any(one.active != one.counted.total for _, one in models)
+    experts = any(size.active != size.counted.total for _, size in models)
     head = ("model", *parts, "parameters", *(("active per token",) if experts else ()))
     rows = []
-    for name, one in models:
-        counts = [f"{value:,}" for value in (*one.counted.by_part().values(), one.counted.total)]
-        rows.append((name, *counts, *((f"{one.active:,}",) if experts else ())))
+    for name, size in models:
+        counts = [f"{value:,}" for value in (*size.counted.by_part().values(), size.counted.total)]
+        rows.append((name, *counts, *((f"{size.active:,}",) if experts else ())))
     return Table("Parameters by part", head, tuple(rows))
 
 
 def _share_text(models: Sequence[Sized]) -> Text:
-    """Which part leads, and how the vocabulary's share moves with size."""
-    shares = {name: _vocabulary_share(one) for name, one in models}
+    """Names the largest part, and the smallest and largest share of the vocabulary."""
+    shares = {name: _vocabulary_share(size) for name, size in models}
     most, least = max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)
-    leading = sorted({_leading(one) for _, one in models})
+    leading = sorted({_leading(size) for _, size in models})
     text = f"Most parameters are in {' or '.join(leading)}. Embedding and head are {_percent(shares[most])} of {most}"
     if most != least:
         text += f" and {_percent(shares[least])} of {least}"
     return Text(text + ".")
 
 
-def _leading(one: SizeResult) -> str:
-    parts = one.counted.by_part()
+def _leading(size: SizeResult) -> str:
+    parts = size.counted.by_part()
     name = max(parts, key=parts.__getitem__)
     return f"the {name} layers" if name in ("attention", "feed-forward") else f"the {name}"
 
 
-def _vocabulary_share(one: SizeResult) -> float:
-    return (one.counted.embedding + one.counted.head) / one.counted.total
+def _vocabulary_share(size: SizeResult) -> float:
+    return (size.counted.embedding + size.counted.head) / size.counted.total
 
 
 def _chart(models: Sequence[Sized]) -> BarChart:
     bars = tuple(
         Bar(
             name,
-            tuple((part, float(value)) for part, value in one.counted.by_part().items() if value),
-            f"{format_count(one.counted.total)} parameters",
+            tuple((part, float(value)) for part, value in size.counted.by_part().items() if value),
+            f"{format_count(size.counted.total)} parameters",
         )
-        for name, one in models
+        for name, size in models
     )
     return BarChart("sizes-parts", "Parameters by part", "parameters", bars)
 
 
 def _formula_text(models: Sequence[Sized]) -> Text:
-    name, one = max(models, key=lambda sized: abs(sized[1].counted.total / sized[1].formula.total - 1))
+    name, size = max(models, key=lambda sized: abs(sized[1].counted.total / sized[1].formula.total - 1))
     return Text(
         "The usual formula counts matrices alone: 2·V·d for embedding and head, 4·d² per layer for attention and "
         "2·d·d_ff per layer for a feed-forward layer of two matrices. SwiGLU has three: its gate adds d·d_ff per "
         "layer. Norms add a vector each. Fewer key/value heads, heads narrower or wider than d / heads, biases, a tied "
         "head and experts are the other ways to differ. The columns show exact count minus formula, part by part. "
-        f"By the formula {name} would have {format_count(one.formula.total)} parameters; it has "
-        f"{format_count(one.counted.total)}."
+        f"By the formula {name} would have {format_count(size.formula.total)} parameters; it has "
+        f"{format_count(size.counted.total)}."
     )
 
 
 def _difference(models: Sequence[Sized]) -> Table:
     parts = list(models[0][1].counted.by_part())
     rows = []
-    for name, one in models:
-        exact, quoted = one.counted.by_part(), one.formula.by_part()
-        gap = one.counted.total - one.formula.total
+    for name, size in models:
+        exact, quoted = size.counted.by_part(), size.formula.by_part()
+        gap = size.counted.total - size.formula.total
         rows.append(
             (
                 name,
-                f"{one.formula.total:,}",
+                f"{size.formula.total:,}",
                 *(
                     f"{exact[part] - quoted[part]:+,}" if exact[part] != quoted[part] else "0"
                     for part in parts
                 ),
                 f"{gap:+,}",
-                f"{100 * gap / one.formula.total:+.1f} %",
+                f"{100 * gap / size.formula.total:+.1f} %",
             )
         )
     return Table(
@@ -140,8 +140,8 @@ def _bytes(models: Sequence[Sized]) -> Table:
         "bf16 + gradients + AdamW",
     )
     rows = []
-    for name, one in models:
-        count = one.counted.total
+    for name, size in models:
+        count = size.counted.total
         fp32, bf16 = nbytes("fp32", count), nbytes("bf16", count)
         moments = ADAMW_MOMENTS * fp32
         sums = (fp32, bf16, 2 * fp32, 2 * fp32 + moments, 2 * bf16 + moments)
@@ -151,13 +151,13 @@ def _bytes(models: Sequence[Sized]) -> Table:
 
 
 def _bytes_text(models: Sequence[Sized]) -> Text:
-    largest, one = max(models, key=lambda sized: sized[1].counted.total)
-    weights = nbytes("fp32", one.counted.total)
+    largest, size = max(models, key=lambda sized: sized[1].counted.total)
+    weights = nbytes("fp32", size.counted.total)
     total = (2 + ADAMW_MOMENTS) * weights
     return Text(
         f"Training in fp32 with AdamW takes four times the weights before any activation: {format_bytes(weights)} of "
         f"weights become {format_bytes(total)} for {largest}. Mixed precision by autocast keeps fp32 weights and "
-        "gradients, so that it saves activations and not these."
+        "gradients: it reduces activations, not these."
     )
 
 

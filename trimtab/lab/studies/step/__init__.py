@@ -1,1 +1,1 @@
-"""Time of a step and of its parts: sizes, contexts, precisions, eager, compiled and captured, and the warm-up."""
+"""Time of a step and of its parts by size, context, precision, mode (eager, compiled, captured) and warm-up."""

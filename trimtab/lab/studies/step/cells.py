@@ -1,4 +1,4 @@
-"""Which steps are timed. Imports no torch."""
+"""Validates the options of the step study and returns its cells. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
 from trimtab.model.families import FAMILIES
 
 BATCH, WARM_UP, STEPS = 4, 5, 10
-"""Of the reference study."""
+"""Values of the reference study."""
 GPU_CONTEXTS = (128, 256, 512, 1024)
 CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
-"""A CPU's defaults: minutes instead of hours."""
+"""Defaults on a CPU: minutes instead of hours."""
 WARM_UP_SIZES, WARM_UP_CONTEXTS = ("small",), (128,)
-"""Of the warm-up study, as in the reference."""
+"""Defaults of the warm-up study, as in the reference."""
 
 
 def cells(
@@ -41,23 +41,23 @@ def cells(
     """One cell per combination and part.
 
     Args:
-        device: cpu, cuda or cuda:N; decides what is timed where lists are empty.
-        sizes: study models, recipes, or models by any name that `trimtab plan` takes.
+        device: cpu, cuda or cuda:N; determines the defaults of empty lists.
+        sizes: study models, recipes, or any model that `trimtab plan` accepts.
         contexts: tokens per sequence.
         precisions: fp32, tf32, bf16, fp16.
         modes: eager, compiled, graphs.
         kernels: reference, fast.
-        losses: logits_sum, cross_entropy; where both are asked for, the second one is timed for forward + backward.
+        losses: logits_sum, cross_entropy; of several, all but the first are timed only for forward + backward.
         parts: forward, backward, both, full.
         batch: sequences per step.
         warm_up: steps before the timed ones, 5 by default. Several numbers, or 0, make a warm-up study: each cell in
-            a fresh process, forward + backward alone unless `parts` says otherwise.
+            a fresh process, by default only forward + backward.
         steps: timed steps.
         budget_s: see `trimtab.lab.step_timing.time_steps`.
 
     Raises:
         RecipeError: an unknown word, with the nearest one; a number too small; a context beyond the model's positions.
-        ModelError: a model that can be described and not be built.
+        ModelError: trimtab can plan the model but not build it.
 
     Example:
         >>> [cell.settings["part"] for cell in cells(device="cpu", sizes=["tiny"], contexts=[16])]
@@ -71,7 +71,7 @@ def cells(
     check_counts([batch], "--batch")
     check_counts([steps], "--steps")
     if budget_s is not None and not budget_s > 0:
-        raise RecipeError(f"--budget {budget_s:g} is no time", "give seconds above 0")
+        raise RecipeError(f"--budget {budget_s:g} leaves no time to measure", "use more than 0 seconds")
     names = list(dict.fromkeys(sizes or _default_sizes(kind, fresh)))
     lengths = check_counts(contexts or _default_contexts(kind, fresh), "--contexts")
     for name in names:
@@ -89,13 +89,13 @@ def cells(
         [{"warm_up": warm} for warm in warm_ups],
     ]
     return [
-        Cell("step", {key: value for one in (*chosen, common) for key, value in one.items()})
+        Cell("step", {key: value for settings in (*chosen, common) for key, value in settings.items()})
         for chosen in itertools.product(*axes)
     ]
 
 
 def check_model(name: str, context: int) -> None:
-    """Errors for a model that cannot be timed at a context length."""
+    """Raises ModelError or RecipeError for a model that cannot be timed at a context length."""
     shape = named_shape(name)
     if shape.family not in FAMILIES:
         raise ModelError(
@@ -105,7 +105,7 @@ def check_model(name: str, context: int) -> None:
     if context > shape.max_positions:
         raise RecipeError(
             f"--contexts {context} is longer than the {shape.max_positions} positions of {name}",
-            f"give at most {shape.max_positions}",
+            f"use at most {shape.max_positions}",
         )
 
 
@@ -114,7 +114,7 @@ def _axis(name: str, members: Sequence[Enum]) -> list[dict[str, Any]]:
 
 
 def _timed(parts: Sequence[str], losses: Sequence[str]) -> list[dict[str, Any]]:
-    """Parts with the first loss; with any other, forward + backward alone, or the last part where that is not asked."""
+    """All parts with the first loss; other losses only for forward + backward, or the last part without it."""
     chosen = choose_members(Part, parts, "--parts")
     first, *others = choose_members(Loss, losses, "--loss")
     compared = Part.FORWARD_BACKWARD if Part.FORWARD_BACKWARD in chosen else chosen[-1]

@@ -1,4 +1,4 @@
-"""The host's clock against the device's own. Imports no torch."""
+"""Compares the host's clock with the device's. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def clocks_section(entries: Sequence[Entry]) -> Section | None:
     text = (
         f"Each step is timed twice: by CUDA events around it on the device, and by the host's clock between two "
         f"synchronizations. The host's median is {between(known, percent)} above the device's: the launch of the "
-        "first kernel and the return from the last wait. A large difference means a step so short that this matters."
+        "first kernel and the return from the last wait. A large difference means that steps are short."
     )
     head = ("size", "context", "setting", *(part.label for part in parts))
     note = "Median between CUDA events in ms; in brackets how much more the host's clock shows."

@@ -1,4 +1,4 @@
-"""What a change of one setting brings: precision, mode, kernels. Imports no torch."""
+"""Compares steps that differ in one setting: precision, mode or kernels. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trimtab.report.document import Block, Section, Table, Text
 
 def comparison_sections(entries: Sequence[Entry]) -> list[Section]:
     """A section for each setting of which several values were timed."""
-    found = [
+    sections = [
         _section("Precision", entries, lambda e: e.timed.step.precision, Precision.FP32),
         _section("Compiled and captured", entries, _mode, Mode.EAGER, _compiling(entries)),
         _section("Kernels", entries, lambda e: e.timed.step.kernels, Kernels.REFERENCE),
     ]
-    return [section for section in found if section is not None]
+    return [section for section in sections if section is not None]
 
 
 def _section(
@@ -31,7 +31,7 @@ def _section(
     pairs = _pairs(entries, axis, base)
     if not values or not pairs:
         return Section(title, tuple(more)) if more else None
-    parts = [part for part in Part if any(one.timed.part is part for one, _ in pairs)]
+    parts = [part for part in Part if any(entry.timed.part is part for entry, _ in pairs)]
     head = ("size", "context", "setting", *(f"{part.label}, {base.value}" for part in parts), *(
         f"{part.label}, {value.value}" for value in values for part in parts
     ))  # fmt: skip
@@ -44,23 +44,25 @@ def _section(
 def _pairs(
     entries: Sequence[Entry], axis: Callable[[Entry], enum.Enum], base: enum.Enum
 ) -> list[tuple[Entry, Entry]]:
-    """(entry at the base value, entry at another) of cells that differ in nothing else."""
-    found = []
+    """(entry at the base value, entry at another value) of cells that are otherwise equal."""
+    pairs = []
     for same in grouped(entries, lambda e: _identity(e, axis)).values():
         before = next((e for e in same if axis(e) is base), None)
-        found += [(before, e) for e in same if before is not None and axis(e) is not base]
-    return found
+        pairs += [(before, e) for e in same if before is not None and axis(e) is not base]
+    return pairs
 
 
 def _identity(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> tuple[object, ...]:
-    step, own = entry.timed.step, axis(entry)
-    others = [one for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    step, compared = entry.timed.step, axis(entry)
+    others = [member for member in (step.precision, entry.timed.mode, step.kernels) if member is not compared]
     return (entry.row, entry.column, step.batch, entry.timed.warm_up, *others)
 
 
 def _setting(entry: Entry, axis: Callable[[Entry], enum.Enum]) -> str:
-    step, own = entry.timed.step, axis(entry)
-    others = [one.value for one in (step.precision, entry.timed.mode, step.kernels) if one is not own]
+    step, compared = entry.timed.step, axis(entry)
+    others = [
+        member.value for member in (step.precision, entry.timed.mode, step.kernels) if member is not compared
+    ]
     return ", ".join([*others, step.loss.label])
 
 
@@ -96,10 +98,10 @@ def _table(
 def _by_row(
     pairs: Sequence[tuple[Entry, Entry]], axis: Callable[[Entry], enum.Enum]
 ) -> dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]]:
-    found: dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]] = {}
+    pairs_by_row: dict[tuple[tuple[str, int], str], list[tuple[Entry, Entry]]] = {}
     for before, after in pairs:
-        found.setdefault((before.row, _setting(before, axis)), []).append((before, after))
-    return found
+        pairs_by_row.setdefault((before.row, _setting(before, axis)), []).append((before, after))
+    return pairs_by_row
 
 
 def _mean(entry: Entry | None) -> str:
@@ -133,20 +135,20 @@ def _text(
     values: Sequence[enum.Enum],
     base: enum.Enum,
 ) -> str:
-    found = []
+    sentences = []
     for value in values:
-        own = [(b, a) for b, a in pairs if axis(a) is value]
+        value_pairs = [(b, a) for b, a in pairs if axis(a) is value]
         gains = []
         for part in Part:
-            known = [g for b, a in own if a.timed.part is part and (g := _speed_up(b, a)) is not None]
+            known = [g for b, a in value_pairs if a.timed.part is part and (g := _speed_up(b, a)) is not None]
             if known:
                 gains.append(f"{part.label} {between(known, '{:.2f}'.format)}")
         if gains:
-            found.append(f"{value.value}, times as fast as {base.value}: {', '.join(gains)}.")
-        found += dict.fromkeys(
-            f"{value.value}: {a.outcome.value} ({a.message})." for _, a in own if a.samples is None
+            sentences.append(f"{value.value}, times as fast as {base.value}: {', '.join(gains)}.")
+        sentences += dict.fromkeys(
+            f"{value.value}: {a.outcome.value} ({a.message})." for _, a in value_pairs if a.samples is None
         )
-    return " ".join(found)
+    return " ".join(sentences)
 
 
 def _mode(entry: Entry) -> Mode:
@@ -154,43 +156,49 @@ def _mode(entry: Entry) -> Mode:
 
 
 def _compiling(entries: Sequence[Entry]) -> list[Block]:
-    """Seconds of compiling, and after how many steps they are won back; proof that the modes compute the same."""
+    """Seconds of compiling, steps to break even, and the largest difference to eager mode."""
     compiled = [e for e in entries if e.result and e.result.compile_seconds is not None]
     rows = []
     for (row, setting), same in grouped(compiled, lambda e: (e.row, _setting(e, _mode))).items():
         # The first part of a configuration compiles; the others find its kernels in the cache.
         results = [entry.result for entry in same if entry.result]
-        longest = max(results, key=lambda one: one.compile_seconds or 0.0)
+        longest = max(results, key=lambda result: result.compile_seconds or 0.0)
         seconds = longest.compile_seconds or 0.0
         cached = " (kernels from the cache)" if longest.from_cache else ""
         rows.append(
-            (row[0], str(row[1]), setting, f"{seconds:.1f}{cached}", _steps_to_win(entries, same, seconds))
+            (
+                row[0],
+                str(row[1]),
+                setting,
+                f"{seconds:.1f}{cached}",
+                _steps_to_break_even(entries, same, seconds),
+            )
         )
     blocks: list[Block] = []
     if rows:
-        head = ("size", "context", "setting", "first step with compiling, s", "steps until it pays")
-        note = "A step is forward + backward. Programs are kept on the disk: a second process finds their kernels."
+        head = ("size", "context", "setting", "first step with compiling, s", "steps to break even")
+        note = "A step is forward + backward. Programs are cached on disk: a second process reuses their kernels."
         blocks.append(Table("Compiling", head, tuple(rows), note))
     changed = [e.result for e in entries if e.result and e.timed.mode is not Mode.EAGER]
-    differences = [one.difference for one in changed if one.difference is not None]
+    differences = [result.difference for result in changed if result.difference is not None]
     if differences:
         text = (
             "Before anything was timed, loss and gradient norms were compared with eager mode's: they differ by at "
             f"most {max(differences):.1g}, relative."
         )
-        if left := len(changed) - len(differences):
-            text += f" {left} of {len(changed)} were not compared, because eager mode runs out of memory."
+        if missing := len(changed) - len(differences):
+            text += f" {missing} of {len(changed)} were not compared, because eager mode runs out of memory."
         blocks.append(Text(text))
     return blocks
 
 
-def _steps_to_win(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
-    """After how many steps compiling has taken less time than it saved."""
+def _steps_to_break_even(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
+    """The number of steps after which compiling has saved as much time as it took."""
     both = next((e for e in compiled if e.timed.part is Part.FORWARD_BACKWARD), None)
     if both is None:
         return NOTHING
-    wanted = _identity(both, _mode)
-    eager = next((e for e in entries if e.timed.mode is Mode.EAGER and _identity(e, _mode) == wanted), None)
+    identity = _identity(both, _mode)
+    eager = next((e for e in entries if e.timed.mode is Mode.EAGER and _identity(e, _mode) == identity), None)
     if eager is None or eager.samples is None or both.samples is None:
         return NOTHING
     gain_s = (eager.samples.mean_ms - both.samples.mean_ms) / 1e3

@@ -1,4 +1,4 @@
-"""Measurements of steps as a report reads them: typed, grouped, looked up by what was timed. Imports no torch."""
+"""Measurements of steps for the report: typed, grouped, looked up by settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Group:
-    """What the steps of one table have in common."""
+    """The settings that all steps of a table share."""
 
     precision: Precision
     mode: Mode
@@ -26,7 +26,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """In titles.
+        """The name in titles.
 
         Example:
             >>> Group(Precision.BF16, Mode.EAGER, Kernels.FAST, 4).name
@@ -36,13 +36,13 @@ class Group:
 
     @property
     def id(self) -> str:
-        """Of charts."""
+        """The id of its charts."""
         return f"{self.precision.value}-{self.mode.value}-{self.kernels.value}-{self.batch}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: what was timed, and the result or why there is none."""
+    """One cell: its settings, and its result or the reason why there is none."""
 
     timed: TimedStep
     outcome: Outcome
@@ -51,7 +51,7 @@ class Entry:
 
     @staticmethod
     def of(measurement: Measurement) -> Entry:
-        """From a record; raises DataError where it is damaged."""
+        """Parses a record; raises DataError if it is damaged."""
         measured = measurement.outcome is Outcome.MEASURED
         return Entry(
             TimedStep.from_settings(measurement.cell.settings),
@@ -62,18 +62,18 @@ class Entry:
 
     @property
     def group(self) -> Group:
-        """Its table."""
+        """The group of its table."""
         step = self.timed.step
         return Group(step.precision, self.timed.mode, step.kernels, step.batch)
 
     @property
     def row(self) -> tuple[str, int]:
-        """(size, context): its row there."""
+        """(size, context): its row in the table."""
         return self.timed.step.size, self.timed.step.context
 
     @property
     def column(self) -> tuple[Part, Loss]:
-        """Its column there."""
+        """(part, loss): its column in the table."""
         return self.timed.part, self.timed.step.loss
 
     @property
@@ -95,9 +95,9 @@ class Grid:
 
     @property
     def columns(self) -> list[tuple[Part, Loss]]:
-        """(part, loss): parts in their order, the loss of most of them first."""
-        found = dict.fromkeys(entry.column for entry in self.entries)
-        return sorted(found, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
+        """(part, loss): parts in their order, the most frequent loss first."""
+        columns = dict.fromkeys(entry.column for entry in self.entries)
+        return sorted(columns, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
 
     @property
     def loss(self) -> Loss:
@@ -107,38 +107,38 @@ class Grid:
 
     def find(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Entry | None:
         """The entry of a row and a part, with the usual loss unless another is given; the last one measured."""
-        wanted = (part, loss or self.loss)
-        found = [entry for entry in self.entries if entry.row == row and entry.column == wanted]
-        return found[-1] if found else None
+        column = (part, loss or self.loss)
+        matches = [entry for entry in self.entries if entry.row == row and entry.column == column]
+        return matches[-1] if matches else None
 
     def samples(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Samples | None:
-        """Its times; None where there are none."""
-        found = self.find(row, part, loss)
-        return None if found is None else found.samples
+        """The times of an entry; None where there are none."""
+        entry = self.find(row, part, loss)
+        return None if entry is None else entry.samples
 
     def result(self, row: tuple[str, int], part: Part) -> StepResult | None:
-        """Its result; None where there is none."""
-        found = self.find(row, part)
-        return None if found is None else found.result
+        """The result of an entry; None where there is none."""
+        entry = self.find(row, part)
+        return None if entry is None else entry.result
 
     def reasons(self) -> str:
-        """Why cells have no time, each reason once; empty where all have one."""
-        found = dict.fromkeys(
+        """Why cells have no time, each reason once; empty if all cells have one."""
+        reasons = dict.fromkeys(
             f"{entry.outcome.value}: {entry.message}" for entry in self.entries if entry.result is None
         )
-        return "; ".join(found)
+        return "; ".join(reasons)
 
 
 def grouped(entries: Sequence[Entry], key: Callable[[Entry], Any]) -> dict[Any, list[Entry]]:
     """Entries by a key, in their order."""
-    found: dict[Any, list[Entry]] = {}
+    groups: dict[Any, list[Entry]] = {}
     for entry in entries:
-        found.setdefault(key(entry), []).append(entry)
-    return found
+        groups.setdefault(key(entry), []).append(entry)
+    return groups
 
 
 def shown_time(entry: Entry | None) -> str:
-    """A cell of a table: mean ± standard deviation in ms, or how the measurement ended."""
+    """A cell of a table: mean ± standard deviation in ms, or the outcome."""
     if entry is None:
         return NOTHING
     if entry.samples is None:
@@ -158,7 +158,7 @@ def mean_and_deviation(samples: Samples) -> str:
 
 
 def digits_of(ms: float) -> int:
-    """Behind the decimal point."""
+    """The number of digits to show after the decimal point."""
     return 1 if ms >= 10 else 2 if ms >= 1 else 3
 
 
@@ -220,7 +220,7 @@ def flops_rate(per_second: float) -> str:
 
 
 def percent(share: float) -> str:
-    """As readers write it.
+    """A percentage, with one decimal below 10 %.
 
     Example:
         >>> percent(0.0312), percent(0.5)

@@ -21,7 +21,7 @@ from trimtab.lab.timing import Ceilings, ceilings
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Times of the part, with model FLOPs and the device's ceilings.
+    """Measures one cell: times of the part, with model FLOPs and the device's peak rates.
 
     Example:
         >>> from trimtab.lab.studies.step.cells import cells
@@ -29,25 +29,25 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         >>> len(measure(dict(cell.settings))["times"]["host"]["times_ms"])
         2
     """
-    wanted = TimedStep.from_settings(settings)
-    check_mode(wanted.mode, wanted.step.device)
-    _release(wanted.mode)
-    times, preparation, attention, cpu_share = _time(wanted)
-    _release(wanted.mode)
-    step, shape = wanted.step, named_shape(wanted.step.size)
-    # Behind the timed steps: a product before them would warm up what a warm-up study wants cold.
-    found = _measured_ceilings(step.device, step.precision)
+    timed = TimedStep.from_settings(settings)
+    check_mode(timed.mode, timed.step.device)
+    _release(timed.mode)
+    times, preparation, attention, cpu_share = _time(timed)
+    _release(timed.mode)
+    step, shape = timed.step, named_shape(timed.step.size)
+    # After the timed steps: a product before them would be a warm-up, which a warm-up study must not have.
+    measured = _measured_ceilings(step.device, step.precision)
     result = StepResult(
         times=times,
         tokens=step.batch * step.context,
-        flops=model_flops(shape, step.context, step.batch, wanted.part),
+        flops=model_flops(shape, step.context, step.batch, timed.part),
         parameters=shape.num_parameters,
         attention=attention,
         threads=torch.get_num_threads(),
         cpu_share=cpu_share,
-        ceiling_flops=found.matmul_flops_per_s,
-        ceiling_dtype=found.matmul_dtype,
-        copy_bytes=found.copy_bytes_per_s,
+        ceiling_flops=measured.matmul_flops_per_s,
+        ceiling_dtype=measured.matmul_dtype,
+        copy_bytes=measured.copy_bytes_per_s,
         sheet_flops=_sheet_flops(step.device, step.precision),
         compile_seconds=preparation.compile_seconds,
         from_cache=preparation.from_cache,
@@ -56,28 +56,28 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     return result.to_dict()
 
 
-def _time(wanted: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]:
-    """The model lives in this function alone: what is measured behind it has the memory."""
-    step = StudyStep(wanted.step)
-    ready = ready_step(step, wanted.mode, wanted.part)
+def _time(timed: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]:
+    """Times the step; the model is freed at the end, so that later measurements have its memory."""
+    step = StudyStep(timed.step)
+    ready = ready_step(step, timed.mode, timed.part)
     started, ran = time.perf_counter(), time.process_time()
     times = time_steps(
         ready.prepare,
-        device=wanted.step.device,
-        steps=wanted.steps,
-        warm_up=wanted.warm_up,
-        budget_s=wanted.budget_s,
+        device=timed.step.device,
+        steps=timed.steps,
+        warm_up=timed.warm_up,
+        budget_s=timed.budget_s,
     )
     attention = dict.fromkeys(layer.unpacked_attention for layer in step.decoder.kernels)
-    # All threads count, so that a share above 1 is one of several threads that were not disturbed, or not much.
+    # CPU time counts all threads: the share can exceed 1, which means that there was little disturbance.
     share = min(1.0, (time.process_time() - ran) / max(time.perf_counter() - started, 1e-9))
-    cpu_share = None if wanted.step.device.startswith("cuda") else share
+    cpu_share = None if timed.step.device.startswith("cuda") else share
     return times, ready.preparation, ", ".join(attention), cpu_share
 
 
 @functools.cache
 def _measured_ceilings(device: str, precision: Precision) -> Ceilings:
-    """Once per process and precision."""
+    """Peak rates, measured once per process and precision."""
     return ceilings(device, precision.value)
 
 
@@ -90,7 +90,7 @@ def _sheet_flops(device: str, precision: Precision) -> float | None:
 
 
 def _release(mode: Mode) -> None:
-    """Gives back the memory of the cell before."""
+    """Frees the memory of the previous cell."""
     if mode is Mode.COMPILED:
         from torch import _dynamo as dynamo
 

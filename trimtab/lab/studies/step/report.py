@@ -1,4 +1,4 @@
-"""The report of steps: a section per configuration, what each setting brings, the two clocks, the warm-up."""
+"""The report of steps: a section per configuration, comparisons of settings, the two clocks, the warm-up."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trimtab.report.document import Section
 
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
-    """All that was timed on one machine; cells of a warm-up study are reported apart.
+    """All sections of one machine; cells of a warm-up study have their own.
 
     Raises:
         DataError: a record is damaged.
     """
-    entries = [Entry.of(one) for one in measurements]
+    entries = [Entry.of(measurement) for measurement in measurements]
     warm_ups = [entry for entry in entries if entry.timed.fresh]
     steps = [entry for entry in entries if not entry.timed.fresh]
-    found: list[Section | None] = [
+    report_sections: list[Section | None] = [
         group_section(group, Grid(tuple(same))) for group, same in grouped(steps, lambda e: e.group).items()
     ]
-    found += comparison_sections(steps)
-    found += [clocks_section(steps), warm_up_section(warm_ups)]
-    return [section for section in found if section is not None]
+    report_sections += comparison_sections(steps)
+    report_sections += [clocks_section(steps), warm_up_section(warm_ups)]
+    return [section for section in report_sections if section is not None]

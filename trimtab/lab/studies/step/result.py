@@ -1,4 +1,4 @@
-"""The settings and the result of one timed step, typed: what `measure` writes and the report reads. No torch."""
+"""The typed settings and result of a timed step: `measure` writes them, the report reads them. No torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trimtab.lab.study import FRESH
 from trimtab.model.spec import flops_per_token
 
 BACKWARD_FLOPS = 2
-"""Per FLOP of the forward pass: each product has one for the gradient of either factor."""
+"""Backward FLOPs per forward FLOP: each product has a backward product for the gradient of either factor."""
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """What one cell times."""
+    """The settings of a cell."""
 
     step: StepSettings
     mode: Mode
@@ -65,46 +65,46 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Times of one part of a step, and what they are compared with."""
+    """Times of one part of a step, and the rates that they are compared with."""
 
     times: StepTimes
     tokens: int
     """Per step."""
     flops: float
-    """Model FLOPs per step of what was timed: products and causal attention, nothing recomputed."""
+    """Model FLOPs of the timed part of a step: products and causal attention, without recomputation."""
     parameters: int
     attention: str
-    """The implementation."""
+    """The attention implementation."""
     threads: int
-    """Of the host."""
+    """torch's threads on the host."""
     cpu_share: float | None
-    """Of the time of the timed steps, how much of it this process ran: less than 1 where other programs took the
-    processor. None on a GPU, whose host waits."""
+    """Share of the timed steps during which this process ran: below 1 if other programs used the processor. None on a
+    GPU, where the host waits."""
     ceiling_flops: float
-    """Per second, of a large product on this device, measured in the same process."""
+    """FLOP/s of a large product on this device, measured in the same process."""
     ceiling_dtype: str
     copy_bytes: float
-    """Per second, of a large copy."""
+    """Bytes per second of a large copy."""
     sheet_flops: float | None
-    """Per second, by the device's data sheet for the step's format; None where there is none."""
+    """FLOP/s by the device's data sheet for the step's dtype; None where there is none."""
     compile_seconds: float | None
     from_cache: bool
     difference: float | None
-    """Of loss and gradient norms from eager mode's, relative; None where they were not compared."""
+    """Relative difference of loss and gradient norms to eager mode; None where they were not compared."""
 
     @property
     def flops_per_s(self) -> float:
-        """What was reached, by the mean time."""
+        """Achieved FLOP/s, by the mean time."""
         return 1e3 * self.flops / self.times.host.mean_ms
 
     @property
     def tokens_per_s(self) -> float:
-        """What was reached, by the mean time."""
+        """Tokens per second, by the mean time."""
         return 1e3 * self.tokens / self.times.host.mean_ms
 
     @property
     def ceiling_share(self) -> float:
-        """Of the measured rate of a large product."""
+        """Share of the measured rate of a large product."""
         return self.flops_per_s / self.ceiling_flops
 
     @property
@@ -113,12 +113,12 @@ class StepResult:
         return None if self.sheet_flops is None else self.flops_per_s / self.sheet_flops
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a record."""
+        """As plain JSON values."""
         return {**vars(self), "times": self.times.to_dict()}
 
     @staticmethod
     def from_dict(record: Mapping[str, Any]) -> StepResult:
-        """The result of a record; raises DataError where it is none."""
+        """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return StepResult(**{**record, "times": StepTimes.from_dict(record["times"])})
         except (KeyError, TypeError) as error:
@@ -126,7 +126,7 @@ class StepResult:
 
 
 def model_flops(shape: ModelShape, context: int, batch: int, part: Part) -> float:
-    """Model FLOPs of a part of one step; the optimizer's few are not counted.
+    """Model FLOPs of a part of one step; the optimizer's are not counted.
 
     Example:
         >>> from trimtab.lab.study_models import study_model

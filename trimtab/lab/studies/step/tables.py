@@ -24,13 +24,13 @@ LOSS_NAMES = {Loss.LOGITS_SUM: "the sum of the logits", Loss.CROSS_ENTROPY: "the
 
 
 NOISY = 0.1
-"""Standard deviation as a share of the mean, from which a reader is warned."""
+"""Standard deviation as a share of the mean, above which the report warns."""
 UNDISTURBED = 0.9
-"""Share of the time that a process runs on a machine that has nothing else to do, at least."""
+"""Minimum CPU share of a process on an otherwise idle machine."""
 
 
 def group_section(group: Group, grid: Grid) -> Section:
-    """Times of one configuration, what they say, how well the device is used."""
+    """Times of one configuration, conclusions from them, and utilization of the device."""
     blocks: list[Block] = [_times(group, grid)]
     text = _times_text(grid)
     if text:
@@ -88,7 +88,7 @@ def _times_note(grid: Grid) -> str:
 
 
 def _times_text(grid: Grid) -> str:
-    """What the times show: backward against forward, the optimizer's share, the real loss, growth with context."""
+    """Conclusions from the times: backward against forward, the optimizer's share, the other loss, growth."""
     ratios, shares, losses = [], [], []
     other = next((loss for _, loss in grid.columns if loss is not grid.loss), None)
     for row in grid.rows:
@@ -101,41 +101,41 @@ def _times_text(grid: Grid) -> str:
         real = grid.samples(row, Part.FORWARD_BACKWARD, other) if other else None
         if both and real and differ(both, real):
             losses.append(real.mean_ms / both.mean_ms - 1)
-    found = []
+    sentences = []
     if ratios:
-        found.append(
+        sentences.append(
             f"The backward pass takes {between(ratios, '{:.1f}'.format)} times as long as the forward pass."
         )
     if shares:
-        found.append(f"The optimizer takes {between(shares, percent)} of a full step.")
+        sentences.append(f"The optimizer takes {between(shares, percent)} of a full step.")
     if losses and other:
-        found.append(
+        sentences.append(
             f"With {LOSS_NAMES[other]} instead of {LOSS_NAMES[grid.loss]}, forward + backward takes "
             f"{between(losses, lambda x: f'{100 * x:+.1f} %')}."
         )
-    return " ".join([*found, *_growth(grid), *_doubts(grid)])
+    return " ".join([*sentences, *_growth(grid), *_doubts(grid)])
 
 
 def _doubts(grid: Grid) -> list[str]:
-    """What makes these times doubtful."""
+    """Warnings about noisy times."""
     results = [entry.result for entry in grid.entries if entry.result]
-    found = []
-    spread = max((one.times.host.std_ms / one.times.host.mean_ms for one in results), default=0.0)
+    sentences = []
+    spread = max((result.times.host.std_ms / result.times.host.mean_ms for result in results), default=0.0)
     if spread > NOISY:
-        found.append(
-            f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and differences smaller "
-            "than that say nothing. Measure on an idle machine, with more steps."
+        sentences.append(
+            f"These times are noisy: standard deviations reach {percent(spread)} of the mean, and smaller "
+            "differences mean nothing. Measure on an idle machine, with more steps."
         )
-    shares = [one.cpu_share for one in results if one.cpu_share is not None]
+    shares = [result.cpu_share for result in results if result.cpu_share is not None]
     if shares and min(shares) < UNDISTURBED:
-        found.append(
-            f"Other programs used the processor: this process had it for {between(shares, percent)} of the time."
+        sentences.append(
+            f"Other programs used the processor: this process ran {between(shares, percent)} of the time."
         )
-    if any(one.ceiling_share > 1 for one in results):
-        found.append(
-            "A share of the measured peak above 100 % means that the peak was measured while they did."
+    if any(result.ceiling_share > 1 for result in results):
+        sentences.append(
+            "A share of the measured peak above 100 % means that other programs disturbed the measurement of the peak."
         )
-    return found
+    return sentences
 
 
 def _growth(grid: Grid) -> list[str]:
@@ -143,8 +143,8 @@ def _growth(grid: Grid) -> list[str]:
     part = _widest_part(grid)
     ranges = {}
     for size in dict.fromkeys(size for size, _ in grid.rows):
-        timed = {context: found for name, context in grid.rows
-                 if name == size and (found := grid.samples((name, context), part))}  # fmt: skip
+        timed = {context: samples for name, context in grid.rows
+                 if name == size and (samples := grid.samples((name, context), part))}  # fmt: skip
         if len(timed) > 1:
             ranges[size] = timed
     if not ranges:
@@ -166,7 +166,7 @@ def _widest_part(grid: Grid) -> Part:
 
 def _charts(group: Group, grid: Grid) -> list[Block]:
     part = _widest_part(grid)
-    found: list[Block] = []
+    blocks: list[Block] = []
     sizes = list(dict.fromkeys(size for size, _ in grid.rows))
     contexts = sorted({context for _, context in grid.rows})
     if len(contexts) > 1:
@@ -181,12 +181,12 @@ def _charts(group: Group, grid: Grid) -> list[Block]:
             chart = LineChart(
                 f"step-contexts-{group.id}", title, "context length, tokens", "ms", tuple(series), True, True
             )
-            found.append(chart)
+            blocks.append(chart)
     bars = [bar for row in grid.rows if row[1] == contexts[0] and (bar := _bar(grid, row))]
     if bars:
         title = f"Parts of a step at {contexts[0]} tokens: {group.name}"
-        found.append(BarChart(f"step-parts-{group.id}", title, "ms", tuple(bars)))
-    return found
+        blocks.append(BarChart(f"step-parts-{group.id}", title, "ms", tuple(bars)))
+    return blocks
 
 
 def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:
@@ -254,15 +254,15 @@ def _optimizer_share(both: StepResult | None, full: StepResult | None) -> str:
 
 def _ceiling_text(grid: Grid) -> str:
     results = [entry.result for entry in grid.entries if entry.result]
-    flops, copies = [one.ceiling_flops for one in results], [one.copy_bytes for one in results]
-    dtypes = ", ".join(dict.fromkeys(one.ceiling_dtype for one in results))
+    flops, copies = [result.ceiling_flops for result in results], [result.copy_bytes for result in results]
+    dtypes = ", ".join(dict.fromkeys(result.ceiling_dtype for result in results))
     text = (
         f"Measured peak of this device: {between(flops, flops_rate)} for a large {dtypes} product, and "
         f"{between(copies, format_bytes)} per second for a large copy."
     )
-    sheets = {one.sheet_flops for one in results if one.sheet_flops}
+    sheets = {result.sheet_flops for result in results if result.sheet_flops}
     if sheets:
-        text += f" Its data sheet promises {between(sorted(sheets), flops_rate)}; MFU is the share of that."
+        text += f" Its data sheet gives {between(sorted(sheets), flops_rate)}; MFU is the share of that."
         return text
-    threads = between([one.threads for one in results], "{:.0f}".format)
+    threads = between([result.threads for result in results], "{:.0f}".format)
     return f"{text} Threads of the host: {threads}."

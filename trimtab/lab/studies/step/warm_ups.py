@@ -1,4 +1,4 @@
-"""What a warm-up changes: cells that ran in fresh processes. Imports no torch."""
+"""The effect of a warm-up, measured in fresh processes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from trimtab.lab.studies.step.tables import is_reference
 from trimtab.report.document import Block, Section, Table, Text
 
 SAME_MEAN = 0.05
-"""A mean this near to that of the longest warm-up counts as the same."""
+"""Relative difference below which a mean counts as equal to that of the longest warm-up."""
 
 
 def warm_up_section(entries: Sequence[Entry]) -> Section | None:
-    """Mean and deviation by the number of warm-up steps, each in a fresh process; None where none was timed so."""
+    """Mean and deviation by the number of warm-up steps, each in a fresh process; None without such cells."""
     if not entries:
         return None
     blocks: list[Block] = []
@@ -49,7 +49,7 @@ def _warm_up_table(title: str, entries: Sequence[Entry], matches: bool) -> Table
             cells += _reference_warm_up(entry.timed.warm_up)
         rows.append((str(entry.timed.warm_up), *cells))
     reasons = [f"{e.outcome.value}: {e.message}" for e in entries if e.result is None]
-    note = " ".join(["Each row is a process of its own.", *dict.fromkeys(reasons)])
+    note = " ".join(["Each row is a separate process.", *dict.fromkeys(reasons)])
     return Table(title, tuple(head), tuple(rows), note)
 
 
@@ -63,19 +63,19 @@ def _reference_warm_up(steps: int) -> list[str]:
 
 
 def _warm_up_text(entries: Sequence[Entry]) -> str:
-    """What no warm-up costs, and how many steps are enough."""
+    """The cost of having no warm-up, and the number of steps that suffices."""
     timed = [e for e in entries if e.result]
     if not timed:
-        return "No process came to the end of its timed steps."
+        return "No process completed its timed steps."
     last = timed[-1]
     assert last.result is not None
     warm = last.result.times.host
-    found = []
+    sentences = []
     for entry in timed:
         assert entry.result is not None
         host, first = entry.result.times.host, entry.result.times.first_ms
         if entry.timed.warm_up == 0:
-            found.append(
+            sentences.append(
                 f"Without a warm-up the first step takes {first / host.median_ms:.1f} times the median of its process. "
                 f"The mean then is {mean_and_deviation(host)} ms, {host.mean_ms / warm.mean_ms:.2f} times that "
                 f"after {last.timed.warm_up} steps of warm-up."
@@ -87,10 +87,13 @@ def _warm_up_text(entries: Sequence[Entry]) -> str:
         None,
     )  # fmt: skip
     if enough is not None and len(timed) > 1 and enough < last.timed.warm_up:
-        found.append(
-            f"From {enough} on, the mean is within {percent(SAME_MEAN)} of that after {last.timed.warm_up} steps."
+        sentences.append(
+            f"From {enough} warm-up steps on, the mean is within {percent(SAME_MEAN)} of that after "
+            f"{last.timed.warm_up} steps."
         )
-    return " ".join(found) or f"After {last.timed.warm_up} steps the mean is {mean_and_deviation(warm)} ms."
+    return (
+        " ".join(sentences) or f"After {last.timed.warm_up} steps the mean is {mean_and_deviation(warm)} ms."
+    )
 
 
 def _is_warm(mean_ms: float, warm_ms: float) -> bool:

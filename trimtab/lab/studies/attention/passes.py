@@ -1,8 +1,8 @@
-"""The two passes of a cell, as they are timed.
+"""The timed forward and backward pass of a cell.
 
 Forward is one call with gradients enabled, which therefore saves what backward needs. Backward is `torch.autograd.grad`
 of q, k and v with a random gradient of the output; a forward pass precedes each repetition outside the timed part, so
-that backward finds what a training step leaves it and frees it afterwards.
+that backward reads saved tensors as in a training step and frees them afterwards.
 """
 
 # B batch, T tokens, H heads, D head dimension
@@ -57,15 +57,15 @@ class AttentionRun:
         return torch.autograd.grad(o_BTHD, self.inputs, self.gradient_BTHD)
 
     def forward_backward(self) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv), from a forward pass of their own."""
+        """(dq, dk, dv) of a new forward pass."""
         return self.backward(self.forward())
 
     def prepare_forward(self) -> Run:
-        """For `time_samples`: nothing has to precede a forward pass."""
+        """For `time_samples`: returns the forward pass, which needs no preparation."""
         return self.forward
 
     def prepare_backward(self) -> Run:
-        """For `time_samples`: a forward pass, outside the timed part."""
+        """For `time_samples`: runs a forward pass, outside the timed part, and returns its backward pass."""
         o_BTHD = self.forward()
         return lambda: self.backward(o_BTHD)
 
@@ -76,14 +76,15 @@ def build_attention(settings: AttentionSettings) -> Attend:
         return _attend_tiled(settings.causal)
     layout = Layout.causal()
     if settings.backend in SKIPS_DOCUMENTS:
-        # Their form of the layout is made outside what is compiled and timed, for the device as tensors name it.
+        # The backend's form of the layout is built outside the compiled, timed code. The cache key is the device as
+        # tensors report it: cuda:0, not cuda.
         device = torch.empty(0, device=settings.device).device
         layout.prepare(settings.backend, device, settings.length, B=settings.batch, causal=settings.causal)
 
     def attend(q_BTHD: torch.Tensor, k_BTHD: torch.Tensor, v_BTHD: torch.Tensor) -> torch.Tensor:
         return attention(q_BTHD, k_BTHD, v_BTHD, layout=layout, causal=settings.causal, impl=settings.backend)
 
-    # A whole graph or an error: "compiled" must not mean a part of it.
+    # fullgraph: "compiled" must not mean that only a part was compiled.
     return torch.compile(attend, fullgraph=True, dynamic=False) if settings.mode is Mode.COMPILED else attend
 
 

@@ -1,4 +1,4 @@
-"""Which of two variants is faster, and from which length on. Imports no torch."""
+"""Compares the times of two variants, and finds the crossover length. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EAGER_PLAIN = Variant.of(PLAIN)
 
 
 class Verdict(enum.Enum):
-    """Of a comparison of two variants at one length."""
+    """The result of comparing two variants at one length."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
 
 
 def compare(times: PassTimes, base: PassTimes) -> Verdict:
-    """Forward and backward together against those of another variant.
+    """Compares forward + backward with those of another variant.
 
     Example:
         >>> from trimtab.lab.samples import CacheState, Samples
@@ -40,7 +40,7 @@ def compare(times: PassTimes, base: PassTimes) -> Verdict:
 
 @dataclass(frozen=True)
 class Crossover:
-    """From which length on a variant is faster than plain attention.
+    """The length from which on a variant is faster than plain attention.
 
     Args:
         verdicts: of each length that was measured with both, ascending.
@@ -58,12 +58,12 @@ class Crossover:
             >>> Crossover({256: Verdict.SLOWER, 512: Verdict.FASTER, 1024: Verdict.FASTER}).faster_from
             512
         """
-        found = None
+        start = None
         for length in sorted(self.verdicts, reverse=True):
             if self.verdicts[length] is not Verdict.FASTER:
                 break
-            found = length
-        return found
+            start = length
+        return start
 
     def describe(self) -> str:
         """In words.
@@ -75,38 +75,38 @@ class Crossover:
             'no crossover from 256 to 256: no clear difference at 256; runs at 512, where plain is out of memory'
         """
         if not self.verdicts:
-            found = "no length was measured with both"
+            text = "no length was measured with both"
         elif all(verdict is Verdict.FASTER for verdict in self.verdicts.values()):
-            found = f"faster at every measured length, from {min(self.verdicts)} on"
+            text = f"faster at every measured length, from {min(self.verdicts)} on"
         else:
             start = self.faster_from
             span = f"from {min(self.verdicts)} to {max(self.verdicts)}"
             rest = ", ".join(self._others(start))
-            found = f"no crossover {span}: {rest}" if start is None else f"faster from {start} on, {rest}"
+            text = f"no crossover {span}: {rest}" if start is None else f"faster from {start} on, {rest}"
         for outcome in dict.fromkeys(self.alone.values()):
-            lengths = ", ".join(str(length) for length, one in self.alone.items() if one is outcome)
-            found += f"; runs at {lengths}, where plain is {outcome.value}"
-        return found
+            lengths = ", ".join(str(length) for length, ending in self.alone.items() if ending is outcome)
+            text += f"; runs at {lengths}, where plain is {outcome.value}"
+        return text
 
     def _others(self, start: int | None) -> list[str]:
         before = {length: v for length, v in self.verdicts.items() if start is None or length < start}
         return [
             f"{verdict.value} at {', '.join(str(length) for length in lengths)}"
             for verdict in (Verdict.SLOWER, Verdict.UNCLEAR, Verdict.FASTER)
-            if (lengths := [length for length, one in before.items() if one is verdict])
+            if (lengths := [length for length, own_verdict in before.items() if own_verdict is verdict])
         ]
 
 
 def crossover(readings: Readings, group: Group, head_dim: int, variant: Variant) -> Crossover:
-    """A variant against eager plain attention over all lengths of a group."""
+    """Compares a variant with eager plain attention over all lengths of a group."""
     verdicts, alone = {}, {}
     for length in readings.lengths(group):
-        own = readings.result(group, length, head_dim, variant)
+        result = readings.result(group, length, head_dim, variant)
         plain = readings.find(group, length, head_dim, EAGER_PLAIN)
-        if own is None or plain is None:
+        if result is None or plain is None:
             continue
         if plain.result is not None:
-            verdicts[length] = compare(own.times, plain.result.times)
+            verdicts[length] = compare(result.times, plain.result.times)
         elif plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY):
             alone[length] = plain.outcome
     return Crossover(verdicts, alone)
@@ -114,6 +114,6 @@ def crossover(readings: Readings, group: Group, head_dim: int, variant: Variant)
 
 def speed_up(readings: Readings, group: Group, length: int, head_dim: int, variant: Variant) -> float | None:
     """Time of eager plain attention divided by that of a variant, both passes together; None where one is missing."""
-    own = readings.result(group, length, head_dim, variant)
+    result = readings.result(group, length, head_dim, variant)
     plain = readings.result(group, length, head_dim, EAGER_PLAIN)
-    return None if own is None or plain is None else plain.times.total_ms / own.times.total_ms
+    return None if result is None or plain is None else plain.times.total_ms / result.times.total_ms

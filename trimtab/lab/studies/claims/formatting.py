@@ -65,7 +65,7 @@ def mean_of_seeds(metric: Metric, numbers: Sequence[float], resolution: float = 
 
 
 def difference(metric: Metric, interval: Interval | None, differences: Sequence[float] = ()) -> str:
-    """A paired difference with its interval; without one, the mean of what there is.
+    """A paired difference with its interval; without one, the mean of the differences alone.
 
     Example:
         >>> difference(Metric.GRAMMAR, Interval(-2.0, -3.5, -0.5, 3))
@@ -92,7 +92,7 @@ def _signed(number: float, digits: int) -> str:
 
 
 def verdict_sentence(hypothesis: Hypothesis, verdict: Verdict) -> str:
-    """The hypothesis, its verdict and what it rests on.
+    """The hypothesis, its verdict, the reason and the interval.
 
     Example:
         >>> from trimtab.lab.studies.claims.claim import Direction
