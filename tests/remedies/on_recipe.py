@@ -181,7 +181,7 @@ def file_case(key: str, wrong: str | bytes, right: str = BASE) -> None:
 
 
 case(
-    "recipe/loading.py:load: check the path, or name one that ships with trimtab: {}",
+    "recipe/loading.py:load: check the path, or name a recipe that ships with trimtab: {}",
     lambda w: load(w.tmp / "absent.yaml"),
     lambda w, remedy: (
         load(from_file(w)),
@@ -361,7 +361,7 @@ case(
     lambda w, remedy: recipe(f"{meant(remedy)}.name=x"),
 )
 file_case(
-    "yaml_text.py:read: correct it there; what holds : or # or begins with a sign goes in quotes",
+    "yaml_text.py:read: correct that line; put text that contains : or # or begins with a sign in quotes",
     BASE + "prompts: [a: b: c]\n",
     BASE + 'prompts: ["a: b: c"]\n',
 )

@@ -1,8 +1,8 @@
-"""The recipe: every setting of a run, typed, with its documentation next to each key.
+"""The recipe schema: every setting of a run, typed and documented.
 
-Names are Hugging Face's where Hugging Face has one. The docstring of a field is its description: the reference page
-and the JSON schema for editors are generated from it. Types are strict: `yes` is a string and not a boolean, `abc` is
-not a number, `1` and `2e-5` both are.
+Keys have Hugging Face's names where Hugging Face has one. The docstring of a field is its description: the reference
+page and the JSON schema for editors are generated from it. Types are strict: `yes` is a string, not a boolean; `1` and
+`2e-5` are numbers.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Source(Shorthand):
     """What to do with a row that does not match the format or that the chat template rejects: `stop` with its
     location before training starts, or `skip` it and report how many were skipped."""
     first: Annotated[Count | None, Field(examples=[10_000])] = None
-    """Use only the first so many documents. Default: all."""
+    """Use only this many documents, from the start of the source. Default: all."""
     documents: Annotated[Documents, Field(examples=["lines"])] = "file"
     """How a text file is split into documents: one per file (`file`), at blank lines (`blank-lines`), or one per line
     (`lines`). Tables have one document per row."""
@@ -168,7 +168,7 @@ def _as_list(data: Any) -> Any:
 
 
 def _trackers(data: Any) -> Any:
-    """`report_to: none` and `report_to: wandb`, as Hugging Face writes them."""
+    """Converts Hugging Face's spellings `report_to: none` and `report_to: wandb` to a list."""
     return ([] if data == "none" else [data]) if isinstance(data, str) else data
 
 
@@ -193,8 +193,8 @@ class Evaluation(Section):
     """Evaluation data: the loss on it is measured before, during and after training. It is never trained on."""
 
     domain: Annotated[Sources, Field(examples=[["./heldout-math"]])] = []
-    """In-domain text, to measure what is gained. The loss on it selects the best checkpoint. If empty, a fraction of
-    the training documents is held out (`data.eval_share`)."""
+    """In-domain text, to measure what the model learns. The loss on it selects the best checkpoint. If empty, a
+    fraction of the training documents is held out (`data.eval_share`)."""
     general: Annotated[Sources, Field(examples=[["starter:general"]])] = []
     """Text from other domains, to measure forgetting."""
 
@@ -360,8 +360,8 @@ class Recipe(Section):
     weights."""
     memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
     """Device memory limit of the run, CUDA context included: a size (`24GiB` is 24 × 2³⁰ bytes, `24GB` is 24 × 10⁹;
-    case does not matter, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). Default: what is free when
-    the run starts. On a GPU the limit is enforced by the allocator."""
+    case does not matter, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). Default: the memory that is
+    free when the run starts. On a GPU the limit is enforced by the allocator."""
     recompute: Annotated[
         Literal["auto"] | Policy | list[Policy] | dict[Policy, Annotated[int, Field(ge=0)]],
         Field(examples=["auto", "selective", {"block": 20, "none": 8}]),
@@ -383,15 +383,16 @@ class Recipe(Section):
     """QLoRA: freeze the blocks' weights, quantized to 4 bits (NF4, as in bitsandbytes), and train adapters. Requires
     `lora`. Weights are quantized while loading; checkpoints quantized by bitsandbytes are loaded as they are."""
     load_in_8bit: Annotated[bool, Field(examples=[False])] = False
-    """The same in 8 bits, with one scale per row: twice the memory of 4 bits, smaller quantization error."""
+    """Like `load_in_4bit`, with 8 bits and one scale per row: twice the memory, smaller quantization error."""
     bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
-    """With `load_in_4bit`: double quantization, the scales in 8 bits too: 4.13 bits per parameter instead of 4.5."""
+    """With `load_in_4bit`: double quantization. The scales are quantized to 8 bits: 4.13 bits per parameter instead of
+    4.5."""
     dequantized_layers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], Field(examples=["auto"])] = (
         "auto"
     )
-    """With `load_in_4bit` or `load_in_8bit`: the number of layers that also hold a dequantized copy of their weights
+    """With `load_in_4bit` or `load_in_8bit`: the number of layers that also store a dequantized copy of their weights
     in the compute dtype, so that no step dequantizes them: faster, with identical results, for 16 more bits per
-    parameter. `auto` does so on a GPU for as many layers as fit, if no layer recomputes and memory is left."""
+    parameter. On a GPU, `auto` uses as many layers as fit in memory, if no layer is recomputed."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: use deterministic algorithms only, so that a resumed run is bitwise identical to an uninterrupted
     one. Runs on a CPU always are."""
@@ -408,22 +409,23 @@ class Recipe(Section):
     results. `auto` captures if a microbatch takes less than about two seconds and nothing rules it out."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
-    """Log the training loss every so many steps."""
+    """Number of steps between two logged training losses."""
     eval_steps: Annotated[Count | None, Field(examples=[100])] = None
-    """Evaluate every so many steps. Default: only before and after training."""
+    """Number of steps between two evaluations. Default: evaluate only before and after training."""
     eval_on_start: Annotated[bool, Field(examples=[True])] = True
     """Evaluate before the first step too; without it the report has no baseline."""
     early_stopping_patience: Annotated[Count | None, Field(examples=[3])] = None
-    """Stop after so many consecutive evaluations without a lower loss on the domain set (`data.eval.domain`, or the
-    held-out `data.eval_share`), which also selects the best checkpoint. Requires `eval_steps`. The state is saved and
-    the best checkpoint kept. The count is part of each checkpoint, so a resumed run stops at the same step."""
+    """Number of consecutive evaluations without a lower loss after which training stops. The loss is that of the domain
+    set (`data.eval.domain`, or the held-out `data.eval_share`), which also selects the best checkpoint. Requires
+    `eval_steps`. A checkpoint is saved and the best one kept. The count is part of each checkpoint, so a resumed run
+    stops at the same step."""
     early_stopping_threshold: Annotated[float, Field(ge=0, examples=[0.001])] = 0.0
-    """With `early_stopping_patience`: the minimum decrease of the loss, relative to the lowest so far, that counts as
-    an improvement."""
+    """With `early_stopping_patience`: the minimum decrease from the lowest loss so far that counts as an
+    improvement."""
     save_steps: Annotated[Count | None, Field(examples=[500])] = 500
-    """Save a checkpoint every so many steps, and always at the end. `null` saves only at the end."""
+    """Number of steps between two checkpoints; one is always saved at the end. `null` saves only at the end."""
     save_total_limit: Annotated[Count, Field(examples=[2])] = 2
-    """Keep the newest so many checkpoints, and the best one in addition."""
+    """Number of checkpoints to keep: the newest ones, and the best one in addition."""
     report_to: Annotated[Trackers, Field(examples=[["tensorboard"]])] = []
     """Experiment trackers, in addition to the run folder. `wandb` sends metrics to Weights & Biases; nothing is sent
     anywhere unless it is listed here."""
@@ -433,7 +435,7 @@ class Recipe(Section):
     probe: Annotated[bool, Field(examples=[True])] = True
     """At each evaluation, score minimal pairs of grammar, transitivity and arithmetic by likelihood."""
     answers_field: Annotated[MathField, Field(examples=["calculus"])] = "math"
-    """Field of mathematics of the problems of `answers`; `math` is all of them."""
+    """Field of mathematics of the problems that `answers` counts; `math` is all fields."""
     answers: Annotated[int, Field(ge=0, examples=[100])] = 0
     """Number of held-out problems whose generated answers are checked for exact match before and after training; 0
     disables it."""

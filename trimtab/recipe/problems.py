@@ -31,9 +31,9 @@ _SIMPLE = {
 
 
 def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -> RecipeError:
-    """One RecipeError for everything pydantic found. `where` says for a path where it was written."""
+    """Convert pydantic's errors into one RecipeError. `where` maps paths to their places in the input."""
     details = error.errors()
-    # A misspelt required key is one mistake, not an unknown key and a missing one.
+    # A misspelt required key is reported once, not as an unknown key and a missing one.
     found = [nearest_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
     meant = {path[:length] for path in found if path for length in range(1, len(path) + 1)}
     details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
@@ -58,7 +58,7 @@ _PLAIN = ("bool", "float", "int", "str")
 
 
 def _written(value: Any) -> str:
-    """A value as it stands in a recipe, on one line."""
+    """Formats a value as YAML on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
@@ -67,7 +67,7 @@ def _written(value: Any) -> str:
 
 
 def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
-    """(cause, remedy) for a value that is none of the several things that a key may be."""
+    """(cause, remedy) for a value that matches none of the types of its key."""
     if value is None:
         return _no_value(path, where)
     field = _field(path)
@@ -78,7 +78,7 @@ def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str |
 
 
 def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
-    """(cause, remedy) for a key that needs a value and has none: nothing is written after it, or `null`."""
+    """(cause, remedy) for a key that needs a value and has none: nothing after the colon, or `null`."""
     field = _field(path)
     example = f", for example `{path[-1]}: {_written(field.examples[0])}`" if field and field.examples else ""
     if field is not None and field.is_required():
@@ -89,7 +89,7 @@ def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
-    """A single problem as it is; several as a short list."""
+    """Combines problems into one error; several are listed, one per line."""
     if len(found) == 1:
         return RecipeError(*found[0])
     listed = "".join(f"\n  - {cause}{'; ' + remedy if remedy else ''}" for cause, remedy in found)
@@ -126,7 +126,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
 
 
 def unknown_key(path: Path, place: str) -> tuple[str, str]:
-    """(cause, remedy) for a key that does not exist at its level, with the nearest one that does."""
+    """(cause, remedy) for a key that does not exist at its level; the remedy suggests the nearest key."""
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
     if key in REFUSED and parent != ("lora",):
@@ -171,7 +171,7 @@ def as_path(text: str) -> Path:
 
 
 def section_at(path: Path) -> type[BaseModel] | None:
-    """The schema section that a path leads to, or None if it is not a section."""
+    """The section of the schema at this path; None if the path is not a section."""
     current: type[BaseModel] | None = Recipe
     for part in path:
         if current is None:
@@ -184,7 +184,7 @@ def section_at(path: Path) -> type[BaseModel] | None:
 
 
 def values_at(path: Path) -> Any:
-    """What the values are where the key at this path holds free names (`lora.rank_pattern`); None where it does not."""
+    """The value type of a mapping with arbitrary names (`lora.rank_pattern`) at this path; None for any other key."""
     annotation = _annotation(path)
     for inner in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(inner) is dict:
@@ -193,15 +193,15 @@ def values_at(path: Path) -> Any:
 
 
 def is_default_null(path: Path) -> bool:
-    """Whether `key=null` stands for the default of the key at this path, as it does wherever there is one.
+    """Whether `key=null` selects the default of the key at this path: true for every key that has a default.
 
-    `save_steps` is the exception: its default is a number, and null a value of its own.
+    `save_steps` is the exception: its default is a number, and null is another valid value.
 
     Example:
         >>> [is_default_null((key,)) for key in ("learning_rate", "eval_steps", "save_steps", "model")]
         [True, True, False, False]
     """
-    if values_at(path[:-1]) is not None:  # a free name, such as `lora.rank_pattern.down_proj`
+    if values_at(path[:-1]) is not None:  # an arbitrary name, such as `lora.rank_pattern.down_proj`
         return True
     field = _field(path)
     if field is None or field.is_required():
@@ -210,29 +210,29 @@ def is_default_null(path: Path) -> bool:
 
 
 def is_list(path: Path) -> bool:
-    """Whether the key at this path holds a list."""
+    """Whether the value of the key at this path is a list."""
     return typing.get_origin(_annotation(path)) is list
 
 
 def expects_text(path: Path) -> bool:
-    """Whether the key at this path holds text, so that `model.revision=123` needs no quotes."""
+    """Whether the value of the key at this path is a string, so that `model.revision=123` needs no quotes."""
     return _annotation(path) in (str, str | None) or values_at(path[:-1]) is str
 
 
 def _annotation(path: Path) -> Any:
-    """The type of the key at this path; None where there is no such key."""
+    """The type of the key at this path; None if there is no such key."""
     field = _field(path)
     return field.annotation if field else None
 
 
 def _field(path: Path) -> FieldInfo | None:
-    """The key at this path; None where there is no such key."""
+    """The key at this path; None if there is no such key."""
     parent = section_at(path[:-1]) if path else None
     return parent.model_fields.get(str(path[-1])) if parent else None
 
 
 def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
-    """(cause, remedy) for each text that UTF-8 cannot write, and so no file of a run can hold."""
+    """(cause, remedy) for each string that UTF-8 cannot encode, so that it cannot be saved with the run."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(key, str) and not _is_writable(key):
@@ -247,7 +247,7 @@ def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[
 
 
 def _not_utf8(text: str, what: str, place: str) -> tuple[str, str]:
-    cause = f"{what} holds a character that UTF-8 cannot write: {_inline(text)}{place}"
+    cause = f"{what} contains a character that UTF-8 cannot encode: {_inline(text)}{place}"
     return cause.encode(errors="backslashreplace").decode(), "correct it, or leave it out"
 
 
@@ -260,7 +260,7 @@ def _is_writable(text: str) -> bool:
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[Path]:
-    """Every key of the schema; items of a list appear as item 0."""
+    """Yields the path of every key of the schema; items of a list appear as item 0."""
     for key, field in section.model_fields.items():
         yield (*prefix, key)
         inner = _section_in(field.annotation)
@@ -270,7 +270,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[P
 
 
 def dotted(path: Path) -> str:
-    """`('data', 'train', 0)` in dotted form: `data.train.0`."""
+    """Returns a path in dotted form: `('data', 'train', 0)` becomes `data.train.0`."""
     return ".".join(str(part) for part in path)
 
 
