@@ -40,7 +40,7 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 
-def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
+def _validate_name(text: str | None, *, names_text: bool = False) -> str | None:
     """Validates a string that names a file, a folder or a repository."""
     wrong = None if text is None else unusable_name(text, names_text=names_text)
     if wrong is not None:
@@ -48,18 +48,18 @@ def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
     return text
 
 
-def _usable_source(text: str) -> str | None:
-    return _usable_name(text, names_text=True)
+def _validate_source(text: str) -> str | None:
+    return _validate_name(text, names_text=True)
 
 
-Usable = AfterValidator(_usable_name)
-UsableSource = AfterValidator(_usable_source)
-TorchNames = BeforeValidator(dtype_alias)
+FileName = AfterValidator(_validate_name)
+SourceName = AfterValidator(_validate_source)
+TorchDtypeName = BeforeValidator(dtype_alias)
 Count = Annotated[int, Field(ge=1)]
 Device = Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern=r"^cuda:(0|[1-9][0-9]{0,3})$")]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Rank = Annotated[int, Field(ge=1, lt=2**31)]
-Strength = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -98,14 +98,14 @@ class Model(Shorthand):
     """The model to train. `model: NAME` is short for `model: {name: NAME}`."""
 
     name: Annotated[
-        str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), Usable
+        str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), FileName
     ]
     """Hub id, Hugging Face folder (config.json and safetensors), GGUF file, run folder of a full-parameter run (its
     latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small model that
     ships with trimtab."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
     """Branch, tag or commit on the hub. It is resolved to a commit at first use, and the run records that commit."""
-    tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), Usable] = None
+    tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), FileName] = None
     """Folder, hub id or GGUF file of a tokenizer that replaces the model's own. Default: the model's own."""
     chat_template: Annotated[str | None, Field(min_length=1, examples=["./chat.jinja"])] = None
     """Jinja file with a chat template, or the template itself; replaces the tokenizer's own. It is saved with the run
@@ -126,7 +126,7 @@ class Source(Shorthand):
     """A data source. `PATH` is short for `{source: PATH}`."""
 
     source: Annotated[
-        str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), UsableSource
+        str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), SourceName
     ]
     """File (text, Markdown, JSON lines, Parquet, CSV), folder, glob or hub dataset id, or a data set that ships with
     trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
@@ -167,7 +167,7 @@ def _as_list(data: Any) -> Any:
     return [data] if isinstance(data, str | dict) else data
 
 
-def _trackers(data: Any) -> Any:
+def _trackers_as_list(data: Any) -> Any:
     """Converts Hugging Face's spellings `report_to: none` and `report_to: wandb` to a list."""
     return ([] if data == "none" else [data]) if isinstance(data, str) else data
 
@@ -175,14 +175,14 @@ def _trackers(data: Any) -> Any:
 Sources = Annotated[list[Source], BeforeValidator(_as_list, json_schema_input_type=Source | list[Source])]
 Trackers = Annotated[
     list[Tracker],
-    BeforeValidator(_trackers, json_schema_input_type=Literal["none"] | Tracker | list[Tracker]),
+    BeforeValidator(_trackers_as_list, json_schema_input_type=Literal["none"] | Tracker | list[Tracker]),
 ]
 
 
 class Replay(Section):
     """General text mixed into the training data to reduce catastrophic forgetting."""
 
-    share: Annotated[Share, Field(examples=[0.1])] = 0.1
+    share: Annotated[Fraction, Field(examples=[0.1])] = 0.1
     """Fraction of the sequences that is replayed text, between 0 and 1 (exclusive). If the other data is
     conversations, of which only some tokens contribute to the loss, the replayed fraction of the loss is larger."""
     sources: Annotated[Sources, Field(min_length=1, examples=[["./general-text"]])]
@@ -220,7 +220,9 @@ class Data(Section):
         dict[str, str | int | float | bool], Field(examples=[{"enable_thinking": False}])
     ] = {}
     """Extra variables for the chat template; the model card lists those that it supports."""
-    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), Usable] = None
+    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), FileName] = (
+        None
+    )
     """Folder of the token cache. Default: the user's cache folder."""
     num_proc: Annotated[Count | None, Field(examples=[8])] = None
     """Number of tokenizer processes. Default: one per core."""
@@ -231,7 +233,7 @@ class Lora(Section):
 
     r: Annotated[Rank, Field(examples=[16])] = 16
     """Rank of the adapters."""
-    lora_alpha: Annotated[Strength, Field(examples=[32])] = 32
+    lora_alpha: Annotated[Positive, Field(examples=[32])] = 32
     """Scaling: the adapter's output is multiplied by `lora_alpha / r`."""
     target_modules: Annotated[
         str | list[str], Field(min_length=1, examples=["all-linear", ["q_proj", "v_proj"]])
@@ -247,13 +249,13 @@ class Lora(Section):
     """DoRA: learn magnitude and direction of each row separately. Often better at low ranks, and slower."""
     rank_pattern: Annotated[dict[str, Rank], Field(examples=[{"down_proj": 32}])] = {}
     """Overrides `r` per module, by name or regular expression."""
-    alpha_pattern: Annotated[dict[str, Strength], Field(examples=[{"down_proj": 64}])] = {}
+    alpha_pattern: Annotated[dict[str, Positive], Field(examples=[{"down_proj": 64}])] = {}
     """Overrides `lora_alpha` per module, by name or regular expression."""
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
     """Modules that are trained in full, in the model's dtype: embeddings and head for added tokens, norms."""
-    dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], TorchDtypeName, Field(examples=["fp32"])] = "fp32"
     """Dtype of the adapter weights. Matrix products run in the recipe's `dtype` either way."""
-    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), Usable] = None
+    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), FileName] = None
     """Continue training an existing adapter: a folder written by peft or `trimtab export peft`. Rank, modules and all
     other settings come from it, and no other key may be set in `lora`."""
 
@@ -269,7 +271,7 @@ class Recipe(Section):
     lora: Annotated[Lora | None, Field(examples=[{"r": 16, "lora_alpha": 32}])] = None
     """Train LoRA adapters instead of all parameters. `lora: {}` uses the defaults."""
 
-    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), Usable] = "runs/train"
+    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), FileName] = "runs/train"
     """Run folder, for recipe, plan, metrics, checkpoints and report. Default: `runs/` and the name of the recipe
     file."""
     seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
@@ -349,13 +351,17 @@ class Recipe(Section):
     """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. Default:
     `OMP_NUM_THREADS`, or one thread per core. The run records the number, because another one may change the order of
     reductions and with it the last bits of the losses."""
-    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchNames, Field(examples=["bf16"])] = "auto"
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchDtypeName, Field(examples=["bf16"])] = (
+        "auto"
+    )
     """Compute dtype. `auto` is bf16 if the device supports it in hardware, otherwise fp32. All dtype keys also accept
     torch's names (`bfloat16`, `float16`, `float32`)."""
-    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchNames, Field(examples=["bf16"])] = "auto"
+    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchDtypeName, Field(examples=["bf16"])] = (
+        "auto"
+    )
     """Dtype of the weights. `auto` follows `dtype`: bf16 for bf16 (with stochastic rounding, so that small updates
     are not lost), fp32 for fp32 and fp16."""
-    gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
+    gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchDtypeName, Field(examples=["fp32"])] = "fp32"
     """Dtype in which gradients are accumulated. bf16 halves their memory and loses some precision; it requires bf16
     weights."""
     memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
@@ -442,7 +448,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, data: Any) -> Any:
+    def _default_epochs(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         if data.get("num_train_epochs") is None and data.get("max_steps", -1) == -1:
@@ -450,7 +456,7 @@ class Recipe(Section):
         return data
 
     @model_validator(mode="after")
-    def _together(self) -> Recipe:
+    def _check_constraints(self) -> Recipe:
         found = problems(self)
         if found:
             raise PydanticCustomError("recipe_rules", "{text}", {"text": "; ".join(found), "problems": found})

@@ -73,9 +73,9 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml"
             f"{name} must be a mapping of keys to values", "start with a line such as `model: ...`"
         )
     where = {path: f"line {line}" for path, line in lines.items()}
-    _refuse_contradictions(overrides)
+    _check_conflicts(overrides)
     for override in overrides:
-        _apply(override, data, where)
+        _apply_override(override, data, where)
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{FilePath(name).stem}"
     return build(data, where=where, name=name)
@@ -89,9 +89,9 @@ def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: s
         'starter'
     """
     data = rename_keys(_plain(data), where if where is not None else {})
-    unwritable = list(problems.unwritable(data, where or {}))
-    if unwritable:
-        raise problems.combine(unwritable, name)
+    unencodable = list(problems.unencodable(data, where or {}))
+    if unencodable:
+        raise problems.combine(unencodable, name)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -123,15 +123,15 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return recipe.model_dump(mode="json")
 
 
-def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
+def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
     """Apply one override `a.b.0.c=value` to the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, strings.
 
     `null` removes the key, so that its default applies, except for `save_steps`, where null is a valid value.
     """
-    path, text = _parsed(override)
+    path, text = _parse(override)
     label = f"from '{_quoted(override)}'"
     if text.strip() in NULLS and problems.is_default_null(path):
-        _remove(path, data)
+        _remove_key(path, data)
         return
     value: Any = text
     if not problems.expects_text(path) or text in (*NULLS, ""):
@@ -155,7 +155,7 @@ def _quoted(override: str) -> str:
     return override if len(override) <= 100 else shortened(override, 100)
 
 
-def _remove(path: Path, data: dict[str, Any]) -> None:
+def _remove_key(path: Path, data: dict[str, Any]) -> None:
     """Removes a key from the data if it is present."""
     current: Any = data
     for part in path[:-1]:
@@ -167,7 +167,7 @@ def _remove(path: Path, data: dict[str, Any]) -> None:
         current.pop(str(path[-1]), None)
 
 
-def _parsed(override: str) -> tuple[Path, str]:
+def _parse(override: str) -> tuple[Path, str]:
     """Splits an override into (path of the key, text of the value)."""
     keys, equals, text = override.partition("=")
     parts = keys.strip().split(".")
@@ -187,15 +187,15 @@ def _path(parts: Sequence[str]) -> Path:
     return path
 
 
-def _refuse_contradictions(overrides: Sequence[str]) -> None:
+def _check_conflicts(overrides: Sequence[str]) -> None:
     """Raises for conflicting overrides: a key given twice, a key before its whole section, both keys of a pair."""
     given: dict[Path, str] = {}
     for override in overrides:
-        path, text = _parsed(override)
+        path, text = _parse(override)
         section = problems.section_at(path)
         if section is not None and issubclass(section, Shorthand) and not problems.is_list(path):
             path = (*path, section.main_key()) if text[:1] not in "{" else path
-        twice = next((old for old in given if old == path or _sets(given[old], old, path)), None)
+        twice = next((old for old in given if old == path or _sets_key(given[old], old, path)), None)
         if twice is not None:
             raise RecipeError(
                 f"'{_quoted(given[twice])}' and '{_quoted(override)}' set the same key twice",
@@ -211,14 +211,14 @@ def _refuse_contradictions(overrides: Sequence[str]) -> None:
     for pair in PAIRS:
         first, second = (_value_of(given.get((key,))) for key in pair)
         if first is not None and second is not None:
-            raise _both_given(pair, first, second)
+            raise _conflict(pair, first, second)
 
 
-def _sets(override: str, whole: Path, path: Path) -> bool:
+def _sets_key(override: str, whole: Path, path: Path) -> bool:
     """Whether an override of a section or list (`data.train=[a, b]`) sets a key inside it (`data.train.0.source`)."""
     if len(path) <= len(whole) or path[: len(whole)] != whole:
         return False
-    value = read(_parsed(override)[1], f"from '{_quoted(override)}'")[0]
+    value = read(_parse(override)[1], f"from '{_quoted(override)}'")[0]
     for depth in range(len(whole), len(path)):
         part, section = path[depth], problems.section_at(path[:depth])
         if isinstance(part, int):
@@ -241,7 +241,7 @@ def _value_of(override: str | None) -> str | None:
     return None if text in (*NULLS, "") else text
 
 
-def _both_given(pair: tuple[str, str], first: str, second: str) -> RecipeError:
+def _conflict(pair: tuple[str, str], first: str, second: str) -> RecipeError:
     how = PAIRS[pair]
     if pair[0] == "recompute":
         same = first == {"true": "block", "false": "none"}.get(second)
@@ -261,14 +261,14 @@ def _descend(path: Path, data: dict[str, Any], label: str) -> Any:
             current[str(key)] = None
         child = current[key]
         if not isinstance(child, dict | list):
-            child = current[key] = _expanded(path[:depth], child, label)
+            child = current[key] = _expand(path[:depth], child, label)
         if isinstance(path[depth], int) and isinstance(child, dict) and child:
             child = current[key] = [child]
         current = child
     return current
 
 
-def _expanded(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
+def _expand(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
     """Expands `model: NAME` to `model: {name: NAME}`, so that a key inside it can be set."""
     section = problems.section_at(path)
     if section is None and problems.values_at(path) is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REFUSED = {
+UNSUPPORTED_NAMES = {
     "trust_remote_code": "code from a model repository is never run; delete the line",
     "token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
     "hub_token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
@@ -45,7 +45,7 @@ REFUSED = {
 }
 """Names without an equivalent key, and what to do instead."""
 
-ELSEWHERE = {
+OTHER_NAMES = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
     "micro_batch_size": "per_device_train_batch_size",

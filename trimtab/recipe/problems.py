@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
-from trimtab.recipe.other_names import ELSEWHERE, REFUSED
+from trimtab.recipe.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
 from trimtab.recipe.yaml_text import Path
 
-_SIMPLE = {
+_MESSAGES = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -39,7 +39,7 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
     details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
     alternatives = {_key_of(d["loc"]): d["input"] for d in reversed(details) if _key_of(d["loc"]) != d["loc"]}
     problems = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
-    problems += [_none_of(path, value, where) for path, value in alternatives.items()]
+    problems += [_no_matching_type(path, value, where) for path, value in alternatives.items()]
     return combine(problems, name)
 
 
@@ -48,39 +48,39 @@ def _key_of(path: Path) -> Path:
     for length, part in enumerate(path):
         last = length == len(path) - 1 > 0
         if isinstance(part, str) and (
-            "[" in part or part.startswith("constrained-") or (last and part in _PLAIN)
+            "[" in part or part.startswith("constrained-") or (last and part in _SCALAR_TYPES)
         ):
             return path[:length]
     return path
 
 
-_PLAIN = ("bool", "float", "int", "str")
+_SCALAR_TYPES = ("bool", "float", "int", "str")
 
 
-def _written(value: Any) -> str:
+def _as_yaml(value: Any) -> str:
     """Formats a value as YAML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_as_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_written, value)) + "]"
+        return "[" + ", ".join(map(_as_yaml, value)) + "]"
     return value if isinstance(value, str) else _inline(value)
 
 
-def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
+def _no_matching_type(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
     """(cause, remedy) for a value that matches none of the types of its key."""
     if value is None:
-        return _no_value(path, where)
+        return _missing_value(path, where)
     field = _field(path)
     examples = (field.examples if field else None) or []
-    shown = " or ".join(f"`{path[-1]}: {_written(example)}`" for example in examples)
-    cause = f"{dotted(path)} cannot be {_written(value)[:80]}{_place(path, where)}"
+    shown = " or ".join(f"`{path[-1]}: {_as_yaml(example)}`" for example in examples)
+    cause = f"{dotted(path)} cannot be {_as_yaml(value)[:80]}{_place(path, where)}"
     return cause, f"write it like {shown}" if shown else None
 
 
-def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
+def _missing_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
     """(cause, remedy) for a key that needs a value and has none: nothing after the colon, or `null`."""
     field = _field(path)
-    example = f", for example `{path[-1]}: {_written(field.examples[0])}`" if field and field.examples else ""
+    example = f", for example `{path[-1]}: {_as_yaml(field.examples[0])}`" if field and field.examples else ""
     if field is not None and field.is_required():
         leave = ""
     else:
@@ -108,7 +108,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
     elif kind == "extra_forbidden":
         yield unknown_key(path, place)
     elif value is None and path:
-        yield _no_value(path, where)
+        yield _missing_value(path, where)
     elif kind == "missing":
         field = _field(path)
         assert field is not None
@@ -121,7 +121,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         near = difflib.get_close_matches(str(value), choices, n=1)
         yield cause, f"did you mean '{near[0]}'?" if near else None
     else:
-        sentence = _SIMPLE.get(kind) or detail["msg"].replace("Input should", "must")
+        sentence = _MESSAGES.get(kind) or detail["msg"].replace("Input should", "must")
         yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
 
 
@@ -129,8 +129,8 @@ def unknown_key(path: Path, place: str) -> tuple[str, str]:
     """(cause, remedy) for a key that does not exist at its level; the remedy suggests the nearest key."""
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
-    if key in REFUSED and parent != ("lora",):
-        return cause, REFUSED[key]
+    if key in UNSUPPORTED_NAMES and parent != ("lora",):
+        return cause, UNSUPPORTED_NAMES[key]
     near = nearest_key(path)
     if near is not None:
         if near[:-1] == parent:
@@ -149,8 +149,8 @@ def nearest_key(path: Path) -> Path | None:
     key, parent = str(path[-1]), path[:-1]
     model = section_at(parent)
     here = list(model.model_fields) if model else []
-    if key in ELSEWHERE:
-        target = as_path(ELSEWHERE[key])
+    if key in OTHER_NAMES:
+        target = as_path(OTHER_NAMES[key])
         # Items of `data.replay.sources` and `data.eval.domain` have the keys of `data.train.0` too.
         return (*parent, target[-1]) if target[-1] in here else target
     elsewhere = [full for full in all_keys() if full[-1] == key]
@@ -231,18 +231,18 @@ def _field(path: Path) -> FieldInfo | None:
     return parent.model_fields.get(str(path[-1])) if parent else None
 
 
-def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
+def unencodable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
     """(cause, remedy) for each string that UTF-8 cannot encode, so that it cannot be saved with the run."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if isinstance(key, str) and not _is_writable(key):
+            if isinstance(key, str) and not _is_encodable(key):
                 what = f"a name in {dotted(path) or 'the recipe'}"
                 yield _not_utf8(key, what, _place((*path, key), where))
-            yield from unwritable(inner, where, (*path, key))
+            yield from unencodable(inner, where, (*path, key))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            yield from unwritable(inner, where, (*path, i))
-    elif isinstance(value, str) and not _is_writable(value):
+            yield from unencodable(inner, where, (*path, i))
+    elif isinstance(value, str) and not _is_encodable(value):
         yield _not_utf8(value, dotted(path), _place(path, where))
 
 
@@ -251,7 +251,7 @@ def _not_utf8(text: str, what: str, place: str) -> tuple[str, str]:
     return cause.encode(errors="backslashreplace").decode(), "correct it, or leave it out"
 
 
-def _is_writable(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -34,8 +34,8 @@ TEMPLATE_NAMES = (
 def problems(recipe: Recipe) -> list[str]:
     """Returns one sentence, `cause; remedy`, for each violated constraint."""
     return [
-        *_length(recipe),
-        *_size(recipe),
+        *_num_steps(recipe),
+        *_batch_size(recipe),
         *_weights(recipe),
         *_grouping(recipe),
         *_schedule(recipe),
@@ -43,14 +43,14 @@ def problems(recipe: Recipe) -> list[str]:
         *_optimizer(recipe),
         *_memory(recipe),
         *_template(recipe),
-        *_measuring(recipe),
+        *_evaluation(recipe),
         *_early_stopping(recipe),
         *_lora(recipe),
         *_quantized(recipe),
     ]
 
 
-def _length(recipe: Recipe) -> Iterator[str]:
+def _num_steps(recipe: Recipe) -> Iterator[str]:
     if recipe.max_steps == 0:
         yield "max_steps is 0; set a positive number of steps, or -1 to train for num_train_epochs"
     if recipe.max_steps > 0 and recipe.num_train_epochs is not None:
@@ -62,7 +62,7 @@ def _length(recipe: Recipe) -> Iterator[str]:
         yield "data.streaming: true leaves the number of steps unknown; set max_steps"
 
 
-def _size(recipe: Recipe) -> Iterator[str]:
+def _batch_size(recipe: Recipe) -> Iterator[str]:
     tokens = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.max_seq_length
     if tokens > MAX_TOKENS:
         yield (
@@ -203,11 +203,11 @@ def _not_a_limit(limit: str) -> str:
 
 
 def _tiles(recipe: Recipe) -> Iterator[str]:
-    windows, length = recipe.per_device_train_batch_size, recipe.max_seq_length
-    if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > windows * length:
+    batch, length = recipe.per_device_train_batch_size, recipe.max_seq_length
+    if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > batch * length:
         yield (
             f"mlp_tiles: {recipe.mlp_tiles} is more than the tokens of a microbatch "
-            f"(per_device_train_batch_size: {windows} × max_seq_length: {length}); give at most {windows * length}"
+            f"(per_device_train_batch_size: {batch} × max_seq_length: {length}); give at most {batch * length}"
         )
 
 
@@ -222,7 +222,7 @@ def _template(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _measuring(recipe: Recipe) -> Iterator[str]:
+def _evaluation(recipe: Recipe) -> Iterator[str]:
     held_out = recipe.data.eval_share and not recipe.data.streaming
     sets = recipe.data.eval.domain or recipe.data.eval.general or held_out
     if recipe.eval_steps and not (sets or recipe.probe or recipe.answers or recipe.prompts):

@@ -42,7 +42,7 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     if len(text) > MAX_CHARACTERS:
         raise RecipeError(f"{name} has {len(text):,} characters", "give a recipe: a YAML file of a few lines")
     try:
-        _refuse_tricks(text, name)
+        _reject_unsupported(text, name)
         node = _yaml().compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -90,7 +90,7 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
-def _refuse_tricks(text: str, name: str) -> None:
+def _reject_unsupported(text: str, name: str) -> None:
     depth = 0
     for event in _yaml().parse(text):
         line = event.start_mark.line + 1
@@ -131,7 +131,7 @@ def _plain(node: Node, path: Path, lines: dict[Path, int], name: str) -> Any:
                 f"{name} has a key that is not a word (line {line})",
                 "write keys as words, such as `optim: adamw_8bit`",
             )
-        key = _whole(key_node.value)
+        key = _join_surrogates(key_node.value)
         if key in mapping:
             first = lines[(*path, key)]
             raise RecipeError(f"key '{key}' is given twice (lines {first} and {line})", "keep one of them")
@@ -152,9 +152,9 @@ def _scalar(node: ScalarNode) -> Any:
     if kind == "float":
         return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
     # Strings, including those that YAML 1.1 would parse as a date or a merge key.
-    return _whole(text)
+    return _join_surrogates(text)
 
 
-def _whole(text: str) -> str:
+def _join_surrogates(text: str) -> str:
     """Joins surrogate pairs, as JSON escapes characters beyond U+FFFF, into one character."""
     return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
