@@ -101,7 +101,7 @@ case(
     with_the_number,
 )
 case(
-    f"{FILE}_refuse: give a number of US dollars per hour that is not negative, such as 0.74",
+    f"{FILE}_refuse: give US dollars per hour as a number of at least 0, such as 0.74",
     priced("rtx4090: -1"),
     with_the_number,
 )

@@ -1,4 +1,4 @@
-"""Can code be compiled here? torch.compile needs a C or C++ compiler, and Triton on a GPU. No torch."""
+"""Checks for the compilers that torch.compile needs: a C or C++ compiler, and Triton on a GPU. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 from importlib.util import find_spec
 
 LEAST_CAPABILITY = (7, 0)
-"""Of CUDA devices that Triton generates code for."""
+"""Minimum compute capability of CUDA devices that Triton generates code for."""
 
 
 def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> str | None:
-    """Why torch.compile cannot work on a kind of device ("cpu", "cuda") here; None if it can.
+    """Returns why torch.compile does not work for a kind of device ("cpu", "cuda") on this machine; None if it does.
 
     Example:
         >>> compile_obstacle("cuda", (6, 1))
@@ -30,6 +30,6 @@ def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> st
 
 
 def _found(variable: str, *names: str) -> bool:
-    """Whether one of the programs is on the PATH; build tools take another one from the environment variable."""
+    """Whether one of the programs, or the one that the environment variable names, is on the PATH."""
     named = os.environ.get(variable)
     return any(shutil.which(name) for name in ((named,) if named else names))

@@ -1,4 +1,4 @@
-"""A planned GPU by what a user types: a name of the catalogue in any spelling, or a memory size."""
+"""Resolves `--gpu`: a name of the catalogue in any spelling, or a memory size."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trimtab.facts.units import format_bytes, parse_bytes
 __all__ = ["DataSheet", "data_sheets", "find_gpu", "gpu_of_sheet", "known_sheet"]
 
 LEAST_MEMORY, MOST_MEMORY = 10**9, 10**12
-"""Bytes between which a memory size is taken for a GPU's: below, not even the CUDA context has room."""
+"""Range of memory sizes in bytes that are accepted for a GPU; less does not fit a CUDA context."""
 CUDA_13_CAPABILITY = (7, 5)
-"""The least that CUDA 13 compiles for: its release notes end support for Maxwell, Pascal and Volta."""
+"""Minimum compute capability of CUDA 13: its release notes end support for Maxwell, Pascal and Volta."""
 OTHER_VENDORS = {"amd": "AMD", "apple": "Apple"}
 EXAMPLES = "for example rtx4090, a100-80gb, apple-m4-max-64gb, or a memory size such as 24GB"
 
 
 def find_gpu(text: str) -> DeviceFacts:
-    """The device that a name or a memory size means; RecipeError where it means none, or several.
+    """Returns the device for a name or a memory size; RecipeError if it is unknown or ambiguous.
 
-    A card that is not present offers the memory that CUDA reports of it, idle and without a display; what the process
-    itself takes, its CUDA context included, is counted by the plan.
+    The memory of a card that is not present is what CUDA reports for it, idle and without a display. The memory of the
+    process itself, including the CUDA context, is counted by the plan.
 
     Example:
         >>> gpu = find_gpu("RTX 4090")
@@ -53,7 +53,7 @@ def find_gpu(text: str) -> DeviceFacts:
 
 
 def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
-    """The device of a data sheet, planned without being present.
+    """Returns the device of a data sheet, for planning without the device.
 
     Example:
         >>> mi300x = next(sheet for sheet in data_sheets() if sheet.id == "mi300x")
@@ -65,7 +65,7 @@ def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
         vendor = OTHER_VENDORS[sheet.vendor]
         bound = (
             f"trimtab does not train on {vendor} GPUs: the memory is what the same run needs on an NVIDIA GPU, "
-            "a bound on what another backend, allocator and kernels would need; times are by its data sheet alone"
+            "a bound for another backend, allocator and kernels; times come from its data sheet alone"
         )
     capability = sheet.capability or BF16_CAPABILITY
     return DeviceFacts(
@@ -96,7 +96,7 @@ def _memory_assumption(sheet: DataSheet) -> str:
     reported = (
         "as CUDA reports it"
         if sheet.reported_bytes
-        else "drivers report up to 3.5 % less than a card is sold with"
+        else "drivers report up to 3.5 % less than a card's nominal memory"
     )
     if sheet.unified:
         return f"{usable} of its {sold} usable: {reported}, less 4 GiB for the operating system"
@@ -125,7 +125,7 @@ def _gpu_of_size(text: str) -> DeviceFacts:
         capability=BF16_CAPABILITY,
         bf16=True,
         assumptions=(
-            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has 24GiB less about 2 %",
+            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has about 2 % less than 24GiB",
             "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
         ),
     )
@@ -153,7 +153,7 @@ def _unknown(text: str, key: str) -> RecipeError:
 
 @functools.cache
 def _by_name() -> dict[str, DataSheet]:
-    """By every squeezed name that means one device only."""
+    """Maps every normalized, unambiguous name to its data sheet."""
     table: dict[str, DataSheet] = {}
     for sheet in data_sheets():
         table.update(dict.fromkeys(map(squeezed, sheet.names), sheet))

@@ -1,7 +1,7 @@
-"""Hourly prices of GPUs: the shipped `catalogue/prices.yaml`, and a file of the user's own.
+"""Hourly prices of GPUs: the shipped `catalogue/prices.yaml`, and optionally a file of the user.
 
 One line per GPU: its `--gpu` name and a number, or a mapping with `usd_per_hour`, `source` and `date`. A user's file
-replaces the shipped price of each GPU that it names; with `only_these: true` it replaces all of them.
+replaces the shipped price of each GPU that it lists; with `only_these: true` it replaces all of them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ SHIPPED = Path(__file__).parent / "catalogue" / "prices.yaml"
 ONLY = "only_these"
 FIELDS = ("usd_per_hour", "source", "date")
 MOST_DOLLARS = 1000
-"""More than one GPU costs per hour anywhere; the dearest in public catalogues is below 20."""
+"""Upper bound of a plausible hourly price; the highest in public catalogues is below 20."""
 MOST_CHARACTERS = 1_000_000
 EXAMPLE = "write a line such as `rtx4090: 0.74`"
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one GPU costs per hour."""
+    """Hourly price of one GPU."""
 
     gpu: str
     """The id of its data sheet."""
     usd_per_hour: float
     source: str
     date: str = ""
-    """As the file has it, usually ISO 8601; empty if it has none."""
+    """Date as in the file, usually ISO 8601; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Prices:
     prices: tuple[Price, ...]
 
     def of(self, device: DeviceFacts) -> Price | None:
-        """The price of a device by its data sheet; None where there is none."""
+        """Returns the price of a device by its data sheet; None if there is none."""
         sheet = device.data_sheet
         if sheet is None:
             return None
@@ -64,7 +64,7 @@ class Prices:
 
 
 def read_prices(path: Path | str | None = None) -> Prices:
-    """The shipped prices, with those of a file in their place; RecipeError with the line where the file is wrong.
+    """Reads the shipped prices, overridden by those of a file; RecipeError with the line of a mistake in the file.
 
     Example:
         >>> import tempfile
@@ -82,7 +82,7 @@ def read_prices(path: Path | str | None = None) -> Prices:
 
 
 def _read(path: Path) -> tuple[dict[str, Price], bool]:
-    """(prices by data sheet, whether they replace all others)."""
+    """Returns (prices by data sheet id, whether they replace all shipped prices)."""
     found: dict[str, Price] = {}
     lines: dict[str, int] = {}
     only = False
@@ -106,7 +106,7 @@ def _read(path: Path) -> tuple[dict[str, Price], bool]:
 
 
 def _entries(path: Path) -> list[tuple[Node, Node]]:
-    """The keys and values of the file's mapping, as nodes that know their lines; aliases are not followed."""
+    """Returns keys and values of the file's mapping as YAML nodes with line numbers; aliases are not followed."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -133,7 +133,7 @@ def _entries(path: Path) -> list[tuple[Node, Node]]:
 
 
 def _gpu(name: str, where: str) -> str:
-    """The id of the data sheet that a name means."""
+    """Returns the data sheet id of a GPU's name."""
     try:
         device = find_gpu(name)
     except RecipeError as error:
@@ -187,7 +187,7 @@ def _dollars(node: Node, where: str) -> float:
 def _refuse(where: str, found: str) -> NoReturn:
     raise RecipeError(
         f"{where}: the price is {found}",
-        "give a number of US dollars per hour that is not negative, such as 0.74",
+        "give US dollars per hour as a number of at least 0, such as 0.74",
     )
 
 
