@@ -131,7 +131,7 @@ accepted_config(
     lambda remedy: {"num_attention_heads": 2 * number_in(remedy), "head_dim": 16},
 )
 accepted_config(
-    "facts/shapes.py:_at_least_1: it must be at least 1",
+    "facts/shapes.py:_check_positive: it must be at least 1",
     {"hidden_size": 0},
     lambda remedy: {"hidden_size": number_in(remedy)},
 )

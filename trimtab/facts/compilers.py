@@ -6,7 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
-LEAST_CAPABILITY = (7, 0)
+TRITON_MIN_CAPABILITY = (7, 0)
 """Minimum compute capability of CUDA devices that Triton generates code for."""
 
 
@@ -18,18 +18,18 @@ def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> st
         'Triton needs capability 7.0, the device has 6.1'
     """
     if kind == "cuda":
-        if capability is not None and capability < LEAST_CAPABILITY:
+        if capability is not None and capability < TRITON_MIN_CAPABILITY:
             return f"Triton needs capability 7.0, the device has {capability[0]}.{capability[1]}"
         if find_spec("triton") is None:
             return "Triton is not installed (it comes with torch's CUDA builds)"
-        if not _found("CC", "gcc", "clang", "cc"):
+        if not _is_on_path("CC", "gcc", "clang", "cc"):
             return "there is no C compiler (install gcc)"
-    elif not _found("CXX", "g++", "clang++", "c++"):
+    elif not _is_on_path("CXX", "g++", "clang++", "c++"):
         return "there is no C++ compiler (install g++)"
     return None
 
 
-def _found(variable: str, *names: str) -> bool:
+def _is_on_path(variable: str, *names: str) -> bool:
     """Whether one of the programs, or the one that the environment variable names, is on the PATH."""
     named = os.environ.get(variable)
     return any(shutil.which(name) for name in ((named,) if named else names))

@@ -111,7 +111,7 @@ def known_sheet(driver_name: str, memory_bytes: int | None = None) -> DataSheet 
         >>> known_sheet("NVIDIA GeForce RTX 4060 Ti", 8 * 2**30).id
         'rtx4060ti-8gb'
     """
-    found = _by_driver_name().get(squeezed(driver_name), ())
+    found = _by_driver_name().get(normalize_name(driver_name), ())
     if not found:
         return None
     if memory_bytes is None:
@@ -119,23 +119,23 @@ def known_sheet(driver_name: str, memory_bytes: int | None = None) -> DataSheet 
     return min(found, key=lambda sheet: abs(sheet.memory_bytes - memory_bytes))
 
 
-def common_link(capability: tuple[int, int] | None) -> float | None:
+def typical_host_link(capability: tuple[int, int] | None) -> float | None:
     """Returns the most common host link bandwidth among devices of a compute capability; None if there is none.
 
     Example:
-        >>> round(common_link((8, 9)) / 1e9, 1), common_link((3, 5)) is None
+        >>> round(typical_host_link((8, 9)) / 1e9, 1), typical_host_link((3, 5)) is None
         (31.5, True)
     """
     links = [sheet.host_link for sheet in data_sheets() if sheet.capability == capability and sheet.host_link]
     return max(links, key=links.count) if links else None
 
 
-def squeezed(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Normalizes a name: lower case, without spaces, punctuation and words that are often omitted.
 
     Example:
-        >>> squeezed("NVIDIA GeForce RTX 4090"), squeezed("rtx-4090"), squeezed("Apple M4 Max 64GiB")
-        ('rtx4090', 'rtx4090', 'm4max64gb')
+        >>> normalize_name("NVIDIA GeForce RTX 4090"), normalize_name("Apple M4 Max 64GiB")
+        ('rtx4090', 'm4max64gb')
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in DROPPED_WORDS:
@@ -147,7 +147,7 @@ def squeezed(name: str) -> str:
 def _by_driver_name() -> dict[str, tuple[DataSheet, ...]]:
     table: dict[str, tuple[DataSheet, ...]] = {}
     for sheet in data_sheets():
-        key = squeezed(sheet.name)
+        key = normalize_name(sheet.name)
         table[key] = (*table.get(key, ()), sheet)
     return table
 

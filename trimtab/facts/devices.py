@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from trimtab.facts.calibration import Calibration
-from trimtab.facts.data_sheets import DataSheet, common_link, known_sheet
+from trimtab.facts.data_sheets import DataSheet, known_sheet, typical_host_link
 
 LINK_SHARE = 0.873
 """Fraction of a host link's peak that pinned-memory copies reach: 55 of 63 GB/s measured on an H200 (PCIe 5.0)."""
@@ -129,7 +129,7 @@ class DeviceFacts:
     def host_link(self) -> float:
         """Bytes per second to host memory, and simultaneously from it."""
         known = self.data_sheet
-        peak = known.host_link if known is not None else common_link(self.capability)
+        peak = known.host_link if known is not None else typical_host_link(self.capability)
         return SLOW_LINK if peak is None else LINK_SHARE * peak
 
     @property

@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 
-from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, squeezed
+from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, normalize_name
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import shortened
@@ -14,7 +14,7 @@ from trimtab.facts.units import format_bytes, parse_bytes
 
 __all__ = ["DataSheet", "data_sheets", "find_gpu", "gpu_of_sheet", "known_sheet"]
 
-LEAST_MEMORY, MOST_MEMORY = 10**9, 10**12
+MIN_MEMORY, MAX_MEMORY = 10**9, 10**12
 """Range of memory sizes in bytes that are accepted for a GPU; less does not fit a CUDA context."""
 CUDA_13_CAPABILITY = (7, 5)
 """Minimum compute capability of CUDA 13: its release notes end support for Maxwell, Pascal and Volta."""
@@ -40,11 +40,11 @@ def find_gpu(text: str) -> DeviceFacts:
         trimtab.facts.errors.RecipeError: --gpu v100 means several devices; write v100-sxm-16gb, ...
     """
     wanted = text.strip()
-    key = squeezed(wanted)
+    key = normalize_name(wanted)
     sheet = _by_name().get(key)
     if sheet is not None:
         return gpu_of_sheet(sheet)
-    several = [sheet.id for sheet in data_sheets() if key in map(squeezed, sheet.shared_aliases)]
+    several = [sheet.id for sheet in data_sheets() if key in map(normalize_name, sheet.shared_aliases)]
     if several:
         raise RecipeError(f"--gpu {wanted} means several devices", f"write {', '.join(several)}")
     if re.match(r"[-+.]?\d", wanted):
@@ -106,14 +106,14 @@ def _memory_assumption(sheet: DataSheet) -> str:
 def _gpu_of_size(text: str) -> DeviceFacts:
     size = parse_bytes(text)
     if size is None:
-        raise _wrong_size(text)
+        raise _invalid_size(text)
     shown = format_bytes(size)
-    if size < LEAST_MEMORY:
+    if size < MIN_MEMORY:
         raise RecipeError(
             f"--gpu {text} is {shown}, less than a CUDA context needs",
             "give the memory of a GPU, such as 8GB or 24GB",
         )
-    if size > MOST_MEMORY:
+    if size > MAX_MEMORY:
         raise RecipeError(
             f"--gpu {text} is {shown}, more than any GPU has",
             "give the memory of one GPU, such as 24GB or 24000MB",
@@ -131,9 +131,9 @@ def _gpu_of_size(text: str) -> DeviceFacts:
     )
 
 
-def _wrong_size(text: str) -> RecipeError:
+def _invalid_size(text: str) -> RecipeError:
     said = f"--gpu {shortened(text)}"
-    if re.fullmatch(r"\d+(ti)?", text.lower()) and squeezed(f"rtx{text}") in _by_name():
+    if re.fullmatch(r"\d+(ti)?", text.lower()) and normalize_name(f"rtx{text}") in _by_name():
         return RecipeError(f"{said} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
     if re.fullmatch(r"\d+\.?\d*", text):
         return RecipeError(f"{said} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090")
@@ -144,7 +144,9 @@ def _wrong_size(text: str) -> RecipeError:
 
 def _unknown(text: str, key: str) -> RecipeError:
     names = {
-        squeezed(name): name for sheet in data_sheets() for name in (*sheet.names, *sheet.shared_aliases)
+        normalize_name(name): name
+        for sheet in data_sheets()
+        for name in (*sheet.names, *sheet.shared_aliases)
     }
     near = difflib.get_close_matches(key, names, n=4, cutoff=0.6)
     hint = f"did you mean {' or '.join(names[match] for match in near)}?" if near else EXAMPLES
@@ -156,7 +158,7 @@ def _by_name() -> dict[str, DataSheet]:
     """Maps every normalized, unambiguous name to its data sheet."""
     table: dict[str, DataSheet] = {}
     for sheet in data_sheets():
-        table.update(dict.fromkeys(map(squeezed, sheet.names), sheet))
+        table.update(dict.fromkeys(map(normalize_name, sheet.names), sheet))
         if known_sheet(sheet.name) is known_sheet(sheet.name, 0):
-            table[squeezed(sheet.name)] = sheet
+            table[normalize_name(sheet.name)] = sheet
     return table

@@ -23,9 +23,9 @@ from trimtab.facts.names import shortened
 SHIPPED = Path(__file__).parent / "catalogue" / "prices.yaml"
 ONLY = "only_these"
 FIELDS = ("usd_per_hour", "source", "date")
-MOST_DOLLARS = 1000
+MAX_DOLLARS = 1000
 """Upper bound of a plausible hourly price; the highest in public catalogues is below 20."""
-MOST_CHARACTERS = 1_000_000
+MAX_CHARACTERS = 1_000_000
 EXAMPLE = "write a line such as `rtx4090: 0.74`"
 
 
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[dict[str, Price], bool]:
         if name == ONLY:
             only = _is_true(value, where)
             continue
-        gpu = _gpu(name, where)
+        gpu = _sheet_id(name, where)
         if gpu in found:
             raise RecipeError(
                 f"{where}: {shortened(name)} has a price in line {lines[gpu]} already",
@@ -115,7 +115,7 @@ def _entries(path: Path) -> list[tuple[Node, Node]]:
         ) from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not a text in UTF-8", EXAMPLE) from error
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise RecipeError(f"{path} has {len(text):,} characters", "give a price file: one line per GPU")
     try:
         node = YAML(typ="safe", pure=True).compose(text)
@@ -132,7 +132,7 @@ def _entries(path: Path) -> list[tuple[Node, Node]]:
     return list(node.value)
 
 
-def _gpu(name: str, where: str) -> str:
+def _sheet_id(name: str, where: str) -> str:
     """Returns the data sheet id of a GPU's name."""
     try:
         device = find_gpu(name)
@@ -147,7 +147,7 @@ def _price(gpu: str, value: Node, path: Path, where: str) -> Price:
     if isinstance(value, ScalarNode):
         return Price(gpu, _dollars(value, where), source=path.name)
     if not isinstance(value, MappingNode):
-        _refuse(where, "a list")
+        _invalid_price(where, "a list")
     fields: dict[str, Node] = {}
     for key, content in value.value:
         field = _text(key, where)
@@ -169,22 +169,22 @@ def _price(gpu: str, value: Node, path: Path, where: str) -> Price:
 
 def _dollars(node: Node, where: str) -> float:
     if not isinstance(node, ScalarNode) or not (node.tag or "").endswith((":int", ":float")):
-        _refuse(where, shortened(node.value) if isinstance(node, ScalarNode) else "not a number")
+        _invalid_price(where, shortened(node.value) if isinstance(node, ScalarNode) else "not a number")
     try:
         dollars = float(node.value)
     except ValueError:  # YAML's .nan, .inf and 0x10
-        _refuse(where, shortened(node.value))
+        _invalid_price(where, shortened(node.value))
     if not math.isfinite(dollars) or dollars < 0:
-        _refuse(where, shortened(node.value))
-    if dollars > MOST_DOLLARS:
+        _invalid_price(where, shortened(node.value))
+    if dollars > MAX_DOLLARS:
         raise RecipeError(
             f"{where}: {dollars:,.0f} dollars per hour are more than any GPU costs",
-            f"give the price of one GPU in US dollars, at most {MOST_DOLLARS} per hour",
+            f"give the price of one GPU in US dollars, at most {MAX_DOLLARS} per hour",
         )
     return dollars
 
 
-def _refuse(where: str, found: str) -> NoReturn:
+def _invalid_price(where: str, found: str) -> NoReturn:
     raise RecipeError(
         f"{where}: the price is {found}",
         "give US dollars per hour as a number of at least 0, such as 0.74",

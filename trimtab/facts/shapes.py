@@ -50,7 +50,7 @@ class ModelShape:
     @cached_property
     def block(self) -> BlockShape:
         """The block of all layers, with `window` None; layers may differ only in their window (`window(layer)`)."""
-        kinds = {_without_window(block) for block in self.blocks}
+        kinds = {_drop_window(block) for block in self.blocks}
         assert len(kinds) == 1, "the layers of this model differ"
         return next(iter(kinds))
 
@@ -122,24 +122,24 @@ class ModelShape:
     @cached_property
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied head counted once."""
-        return self._around + sum(
+        return self._num_outer_parameters + sum(
             len(layers) * count_elements(block.parameters(self.hidden_size)) for block, layers in self.runs()
         )
 
     @property
     def num_active_parameters(self) -> int:
         """Elements of the parameters that one token uses; less than `num_parameters` with experts."""
-        return self._around + sum(
+        return self._num_outer_parameters + sum(
             len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.runs()
         )
 
     @property
-    def _around(self) -> int:
+    def _num_outer_parameters(self) -> int:
         """Elements outside the blocks."""
         return count_elements(dataclasses.replace(self, blocks=()).parameters())
 
 
-def _without_window(block: BlockShape) -> BlockShape:
+def _drop_window(block: BlockShape) -> BlockShape:
     return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, window=None))
 
 
@@ -206,25 +206,25 @@ def uniform_shape(
 
 def check(shape: ModelShape) -> ModelShape:
     """Returns the shape if its sizes are consistent; raises ModelError that names the wrong one otherwise."""
-    _at_least_1(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
+    _check_positive(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
     for block, _ in shape.runs():
         mixer, feed_forward = block.mixer, block.feed_forward
-        _at_least_1(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
+        _check_positive(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
         if isinstance(feed_forward, ExpertsShape):
-            _at_least_1(num_experts=feed_forward.count, num_active_experts=feed_forward.active)
+            _check_positive(num_experts=feed_forward.count, num_active_experts=feed_forward.active)
         if isinstance(mixer, AttentionShape):
             _check_heads(mixer)
     return shape
 
 
-def _at_least_1(**values: int) -> None:
+def _check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ModelError(f"the model's {name} is {value}", "it must be at least 1")
 
 
 def _check_heads(attention: AttentionShape) -> None:
-    _at_least_1(head_dim=attention.head_dim)
+    _check_positive(head_dim=attention.head_dim)
     if attention.num_kv_heads < 1 or attention.num_heads % attention.num_kv_heads:
         raise ModelError(
             f"{attention.num_heads} query heads cannot share {attention.num_kv_heads} key/value heads",
