@@ -124,7 +124,7 @@ def test_damaged_files_raise_before_anything_is_loaded(tmp_path: Path) -> None:
     broken: dict[str, dict[str, torch.Tensor]] = {
         "without its weight": {key: value for key, value in whole.items() if key != up},
         "without quantization metadata": {key: value for key, value in whole.items() if key != state},
-        "where the model has": {**whole, state: facts(shape=[64, 128])},
+        "but the model has": {**whole, state: facts(shape=[64, 128])},
         "is not metadata": {**whole, state: torch.zeros(1 << 20, dtype=torch.uint8)},
         "in FP4": {**whole, f"{up}.quant_state.bitsandbytes__fp4": whole[state].clone()},
         "absmax is missing": {key: value for key, value in whole.items() if key != f"{up}.absmax"},

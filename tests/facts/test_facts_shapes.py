@@ -102,7 +102,7 @@ ATTENTION, FEED = TINY.block.attention, TINY.block.dense
     [
         (BlockShape(ATTENTION, ExpertsShape(4, 2, 8)), "experts"),
         (BlockShape(LatentAttentionShape(4, 8, 4, 4, 4), FEED), "latent attention"),
-        (BlockShape(ATTENTION, FEED, norm_placement="both"), "norms after a branch"),
+        (BlockShape(ATTENTION, FEED, norm_placement="both"), "norms after a sublayer"),
         (BlockShape(ATTENTION, FEED, Norm(unit_offset=True)), "norms with an offset"),
         (BlockShape(ATTENTION, dataclasses.replace(FEED, activation="gelu")), "the activation gelu"),
         (BlockShape(dataclasses.replace(ATTENTION, softcap=5.0), FEED), "soft-capped"),
