@@ -131,7 +131,7 @@ def dropping(w: World) -> Any:
 
 def follow_masks(w: World, remedy: str) -> None:
     decoder = dropping(w)
-    first, then = remedy.removesuffix(" before each").split(", then ")
+    first, then = remedy.removesuffix(" before each microbatch").split(", then ")
     names: dict[str, Any] = {"decoder": decoder, "device": torch.device("cpu"), "seed": 0, "step": 0}
     import trimtab.adapt
 
