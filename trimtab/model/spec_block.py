@@ -70,7 +70,7 @@ def block_operations(
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
         >>> block = BlockShape(AttentionShape(4, 2, 8), FeedForwardShape(32))
-        >>> [one.name for one in block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))][:3]
+        >>> [operation.name for operation in block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))][:3]
         ['input_layernorm', 'self_attn.q_proj', 'self_attn.k_proj']
     """
     attention = attention_operations(block, hidden_size, run, projections)

@@ -42,7 +42,7 @@ def add_experts(
         >>> run, operations = Execution(1, 8, "bf16", "triton", pointwise="triton"), []
         >>> x = run.activation("x", 16, Part.RESIDUAL)
         >>> _ = add_experts(operations, ExpertsShape(4, 2, 32), x, 16, run, plain_projections)
-        >>> [one.name for one in operations][:4]
+        >>> [operation.name for operation in operations][:4]
         ['mlp.gate', 'mlp.route', 'mlp.dispatch', 'mlp.experts.gate_proj']
     """
     weights = _route(found, shape, x, hidden_size, run)

@@ -38,7 +38,7 @@ def add_latent_attention(
         >>> mixer = LatentAttentionShape(4, 8, rope_head_dim=4, nope_head_dim=8, value_head_dim=8, q_rank=16)
         >>> x = run.activation("x", 16, Part.RESIDUAL)
         >>> _ = add_latent_attention(operations, mixer, x, 16, run, plain_projections)
-        >>> [one.name.removeprefix("self_attn.") for one in operations][:4]
+        >>> [operation.name.removeprefix("self_attn.") for operation in operations][:4]
         ['q_a_proj', 'kv_a_proj_with_mqa', 'q_a_layernorm', 'kv_a_layernorm']
     """
     linears = {linear.short_name: linear for linear in mixer.linears(hidden_size)}
