@@ -121,7 +121,7 @@ def test_a_saved_product_may_be_thin_or_biased() -> None:
 
 
 def recomputed_per_token(policy: str, tiles: int = 1) -> recompute_spec.Recomputation:
-    """What a layer of LLAMA recomputes under a policy, per token."""
+    """The FLOPs that a layer of LLAMA recomputes under a policy, per token."""
     job = full_training(LLAMA, B, T, mlp_tiles=tiles)
     again = recomputation(blocks_by_layer(job)[0], policy, num_tiles(job))
     per_token = {field: value / (B * T) for field, value in vars(again).items()}
@@ -134,7 +134,7 @@ def test_recomputed_flops() -> None:
     block = blocks_by_layer(full_training(LLAMA, B, T))[0]
     again = {policy: recompute_spec.recomputed_operations(block, policy) for policy in ("none", "pointwise")}
     assert not again["none"]
-    assert sum(one.forward.moved for one in again["pointwise"]) > 0
+    assert sum(operation.forward.moved for operation in again["pointwise"]) > 0
     down, layer = 2 * LLAMA.hidden_size * LLAMA.intermediate_size, product_flops(LLAMA) / L
     assert plain["selective"].products == plain["block"].products == layer - down
     assert plain["selective"].attention == 0 < plain["block"].attention == plain["offload"].attention

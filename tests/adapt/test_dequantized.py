@@ -184,7 +184,7 @@ def fresh(layer: QuantizedLinear) -> torch.Tensor:
 
 
 def test_invalid_arguments_raise() -> None:
-    with pytest.raises(RecipeError, match="copies of 3 layers are not possible: the model has 2"):
+    with pytest.raises(RecipeError, match="copies of 3 layers: the model has 2"):
         set_dequantized_copies(adapted(), 3)
     with pytest.raises(RecipeError, match="the model has no quantized weight"):
         set_dequantized_copies(plain(), 1)

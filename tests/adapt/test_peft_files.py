@@ -387,7 +387,7 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
 
     folder = written(tmp_path / "a")
     wider = dataclasses.replace(TIED, hidden_size=64)
-    refused(folder, "does not fit", "[2, 32] there and [2, 64] here", "some/base", shape=wider)
+    refused(folder, "does not fit", "[2, 32] in the file and [2, 64] in the model", "some/base", shape=wider)
     fewer = TIED.of_layers(range(1))
     refused(folder, "does not fit", "model.layers.1", shape=fewer)
     more = dataclasses.replace(TIED, blocks=TIED.blocks[:1] * 3)
@@ -398,7 +398,7 @@ def test_an_adapter_for_another_base(tmp_path: Path) -> None:
 def test_unknown_keys_raise(tmp_path: Path, value: object) -> None:
     folder = written(tmp_path / "a")
     edit_config(folder, some_new_thing=value)
-    refused(folder, "some_new_thing is", "a key that trimtab does not know", "merge it with peft")
+    refused(folder, "some_new_thing is", "trimtab does not support this key", "merge it with peft")
     edit_config(folder, some_new_thing=False, another=None, number=16, empty={}, inference_mode=True)
     load_adapter(base(TIED), folder)
 

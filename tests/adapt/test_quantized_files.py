@@ -102,9 +102,11 @@ def test_a_plain_model_loads_dequantized_weights(tmp_path: Path) -> None:
 
 def test_another_quantization_raises(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    with pytest.raises(ModelError, match=r"_proj.weight: .*scales in 8 bits.* for a layer in .*32 bits"):
+    with pytest.raises(
+        ModelError, match=r"_proj.weight: .*scales in 8 bits.* does not fit a layer in .*32 bits"
+    ):
         load_weights(empty(double=False), path)
-    with pytest.raises(ModelError, match=r"nf4 .* for a layer in int8"):
+    with pytest.raises(ModelError, match=r"nf4 .* does not fit a layer in int8"):
         load_weights(empty(kind="int8"), path)
 
 
@@ -122,7 +124,7 @@ def test_damaged_files_raise_before_anything_is_loaded(tmp_path: Path) -> None:
     broken: dict[str, dict[str, torch.Tensor]] = {
         "without its weight": {key: value for key, value in whole.items() if key != up},
         "without quantization metadata": {key: value for key, value in whole.items() if key != state},
-        "where the model has": {**whole, state: facts(shape=[64, 128])},
+        "but the model has": {**whole, state: facts(shape=[64, 128])},
         "is not metadata": {**whole, state: torch.zeros(1 << 20, dtype=torch.uint8)},
         "in FP4": {**whole, f"{up}.quant_state.bitsandbytes__fp4": whole[state].clone()},
         "absmax is missing": {key: value for key, value in whole.items() if key != f"{up}.absmax"},

@@ -189,7 +189,7 @@ def test_making_it_trainable_raises() -> None:
 
 def test_invalid_weights_and_settings_raise() -> None:
     layer = QuantizedLinear(128, 40, bias=False, kind="nf4", dtype=torch.float32)
-    with pytest.raises(ModelError, match=r"\[40, 64\] for a layer \[40, 128\]"):
+    with pytest.raises(ModelError, match=r"\[40, 64\] does not fit a layer \[40, 128\]"):
         layer.set_weight(torch.randn(40, 64))
     bad = weight_of()
     bad[3, 5] = float("nan")
@@ -201,9 +201,9 @@ def test_invalid_weights_and_settings_raise() -> None:
         QuantizedLinear(128, 40, bias=False, kind="fp4", dtype=torch.float32)
     with pytest.raises(RecipeError, match="blocks of 48"):
         QuantizedLinear(128, 40, bias=False, kind="nf4", block=48, dtype=torch.float32)
-    with pytest.raises(ModelError, match=r"scales in 32 bits.* for a layer in .*scales in 8 bits"):
+    with pytest.raises(ModelError, match=r"scales in 32 bits.* does not fit a layer in .*scales in 8 bits"):
         layer.set_packed_weight(nf4.quantize(weight_of(), double=False))
-    with pytest.raises(ModelError, match=r"int8 .* for a layer in nf4"):
+    with pytest.raises(ModelError, match=r"int8 .* does not fit a layer in nf4"):
         layer.set_packed_weight(int8.quantize(weight_of()))
 
 

@@ -74,7 +74,9 @@ def test_blocks_that_span_rows_are_flat_and_raise_where_rows_are_needed(columns:
     generator = torch.Generator().manual_seed(7 * columns)
     weight = torch.randn(7, columns, generator=generator) * torch.arange(1.0, 8.0)[:, None]
     assert torch.equal(layer.dequantized(), nf4.dequantize(nf4.quantize(weight, double=double)))
-    with pytest.raises(RecipeError, match=rf"rows of {columns} values, and NF4 blocks of 64 span them.*INT8"):
+    with pytest.raises(
+        RecipeError, match=rf"rows of {columns} elements, and NF4 blocks of 64 span several.*INT8"
+    ):
         layer.slice_rows(0, 3)
 
 
@@ -82,7 +84,7 @@ def test_a_model_whose_rows_cannot_be_sliced_raises_with_the_layer() -> None:
     shape = uniform_shape("llama", 64, 64, 96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
     for options in ({"kind": "nf4", "block": 32}, {"kind": "int8"}):
         check_row_layout(quantize_layout(plain(shape), **options))  # type: ignore[arg-type]
-    words = r"model.layers.0.mlp.down_proj has rows of 96 values, and NF4 blocks of 64 .*block=32\)"
+    words = r"model.layers.0.mlp.down_proj has rows of 96 elements, and NF4 blocks of 64 .*block=32\)"
     with pytest.raises(RecipeError, match=words):
         check_row_layout(quantize_layout(plain(shape), "nf4"))
 
@@ -177,7 +179,7 @@ def test_a_slice_cannot_be_loaded_or_saved() -> None:
         lambda: part.set_packed_weight(nf4.quantize(torch.randn(8, 128))),
         lambda: packed_state(part),
     ):
-        with pytest.raises(ModelError, match=r"a slice of 8 rows.*; use the whole layer"):
+        with pytest.raises(ModelError, match=r"a slice of 8 rows.*; use the full layer"):
             refused()
 
 

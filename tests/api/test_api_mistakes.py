@@ -78,7 +78,7 @@ def test_invalid_prompts(model: trimtab.Model, given: Any, shown: str) -> None:
         ({"top_p": None}, "top_p is None; give a number above 0, at most 1"),
         ({"stop": 5}, "stop is 5, an int; give a text or a list of texts"),
         ({"max_tokens": 3}, "there is no option 'max_tokens'; did you mean 'max_new_tokens'?"),
-        ({"do_sample": True}, "there is no option 'do_sample'; these are known: max_new_tokens, "),
+        ({"do_sample": True}, "there is no option 'do_sample'; choose one of max_new_tokens, "),
     ],
 )
 def test_sampling_options_of_the_wrong_type(

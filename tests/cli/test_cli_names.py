@@ -58,7 +58,10 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
     ("words", "message"),
     [
         (("train", "own-txt"), "there is no recipe at own-txt; did you mean own-text, which ships with"),
-        (("train", "a/own-txt"), "there is no recipe at a/own-txt; check the path, or name one that ships"),
+        (
+            ("train", "a/own-txt"),
+            "there is no recipe at a/own-txt; check the path, or name a recipe that ships",
+        ),
         (("help", "trian"), "there is no verb 'trian'; did you mean `trimtab train`?"),
         (("trian", "x.yaml"), "there is no verb 'trian'; did you mean `trimtab train`?"),
         (("generat",), "did you mean `trimtab generate`?"),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, squeezed
+from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, normalize_name
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.facts.gpus import LEAST_MEMORY, MOST_MEMORY, find_gpu
+from trimtab.facts.gpus import MAX_MEMORY, MIN_MEMORY, find_gpu
 
 SHEETS = data_sheets()
 NAMES = [(sheet, name) for sheet in SHEETS for name in sheet.names]
@@ -73,9 +73,9 @@ def test_a_sheet_is_found_by_the_driver_s_name(sheet: DataSheet) -> None:
 
 def test_names_are_unique_and_there_are_enough_devices() -> None:
     assert len({sheet.name for sheet in SHEETS}) >= 60
-    names = Counter(squeezed(name) for sheet in SHEETS for name in {*sheet.names, sheet.id})
+    names = Counter(normalize_name(name) for sheet in SHEETS for name in {*sheet.names, sheet.id})
     assert [name for name, times in names.items() if times > 1] == []
-    shared = {squeezed(name) for sheet in SHEETS for name in sheet.shared_aliases}
+    shared = {normalize_name(name) for sheet in SHEETS for name in sheet.shared_aliases}
     assert shared.isdisjoint(names)
 
 
@@ -149,7 +149,7 @@ def test_any_text_is_a_device_or_a_clear_error(text: str) -> None:
     gpu = None
     with contextlib.suppress(RecipeError):
         gpu = find_gpu(text)
-    assert gpu is None or gpu.sheet is not None or LEAST_MEMORY <= gpu.memory_bytes <= MOST_MEMORY
+    assert gpu is None or gpu.sheet is not None or MIN_MEMORY <= gpu.memory_bytes <= MAX_MEMORY
 
 
 @given(st.sampled_from(NAMES), st.data())

@@ -57,7 +57,7 @@ def test_only_these(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rtx4090: -1", "line 1: the price is -1; give a number of US dollars"),
+        ("rtx4090: -1", "line 1: the price is -1; give US dollars per hour"),
         ("rtx4090: cheap", "line 1: the price is cheap"),
         ("rtx4090: '0.35'", "line 1: the price is 0.35"),
         ("rtx4090: .nan", "line 1: the price is .nan"),

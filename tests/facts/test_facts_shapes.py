@@ -102,7 +102,7 @@ ATTENTION, FEED = TINY.block.attention, TINY.block.dense
     [
         (BlockShape(ATTENTION, ExpertsShape(4, 2, 8)), "experts"),
         (BlockShape(LatentAttentionShape(4, 8, 4, 4, 4), FEED), "latent attention"),
-        (BlockShape(ATTENTION, FEED, norm_placement="both"), "norms after a branch"),
+        (BlockShape(ATTENTION, FEED, norm_placement="both"), "norms after a sublayer"),
         (BlockShape(ATTENTION, FEED, Norm(unit_offset=True)), "norms with an offset"),
         (BlockShape(ATTENTION, dataclasses.replace(FEED, activation="gelu")), "the activation gelu"),
         (BlockShape(dataclasses.replace(ATTENTION, softcap=5.0), FEED), "soft-capped"),
@@ -144,7 +144,7 @@ def test_every_field_of_a_block_is_built_or_refused() -> None:
     ("block", "message"),
     [
         (BlockShape(AttentionShape(4, 3, 4), FeedForwardShape(8)), "4 query heads cannot share 3"),
-        (BlockShape(AttentionShape(4, 2, 3), FeedForwardShape(8)), "a head of 3"),
+        (BlockShape(AttentionShape(4, 2, 3), FeedForwardShape(8)), "head_dim 3"),
         (BlockShape(AttentionShape(4, 2, 4), FeedForwardShape(0)), "intermediate_size is 0"),
         (BlockShape(AttentionShape(0, 0, 4), FeedForwardShape(8)), "num_heads is 0"),
         (BlockShape(AttentionShape(4, 2, 4), ExpertsShape(0, 1, 8)), "num_experts is 0"),

@@ -143,7 +143,7 @@ def saved_bytes(compute: Callable[[], torch.Tensor], weights: Parameters) -> int
 
 def declared_bytes(operations: list[Operation], x: Activation) -> int:
     requires_grad = requiring_grad(operations, {x.name})
-    return sum(one.nbytes for one in saved_activations(operations, requires_grad))
+    return sum(activation.nbytes for activation in saved_activations(operations, requires_grad))
 
 
 EXPERTS = {
@@ -176,7 +176,10 @@ def test_experts_flops_match_torchs_counter(name: str) -> None:
     check_flops(operations, lambda x_NC: run_experts(x_NC, shape, weights))
     block = BlockShape(LATENT, shape)
     per_token = block.active_weights(C) - sum(linear.matrix for linear in LATENT.linears(C))
-    assert sum(one.forward.flops for one in operations if one.kind is Kind.PRODUCT) == 2 * N * per_token
+    assert (
+        sum(operation.forward.flops for operation in operations if operation.kind is Kind.PRODUCT)
+        == 2 * N * per_token
+    )
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
@@ -194,7 +197,7 @@ def test_latent_attention_flops_match_torchs_counter() -> None:
     operations: list[Operation] = []
     add_latent_attention(operations, LATENT, run.activation("x", C, Part.RESIDUAL), C, run, plain_projections)
     check_flops(operations, lambda x_NC: run_latent(x_NC, weights))
-    attention = next(one for one in operations if one.kind is Kind.ATTENTION)
+    attention = next(operation for operation in operations if operation.kind is Kind.ATTENTION)
     pairs, H, D, V = N * (N + 1) // 2, LATENT.num_heads, LATENT.head_dim, LATENT.value_head_dim
     assert attention.forward.flops == 2 * pairs * H * (D + V)
     assert attention.backward.flops == 2 * pairs * H * (3 * D + 2 * V)
@@ -203,13 +206,13 @@ def test_latent_attention_flops_match_torchs_counter() -> None:
 def check_flops(operations: list[Operation], compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Declared products, forward and backward, equal those of torch's counter."""
     x_NC = torch.randn(N, C, requires_grad=True)
-    products = [one for one in operations if one.kind is Kind.PRODUCT]
+    products = [operation for operation in operations if operation.kind is Kind.PRODUCT]
     with FlopCounterMode(display=False) as forward:
         y_NC = compute(x_NC)
     with FlopCounterMode(display=False) as backward:
         y_NC.sum().backward()
-    assert sum(one.forward.flops for one in products) == forward.get_total_flops()
-    both = sum(one.backward.flops + one.parameter_backward.flops for one in products)
+    assert sum(operation.forward.flops for operation in products) == forward.get_total_flops()
+    both = sum(operation.backward.flops + operation.parameter_backward.flops for operation in products)
     assert both == backward.get_total_flops()
 
 
@@ -220,7 +223,7 @@ def test_no_more_experts_are_read_than_there_are_rows() -> None:
         operations: list[Operation] = []
         run = Execution(1, tokens, "bf16", "triton")
         add_experts(operations, shape, run.activation("x", C, Part.RESIDUAL), C, run, plain_projections)
-        up = next(one for one in operations if one.name == "mlp.experts.up_proj")
+        up = next(operation for operation in operations if operation.name == "mlp.experts.up_proj")
         assert up.weights == experts * C * shape.width
         rows = tokens * shape.active
         assert up.forward.moved == (rows * (C + shape.width) + experts * C * shape.width) * width
@@ -231,6 +234,6 @@ def test_a_single_expert_that_is_always_active_costs_what_a_dense_layer_does() -
     block, dense = ExpertsShape(1, 1, 32), FeedForwardShape(32)
     extra = dict(block.parameters(C)).keys() - {"mlp.gate.weight"}
     assert len(extra) == 3
-    assert sum(one.weights for one in block.linears(C) if not one.routes) == sum(
-        one.weights for one in dense.linears(C)
+    assert sum(linear.weights for linear in block.linears(C) if not linear.routes) == sum(
+        linear.weights for linear in dense.linears(C)
     )

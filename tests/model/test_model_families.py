@@ -57,7 +57,7 @@ def others(value: Any) -> Iterator[Any]:
 
 
 def kind_of(name: str, key: str, default: Any) -> str:
-    """How a config with another value for a key is handled."""
+    """The outcome for a config with another value of a key."""
     config = config_of(name)
     before = shape_from_config(config)
     for value in others(config.get(key, default)):

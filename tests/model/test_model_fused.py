@@ -142,7 +142,7 @@ def test_a_fused_tensor_of_another_width_raises(
     ):
         with pytest.raises(ModelError) as caught:
             attempt()
-        assert f"{name} is [{rows}, 64] where the model has [{wanted}, 64]" in caught.value.cause
+        assert f"{name} has shape [{rows}, 64], but the model has [{wanted}, 64]" in caught.value.cause
         assert origin in caught.value.cause
 
 

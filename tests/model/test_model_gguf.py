@@ -259,7 +259,7 @@ def test_missing_extra_and_misshaped_tensors(tmp_path: Path) -> None:
         attention="reference",
     )
     write_gguf(source, tmp_path / "m.gguf")
-    with pytest.raises(ModelError, match=r"\[64, 32\] where the model has \[65, 32\]"):
+    with pytest.raises(ModelError, match=r"\[64, 32\], but the model has \[65, 32\]"):
         load_weights(other, tmp_path / "m.gguf")
 
 

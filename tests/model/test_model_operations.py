@@ -63,7 +63,9 @@ def operations_of(shape: ModelShape, **changes: str) -> tuple[Operation, ...]:
 def test_every_parameter_belongs_to_one_operation(name: str, pointwise: str) -> None:
     shape = SHAPES[name]
     trained = Counter(
-        gradient.name for one in operations_of(shape, pointwise=pointwise) for gradient in one.gradients
+        gradient.name
+        for operation in operations_of(shape, pointwise=pointwise)
+        for gradient in operation.gradients
     )
     assert trained == Counter(found for found, _ in shape.blocks[0].parameters(shape.hidden_size))
 
@@ -73,12 +75,12 @@ def test_every_parameter_belongs_to_one_operation(name: str, pointwise: str) -> 
 def test_activations_are_produced_before_they_are_read(name: str, pointwise: str) -> None:
     operations = operations_of(SHAPES[name], pointwise=pointwise)
     made = {BLOCK_INPUT}
-    for one in operations:
-        assert {activation.name for activation in one.inputs} <= made, one.name
-        outputs = [activation.name for activation in one.outputs]
-        assert made.isdisjoint(outputs), one.name
+    for operation in operations:
+        assert {activation.name for activation in operation.inputs} <= made, operation.name
+        outputs = [activation.name for activation in operation.outputs]
+        assert made.isdisjoint(outputs), operation.name
         made.update(outputs)
-    assert len({one.name for one in operations}) == len(operations)
+    assert len({operation.name for operation in operations}) == len(operations)
     assert operations[-1].outputs[0].nbytes == operations[0].inputs[0].nbytes
 
 
@@ -88,18 +90,18 @@ def test_sharding_and_its_collectives(name: str) -> None:
     shape = SHAPES[name]
     linears = {linear.name: linear for linear in shape.blocks[0].linears(shape.hidden_size)}
     tokens, width = 2 * 24, 4
-    for one in operations_of(shape):
-        linear: Linear | None = linears.get(one.name)
-        found = [(c.name, c.nbytes, c.backward) for c in one.communicates]
+    for operation in operations_of(shape):
+        linear: Linear | None = linears.get(operation.name)
+        found = [(c.name, c.nbytes, c.backward) for c in operation.communicates]
         if linear is None:
             assert not found
-            assert one.split in ("column", "sequence", "replicated")
+            assert operation.split in ("column", "sequence", "replicated")
         elif linear.split == "row":
             assert found == [("all_reduce", tokens * linear.out_features * width, False)]
         else:
             assert found == [("all_reduce", tokens * linear.in_features * width, True)]
-        assert one.forward.launches > 0
-        assert one.forward.moved > 0
+        assert operation.forward.launches > 0
+        assert operation.forward.moved > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "biases", "fused"])
@@ -116,8 +118,12 @@ def test_flops_match_torchs_counter(name: str) -> None:
         out_BTC = decoder.model.layers[0](x_BTC, cos_BTF, sin_BTF, Layout.causal())
     with FlopCounterMode(display=False) as backward:
         out_BTC.sum().backward()
-    products = [one for one in operations_of(shape, attention="reference") if one.kind is Kind.PRODUCT]
+    products = [
+        operation
+        for operation in operations_of(shape, attention="reference")
+        if operation.kind is Kind.PRODUCT
+    ]
     pairs = 4 * B * T * T * attention.num_heads * attention.head_dim  # two products over all pairs
-    assert sum(one.forward.flops for one in products) + pairs == forward.get_total_flops()
-    both = sum(one.backward.flops + one.parameter_backward.flops for one in products)
+    assert sum(operation.forward.flops for operation in products) + pairs == forward.get_total_flops()
+    both = sum(operation.backward.flops + operation.parameter_backward.flops for operation in products)
     assert both + 2 * pairs == backward.get_total_flops()

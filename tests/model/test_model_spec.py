@@ -50,7 +50,7 @@ def really_saved(forward: Callable[[], torch.Tensor], model: torch.nn.Module) ->
 
 
 def declared_bytes(job: Job) -> int:
-    """What the blocks and the final norm save, and what they share."""
+    """Bytes of saved activations of the blocks and the final norm, and of the tensors that they share."""
     blocks = blocks_by_layer(job)
     saved = [saved_activations(block.operations, block.requires_grad) for block in blocks]
     return sum(map(total_bytes, saved)) + bytes_around(job) + job.batch * job.tokens * 8

@@ -72,5 +72,7 @@ def test_declared_operations_match_autograd(name: str, trained: bool) -> None:
 def test_layers_without_rope_have_no_rotation() -> None:
     for rope, count in ((None, 0), (Rope(), 1)):
         block = BlockShape(AttentionShape(4, 2, 8, rope=rope), FEED)
-        names = [one.name for one in block_operations(block, C, Execution(1, N, "bf16", "triton"))]
+        names = [
+            operation.name for operation in block_operations(block, C, Execution(1, N, "bf16", "triton"))
+        ]
         assert names.count("rope") == count

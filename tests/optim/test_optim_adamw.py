@@ -364,5 +364,5 @@ def test_it_accepts_named_parameters() -> None:
     plain = AdamW8bit(layer.named_parameters(), lr=1e-3)
     groups = AdamW8bit([{"params": list(layer.named_parameters())}], lr=1e-3)
     assert sorted(plain.tensors()) == sorted(groups.tensors())
-    with pytest.raises(RecipeError, match=r"got a Parameter; pass model.named_parameters\(\)"):
+    with pytest.raises(RecipeError, match=r"got a Parameter without a name; pass model.named_parameters\(\)"):
         AdamW8bit(layer.parameters(), lr=1e-3)  # type: ignore[arg-type]

@@ -302,7 +302,8 @@ def test_replay_share_lies_between_zero_and_one(share: str) -> None:
 def test_a_weight_that_no_epoch_can_hold_is_refused(key: str, data: str) -> None:
     """It was accepted, and the error after the first evaluation blamed the device's memory."""
     assert message(f"model: a\ndata: {data}\n") == (
-        f"{key}: 1e+12 is above 1000, the most passes over a source in an epoch; set {key}=1000 or less (1 is one pass)"
+        f"{key}: 1e+12 is above 1000, the maximum number of passes over a source per epoch; "
+        f"set {key}=1000 or less (1 is one pass)"
     )
     loads(f"model: a\ndata: {data.replace('1e12', '1000')}\n")
 
@@ -343,20 +344,20 @@ def test_files_that_are_not_there(tmp_path) -> None:
 )
 def test_text_that_no_file_can_hold_is_refused(override: str, what: str, text: str) -> None:
     said = override.encode(errors="backslashreplace").decode()
-    expected = f"{what} holds a character that UTF-8 cannot write: {text} (from '{said}'); correct it, or leave it out"
-    assert message(MINIMAL, (override,)) == expected
+    cause = f"{what} contains a character that UTF-8 cannot encode: {text} (from '{said}')"
+    assert message(MINIMAL, (override,)) == f"{cause}; correct it, or leave it out"
 
 
 def test_text_that_no_file_can_hold_is_refused_wherever_it_is_from() -> None:
     with pytest.raises(
-        RecipeError, match=r"output_dir holds a character that UTF-8 cannot write: 'runs/\\udcff'"
+        RecipeError, match=r"output_dir contains a character that UTF-8 cannot encode: 'runs/\\udcff'"
     ):
         loads(MINIMAL, name="\udcff.yaml")
     with pytest.raises(
-        RecipeError, match=r"2 problems in the recipe:\n  - prompts.0 holds .*\n  - prompts.1 holds"
+        RecipeError, match=r"2 problems in the recipe:\n  - prompts.0 contains .*\n  - prompts.1 contains"
     ):
         build({"model": "a", "data": {"train": "x"}, "prompts": ["\ud800", "\ud801"]})
-    assert "prompts.0 holds a character that UTF-8 cannot write: '\\ud800' (line 4)" in message(
+    assert "prompts.0 contains a character that UTF-8 cannot encode: '\\ud800' (line 4)" in message(
         MINIMAL + 'prompts: ["\\ud800"]\n'
     )
 
@@ -372,14 +373,14 @@ def test_a_character_may_be_a_json_escape() -> None:
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
 def test_builtin_template_variables_are_not_keys(name: str) -> None:
     assert message(MINIMAL, (f"data.chat_template_kwargs={{{name}: x}}",)) == (
-        f"data.chat_template_kwargs names {name}, which every chat template gets anyway; leave it out "
+        f"data.chat_template_kwargs sets {name}, which every chat template receives anyway; leave it out "
         f"(data.chat_template_kwargs.{name}=null)"
     )
 
 
 def test_several_builtin_template_variables() -> None:
     said = message(MINIMAL, ("data.chat_template_kwargs={tools: x, messages: y, enable_thinking: true}",))
-    assert "names messages, tools, which every chat template gets anyway; leave them out" in said
+    assert "sets messages, tools, which every chat template receives anyway; leave them out" in said
     assert loads(MINIMAL, ["data.chat_template_kwargs={eos_token: x}"]).data.chat_template_kwargs
 
 

@@ -131,7 +131,7 @@ def dropping(w: World) -> Any:
 
 def follow_masks(w: World, remedy: str) -> None:
     decoder = dropping(w)
-    first, then = remedy.removesuffix(" before each").split(", then ")
+    first, then = remedy.removesuffix(" before each microbatch").split(", then ")
     names: dict[str, Any] = {"decoder": decoder, "device": torch.device("cpu"), "seed": 0, "step": 0}
     import trimtab.adapt
 
@@ -142,7 +142,7 @@ def follow_masks(w: World, remedy: str) -> None:
 
 case(
     "adapt/lora_products.py:add_lora: masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, "
-    "first_sequence, tokens) before each",
+    "first_sequence, tokens) before each microbatch",
     lambda w: dropping(w).loss(IDS_BT, IDS_BT),
     follow_masks,
 )
@@ -319,7 +319,7 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_reading.py:read_config: give one that peft or `trimtab export peft` wrote",
+    "adapt/peft_reading.py:read_config: give a folder that peft or `trimtab export peft` wrote",
     lambda w: load_adapter(decoder_of(w.model), w.model),
     lambda w, remedy: (
         load(w),

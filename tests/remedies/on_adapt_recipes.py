@@ -88,7 +88,7 @@ case(
     lambda w, remedy: narrow(40, kind="int8").slice_rows(0, 4),
 )
 case(
-    "adapt/quantized.py:check_whole_layer: use the whole layer, then slice it",
+    "adapt/quantized.py:check_whole_layer: use the full layer, then slice it",
     lambda w: layer().slice_rows(0, 4).set_weight(torch.ones(4, 64)),
     lambda w, remedy: narrow(64).slice_rows(0, 4).dequantized(),
 )
@@ -248,15 +248,15 @@ case(
 
 
 def follow_names_or_all_linear(w: World, remedy: str) -> None:
-    plan_lora(w, target_modules=remedy.partition("like ")[2].split(";")[0])
-    for name in listed(remedy, "there are"):
+    plan_lora(w, target_modules=remedy.partition("such as ")[2].split(";")[0])
+    for name in listed(remedy, "choose from"):
         plan_lora(w, target_modules=[name])
     plan_lora(w, target_modules="all-linear")
 
 
 case(
-    "adapt/targets.py:_by_pattern: full names are like model.layers.0.self_attn.q_proj; there are {}; a list may have "
-    "these short names, and all-linear selects every linear layer",
+    "adapt/targets.py:_by_pattern: write a pattern for full names such as model.layers.0.self_attn.q_proj; or "
+    "all-linear; or a list of short names: choose from {}",
     lambda w: plan_lora(w, target_modules="q_proj"),
     follow_names_or_all_linear,
 )
@@ -269,9 +269,11 @@ case(
     ),
 )
 case(
-    "adapt/targets.py:_by_names: there are {}",
+    "adapt/targets.py:_by_names: choose from {}",
     lambda w: plan_lora(w, target_modules=["query"]),
-    lambda w, remedy: in_turn(lambda name: plan_lora(w, target_modules=[name]), listed(remedy, "there are")),
+    lambda w, remedy: in_turn(
+        lambda name: plan_lora(w, target_modules=[name]), listed(remedy, "choose from")
+    ),
 )
 case(
     "adapt/peft_files.py:copy_adapter_tensors: get the adapter again, or train it again",

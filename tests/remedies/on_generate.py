@@ -74,11 +74,11 @@ case(
     lambda w, remedy: loaded(w).generate("the cat", **{quoted(remedy): 2}),
 )
 case(
-    "facts/arguments.py:refuse_unknown: these are known: {}",
+    "facts/arguments.py:refuse_unknown: choose one of {}",
     lambda w: loaded(w).generate("the cat", do_sample=True),
     lambda w, remedy: [
         loaded(w).generate("the cat", **{"max_new_tokens": 2, name: "x" if name == "stop" else 1})
-        for name in remedy.partition(": ")[2].split(", ")
+        for name in remedy.partition("one of ")[2].split(", ")
     ],
 )
 case(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from cases import World, case
 
 from trimtab.facts.gpus import find_gpu
-from trimtab.facts.prices import FIELDS, MOST_DOLLARS, read_prices
+from trimtab.facts.prices import FIELDS, MAX_DOLLARS, read_prices
 
 EXAMPLES = "for example rtx4090, a100-80gb, apple-m4-max-64gb, or a memory size such as 24GB"
 LINE = "write a line such as `rtx4090: 0.74`"
@@ -30,10 +30,10 @@ GPU = {
     "find_gpu: write {}": "v100",
     "_gpu_of_size: give the memory of a GPU, such as 8GB or 24GB": "0GB",
     "_gpu_of_size: give the memory of one GPU, such as 24GB or 24000MB": "24000GB",
-    "_wrong_size: write rtx{} for the card, or a size such as 24GB": "4090",
-    "_wrong_size: write {}GB or {}GiB, or a name such as rtx4090": "24",
-    "_wrong_size: give the memory of a GPU, such as 24GB": "-24GB",
-    f"_wrong_size: {EXAMPLES}": "24GBx",
+    "_invalid_size: write rtx{} for the card, or a size such as 24GB": "4090",
+    "_invalid_size: write {}GB or {}GiB, or a name such as rtx4090": "24",
+    "_invalid_size: give the memory of a GPU, such as 24GB": "-24GB",
+    f"_invalid_size: {EXAMPLES}": "24GBx",
     "_unknown: did you mean {}?": "rtx4091",
     f"_unknown: {EXAMPLES}": "banana",
 }
@@ -83,8 +83,8 @@ case(
 for wrong in (b"\xff\xfe", "rtx4090: {", "\x07", "- rtx4090"):
     case(f"{FILE}_entries: {LINE}", priced(wrong), with_the_line)
 case(f"{FILE}_entries: give a price file: one line per GPU", priced("#" * 2_000_000), followed("rtx4090: 1"))
-case(f"{FILE}_gpu: {{}}", priced("a100: 1"), with_the_names)
-case(f"{FILE}_gpu: name a GPU, such as rtx4090 or a100-80gb", priced("24GB: 1"), with_the_names)
+case(f"{FILE}_sheet_id: {{}}", priced("a100: 1"), with_the_names)
+case(f"{FILE}_sheet_id: name a GPU, such as rtx4090 or a100-80gb", priced("24GB: 1"), with_the_names)
 case(
     f"{FILE}_price: give {{}} once each",
     priced("rtx4090: {usd_per_hour: 1, price: 2}"),
@@ -96,12 +96,12 @@ case(
     f"{FILE}_price: give it: dollars per hour, such as 0.74", priced("rtx4090: {source: x}"), with_the_number
 )
 case(
-    f"{FILE}_dollars: give the price of one GPU in US dollars, at most {MOST_DOLLARS} per hour",
+    f"{FILE}_dollars: give the price of one GPU in US dollars, at most {MAX_DOLLARS} per hour",
     priced("rtx4090: 1000000"),
     with_the_number,
 )
 case(
-    f"{FILE}_refuse: give a number of US dollars per hour that is not negative, such as 0.74",
+    f"{FILE}_invalid_price: give US dollars per hour as a number of at least 0, such as 0.74",
     priced("rtx4090: -1"),
     with_the_number,
 )

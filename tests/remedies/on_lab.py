@@ -22,7 +22,7 @@ def into_a_folder(w: World, remedy: str) -> None:
 
 
 case(
-    "facts/calibration_file.py:write_calibration: set XDG_CACHE_HOME to a folder that can be written",
+    "facts/calibration_file.py:write_calibration: set XDG_CACHE_HOME to a writable folder",
     onto_a_file,
     into_a_folder,
 )

@@ -131,7 +131,7 @@ accepted_config(
     lambda remedy: {"num_attention_heads": 2 * number_in(remedy), "head_dim": 16},
 )
 accepted_config(
-    "facts/shapes.py:_at_least_1: it must be at least 1",
+    "facts/shapes.py:_check_positive: it must be at least 1",
     {"hidden_size": 0},
     lambda remedy: {"hidden_size": number_in(remedy)},
 )
@@ -149,7 +149,8 @@ accepted_config(
     lambda remedy: {"hidden_act": remedy.partition("hidden_act: ")[2].split(",")[0]},
 )
 accepted_config(
-    f"{CONFIG_JSON}:check_supported: use a model without partial_rotary_factor: trimtab rotates whole heads",
+    f"{CONFIG_JSON}:check_supported: use a model without partial_rotary_factor: trimtab rotates all dimensions of "
+    "a head",
     {"partial_rotary_factor": 0.5},
     lambda remedy: {remedy.partition("without ")[2].split(":")[0]: ...},
 )
@@ -242,7 +243,7 @@ def with_activation(activation: str) -> Any:
 
 
 case(
-    "model/building.py:_check_supported: use a model without that",
+    "model/building.py:_check_supported: use a model without this feature",
     lambda w: with_activation("gelu"),
     lambda w, remedy: with_activation("silu"),
 )
@@ -453,7 +454,7 @@ def notes(w: World) -> Path:
 
 
 case(
-    "model/save.py:check_replaceable: choose another folder: only one with {} in it is overwritten",
+    "model/save.py:check_replaceable: choose another folder: only a folder with {} in it is overwritten",
     lambda w: export(w, notes(w), "--overwrite"),
     lambda w, remedy: (
         export(w, w.tmp / "another", "--overwrite"),

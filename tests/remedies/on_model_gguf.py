@@ -137,7 +137,7 @@ def overlapping(w: World) -> object:
 
 case(f"model/weights_gguf.py:survey_gguf: {INCOMPLETE_GGUF}", overlapping, gguf_again)
 case(
-    "model/source.py:shape_of_header: download the file of the whole model",
+    "model/source.py:shape_of_header: download the file of the complete model",
     lambda w: read_shape(gguf_file(w, drop="token_embd.weight")),
     gguf_again,
 )

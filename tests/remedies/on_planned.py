@@ -105,7 +105,7 @@ case(
     lambda w, remedy: header("gemma2", split__count=1),
 )
 case(
-    f"{PLANNED}/gguf.py:_latent: download it again: some are never rotated",
+    f"{PLANNED}/gguf.py:_latent: download it again: latent attention has dimensions without RoPE",
     lambda w: header("deepseek2", attention__key_length=2),
     lambda w, remedy: header("deepseek2"),
 )

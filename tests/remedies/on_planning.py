@@ -51,7 +51,7 @@ case(
     lambda w, remedy: plan(w, MODEL, *GPU, "--solve", "fastest"),
 )
 case(
-    "recipe/rules.py:_size: lower them to {} together",
+    "recipe/rules.py:_batch_size: reduce the product to {} or less",
     lambda w: plan(w, MODEL, *GPU, "per_device_train_batch_size=1000000000000"),
     lambda w, remedy: plan(w, MODEL, *GPU, "per_device_train_batch_size=1"),
 )

@@ -34,13 +34,13 @@ def rule(key: str, given: list[str], *rights: list[str], base: str = BASE) -> No
 
 
 rule(
-    "_length: set a positive number of steps, or -1 to train for num_train_epochs",
+    "_num_steps: set a positive number of steps, or -1 to train for num_train_epochs",
     ["max_steps=0"],
     ["max_steps=5"],
     ["max_steps=-1"],
 )
 rule(
-    "_length: keep one of them: set max_steps=null or num_train_epochs=null",
+    "_num_steps: keep one of them: set max_steps=null or num_train_epochs=null",
     [],
     base=BASE + "max_steps: 5\nnum_train_epochs: 2\n",
 )
@@ -49,7 +49,7 @@ rule(
     [],
     base=BASE.replace("starter:math", "{source: starter:math, weight: 1e12}"),
 )
-rule("_length: set max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
+rule("_num_steps: set max_steps", ["data.streaming=true"], ["data.streaming=true", "max_steps=5"])
 rule(
     "_schedule: keep one of them: set warmup_steps=null or warmup_ratio=null",
     [],
@@ -181,7 +181,7 @@ def file_case(key: str, wrong: str | bytes, right: str = BASE) -> None:
 
 
 case(
-    "recipe/loading.py:load: check the path, or name one that ships with trimtab: {}",
+    "recipe/loading.py:load: check the path, or name a recipe that ships with trimtab: {}",
     lambda w: load(w.tmp / "absent.yaml"),
     lambda w, remedy: (
         load(from_file(w)),
@@ -213,13 +213,15 @@ case(
 )
 file_case("loading.py:loads: start with a line such as `model: ...`", "- a\n- b\n")
 file_case("yaml_text.py:read: give a recipe: a YAML file of a few lines", "#" * 1_000_001)
-file_case("yaml_text.py:_refuse_tricks: delete it; recipes are YAML 1.2", "%YAML 1.1\n---\n" + BASE)
-file_case("yaml_text.py:_refuse_tricks: write the value out", "model: &m starter\n" + BASE.partition("\n")[2])
+file_case("yaml_text.py:_reject_unsupported: delete it; recipes are YAML 1.2", "%YAML 1.1\n---\n" + BASE)
 file_case(
-    "yaml_text.py:_refuse_tricks: recipes are plain data: remove it",
+    "yaml_text.py:_reject_unsupported: write the value out", "model: &m starter\n" + BASE.partition("\n")[2]
+)
+file_case(
+    "yaml_text.py:_reject_unsupported: recipes are plain data: remove it",
     BASE.replace("starter\n", "!!str starter\n"),
 )
-file_case("yaml_text.py:_refuse_tricks: write it flat", BASE + "lora: " + "[" * 13 + "]" * 13)
+file_case("yaml_text.py:_reject_unsupported: write it flat", BASE + "lora: " + "[" * 13 + "]" * 13)
 file_case(
     "yaml_text.py:_plain: write keys as words, such as `optim: adamw_8bit`",
     BASE + "? [a]\n: 5\n",
@@ -230,22 +232,22 @@ file_case("yaml_text.py:_plain: keep one of them", BASE + "model: other\n")
 
 # Overrides and keys.
 case(
-    "recipe/loading.py:_parsed: write key=value, for example learning_rate=1e-4",
+    "recipe/loading.py:_parse: write key=value, for example learning_rate=1e-4",
     lambda w: recipe("learning_rate"),
     lambda w, remedy: recipe(remedy.split()[-1]),
 )
 case(
-    "recipe/loading.py:_both_given: give one of them",
+    "recipe/loading.py:_conflict: give one of them",
     lambda w: recipe("max_steps=5", "num_train_epochs=2"),
     lambda w, remedy: (recipe("max_steps=5"), recipe("num_train_epochs=2")),
 )
 case(
-    "recipe/loading.py:_refuse_contradictions: give one of them",
+    "recipe/loading.py:_check_conflicts: give one of them",
     lambda w: recipe("max_steps=5", "max_steps=6"),
     lambda w, remedy: (recipe("max_steps=5"), recipe("max_steps=6")),
 )
 case(
-    "recipe/loading.py:_refuse_contradictions: give '{}' after it, or leave it out",
+    "recipe/loading.py:_check_conflicts: give '{}' after it, or leave it out",
     lambda w: recipe("lora.r=4", "lora={lora_alpha: 8}"),
     lambda w, remedy: (
         recipe("lora={lora_alpha: 8}", re.findall("'(.*?)'", remedy)[0]),
@@ -332,9 +334,9 @@ def like(w: World, remedy: str) -> None:
         loads(f"{BASE}{example}\n")
 
 
-case("recipe/problems.py:_none_of: write it like {}", lambda w: recipe("recompute=5"), like)
+case("recipe/problems.py:_no_matching_type: write it like {}", lambda w: recipe("recompute=5"), like)
 case(
-    "recipe/problems.py:_no_value: give one{}{}",
+    "recipe/problems.py:_missing_value: give one{}{}",
     lambda w: loads("model:\ndata: {train: starter:math}\n"),
     lambda w, remedy: loads(re.findall("`(.*?)`", remedy)[0] + "\ndata: {train: starter:math}\n"),
 )
@@ -346,12 +348,12 @@ case(
     lambda w, remedy: (loads(BASE + 'prompts: ["x"]\n'), loads(BASE)),
 )
 case(
-    "recipe/loading.py:_expanded: write {}=value",
+    "recipe/loading.py:_expand: write {}=value",
     lambda w: recipe("optim.name=adamw_8bit"),
     lambda w, remedy: recipe(remedy.removeprefix("write ").replace("value", "adamw_8bit")),
 )
 case(
-    "recipe/loading.py:_expanded: write {} as a mapping of keys to values",
+    "recipe/loading.py:_expand: write {} as a mapping of keys to values",
     lambda w: loads("model: starter\ndata: 5\n", ["data.train=starter:math"]),
     lambda w, remedy: loads("model: starter\ndata: {eval_share: 0}\n", ["data.train=starter:math"]),
 )
@@ -361,7 +363,7 @@ case(
     lambda w, remedy: recipe(f"{meant(remedy)}.name=x"),
 )
 file_case(
-    "yaml_text.py:read: correct it there; what holds : or # or begins with a sign goes in quotes",
+    "yaml_text.py:read: correct that line; put text that contains : or # or begins with a sign in quotes",
     BASE + "prompts: [a: b: c]\n",
     BASE + 'prompts: ["a: b: c"]\n',
 )
@@ -399,7 +401,7 @@ rule(
 )
 NOTHING = ["data.eval_share=0", "probe=false"]
 rule(
-    "_measuring: name a set under data.eval, set data.eval_share, or leave eval_steps out (eval_steps=null)",
+    "_evaluation: name a set under data.eval, set data.eval_share, or leave eval_steps out (eval_steps=null)",
     [*NOTHING, "eval_steps=5"],
     [*NOTHING, "eval_steps=5", "data.eval.general=[starter:general]"],
     ["probe=false", "data.eval_share=0.1", "eval_steps=5"],

@@ -390,7 +390,7 @@ case(
     ),
 )
 case(
-    "facts/arguments.py:plain_value: give what a recipe can hold: text, numbers, lists, dicts",
+    "facts/arguments.py:plain_value: give a value that a recipe can contain: text, number, list, dict",
     lambda w: trimtab.train(settings(w), data=ROWS, max_steps=object()),
     lambda w, remedy: trimtab.train(settings(w), data=ROWS, max_steps=1, lora={"target_modules": ["q_proj"]}),
 )

@@ -102,7 +102,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     STATED: (
         "checkpoint/manifest.py:read_manifest: (none)",
         "checkpoint/manifest.py:verify: (none)",
-        "recipe/problems.py:_none_of: (none)",
+        "recipe/problems.py:_no_matching_type: (none)",
         "recipe/problems.py:_problem: (none)",
         "run/out_of_memory.py:MemoryExplainer.during: (none)",
     ),

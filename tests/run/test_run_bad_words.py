@@ -87,9 +87,12 @@ def test_a_stream_may_begin_with_nothing_to_train_on(tmp_path: Path, model: Path
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ('model.added_tokens=["\\ud800"]', "model.added_tokens.0 holds a character that UTF-8 cannot write"),
-        ('prompts=["\\ud800 x"]', "prompts.0 holds a character that UTF-8 cannot write"),
-        ("data.chat_template_kwargs={messages: x}", "names messages, which every chat template gets"),
+        (
+            'model.added_tokens=["\\ud800"]',
+            "model.added_tokens.0 contains a character that UTF-8 cannot encode",
+        ),
+        ('prompts=["\\ud800 x"]', "prompts.0 contains a character that UTF-8 cannot encode"),
+        ("data.chat_template_kwargs={messages: x}", "sets messages, which every chat template receives"),
     ],
 )
 def test_text_that_no_recipe_may_contain(

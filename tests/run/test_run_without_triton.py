@@ -34,7 +34,7 @@ def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
         *(impl for layer in found.attention.layers for impl in (layer.packed, layer.unpacked)),
     ]
     assert "triton" not in [*chosen, found.pointwise.impl]
-    assert found.quantization.reason == "torch's own operations: Triton's kernels do not run here"
+    assert found.quantization.reason == "torch operations: the Triton kernels do not run here"
     better = resolve_backends(loads(text), tiny_shape(), NEW, threads=1).quantization
     assert better is not None
     assert better.impl == "triton"

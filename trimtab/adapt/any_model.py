@@ -18,7 +18,7 @@ HEAD = ("lm_head",)
 
 
 def quantize_linears(model: nn.Module, kind: str = "nf4", *, skip: Sequence[str] = HEAD) -> nn.Module:
-    """Replaces every `nn.Linear` by a quantized layer of the same name, in place; their weights are frozen.
+    """Replaces every `nn.Linear` by a quantized layer of the same name, in place; its weight is frozen.
 
     Args:
         model: any torch model with its weights.
@@ -61,7 +61,7 @@ def add_lora(
     adapter: str = DEFAULT,
     seed: int = 0,
 ) -> nn.Module:
-    """Adds a LoRA adapter to linear and quantized layers, in place: it is active and trainable, all else is frozen.
+    """Adds a LoRA adapter to linear and quantized layers, in place: active and trainable; everything else is frozen.
 
     Args:
         model: any torch model.

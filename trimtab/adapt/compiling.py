@@ -25,7 +25,7 @@ from trimtab.model.decoder import Decoder
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MAX_GRAPHS = 64
-"""Recompile limit per block, after which torch raises: policies × windows × lengths of 0, 1 or more."""
+"""Recompile limit per block, above which torch raises: policies × windows × dynamic lengths (0, 1 or more)."""
 
 
 def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "inductor") -> Decoder:
@@ -36,7 +36,7 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
 
     Args:
         decoder: with adapters and recompute policies, which are compiled too.
-        dynamic: whether one graph handles all lengths; False compiles a slightly faster one per length.
+        dynamic: whether one graph handles all sequence lengths; False compiles a slightly faster graph per length.
         backend: "inductor" generates kernels; "aot_eager" only traces, for tests.
 
     Example:
@@ -49,7 +49,7 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     # Epsilons and LoRA scales are constants; as dynamic values torch 2.13 loses them between nested graphs.
     dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_GRAPHS)
-    # Logged for every selective policy; trimtab's are tested to give the eager layer's gradients.
+    # torch logs this for every selective policy; tests check that trimtab's give the eager layer's gradients.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_in_place_operations)
     compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     # A plain list, so that modules are not registered again and no name changes.
@@ -79,8 +79,8 @@ def use_cache_folder(parent: Path | None = None) -> Path:
 
 @cache
 def source_key() -> str:
-    """A hash of trimtab's source. torch keys compiled code by operator names, and code of an earlier version, whose
-    operators differ, must not be reused.
+    """A hash of trimtab's source. torch keys compiled code by operator names only, and code compiled for an earlier
+    version, whose operators differ, must not be reused.
 
     Example:
         >>> len(source_key())
@@ -93,7 +93,7 @@ def source_key() -> str:
 
 
 def compilations() -> tuple[int, float]:
-    """Returns (graphs, seconds): the number of graphs that torch has compiled in this process, and the time.
+    """Returns (graphs, seconds): the number of graphs that torch compiled in this process, and the compile time.
 
     Example:
         >>> compilations()  # doctest: +SKIP
@@ -110,7 +110,7 @@ class Regions:
         self.decoder = decoder
 
     def compilations(self) -> tuple[int, float]:
-        """`compilations`."""
+        """As the function `compilations`."""
         return compilations()
 
     @contextmanager

@@ -3,9 +3,9 @@
     load_weights(decoder, "my-model")                             # packed
     set_dequantized_copies(decoder, 32, dtype=torch.bfloat16)      # plus dequantized copies for 32 blocks
 
-A packed weight is dequantized in the forward pass, in the backward pass, and once more where a layer is recomputed. A
-copy is dequantized once and read instead: 16 bits per value in addition to the 4 or 8. The products are the same, on
-the same values, so results are bitwise identical. Saving, merging and exporting read the packed tensors as before.
+A packed weight is dequantized in the forward pass, in the backward pass, and once more if the layer is recomputed. A
+copy is dequantized once and read instead: 16 bits per element in addition to the 4 or 8. The products are the same, on
+the same values, so results are bitwise identical. Saving, merging and exporting still read the packed tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def set_dequantized_copies(decoder: Decoder, layers: int, *, dtype: torch.dtype 
     blocks = list(decoder.model.layers)
     if not 0 <= layers <= len(blocks):
         raise RecipeError(
-            f"dequantized copies of {layers} layers are not possible: the model has {len(blocks)}",
+            f"cannot store dequantized copies of {layers} layers: the model has {len(blocks)}",
             f"give a number from 0 to {len(blocks)}",
         )
     if layers and not any(True for _ in quantized_layers(decoder)):

@@ -31,7 +31,7 @@ from trimtab.model.labels import with_factor
 
 @dataclass(frozen=True)
 class Part:
-    """One layer of a group: its frozen weight and its adapter.
+    """One layer of a fused group: its frozen weight and its adapter.
 
     Example:
         >>> weight, a, b = torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 2)
@@ -41,7 +41,7 @@ class Part:
 
     packed: Packed
     text: str
-    """`Packing.text`."""
+    """`Packing.text` of the weight."""
     a_RI: torch.Tensor
     b_OR: torch.Tensor
     scaling: float
@@ -53,7 +53,7 @@ class Part:
 
 
 def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool = False) -> list[torch.Tensor]:
-    """Each layer's output [..., Oᵢ] for one x [..., I], in x's dtype; differentiable in x and all A and B.
+    """Returns each layer's output [..., Oᵢ] for one x [..., I], in x's dtype; differentiable in x and all A and B.
 
     Args:
         x: any shape whose last size is I.
@@ -148,7 +148,7 @@ def _gradient(
     texts: str,
     wants_dx: bool,
 ) -> list[torch.Tensor]:
-    """Returns dx (empty where not wanted), then all dA in one matrix, then each dB."""
+    """Returns dx (empty if not needed), then all dA in one matrix, then each dB."""
     x_NI = x.reshape(-1, x.shape[-1])
     dy_GNO = [grad.reshape(x_NI.shape[0], -1) for grad in dy]
     dh_NR = torch.empty_like(h_NR)
@@ -205,7 +205,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> Any:
-    """The complete backward, including H's: H is passed as a constant without a gradient."""
+    """The complete backward pass, including that of H, which the operator receives without a gradient."""
     x, h_NR, *tensors = ctx.saved_tensors
     num_packed, num = ctx.counts
     packed, a, b = tensors[:num_packed], tensors[num_packed : num_packed + num], tensors[num_packed + num :]

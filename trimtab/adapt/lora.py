@@ -28,12 +28,12 @@ __all__ = ["LoRAEmbedding", "LoRALinear", "add_adapters", "init_adapters", "use_
 
 
 def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEFAULT) -> Decoder:
-    """Adds adapters to a decoder, active and trainable, everything else frozen; on any device, including meta.
+    """Adds adapters to a decoder, active and trainable; everything else is frozen. Works on any device, including meta.
 
     The model's parameter names do not change. The adapters are uninitialized until `init_adapters` or `load_adapter`.
     Another call with another name adds a second adapter.
 
-    Raises for settings that cannot be trained; use `load_adapter` for an adapter that is only used.
+    Raises for settings that cannot be trained; use `load_adapter` for inference with an existing adapter.
 
     Args:
         decoder: from `build`, quantized or not.
@@ -50,7 +50,7 @@ def add_adapters(decoder: Decoder, settings: LoraSettings, *, adapter: str = DEF
 
 
 def attach_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> Decoder:
-    """`add_adapters` without the check that the adapter can be trained."""
+    """Like `add_adapters`, without checking that the adapter can be trained."""
     if not adapter.replace("-", "_").isidentifier():
         raise RecipeError(f"{adapter!r} cannot be an adapter's name", "use letters, digits, - and _")
     if hasattr(nn.ParameterDict(), adapter) or hasattr(nn.ModuleDict(), adapter):
@@ -67,7 +67,7 @@ def attach_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> D
 
 
 def _get_or_attach(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
-    """The adapted layer of a target; replaces the plain one if necessary."""
+    """Returns the adapted layer of a target; replaces the base layer by it if necessary."""
     module = decoder.get_submodule(target.name)
     if isinstance(module, LoRALinear | LoRAEmbedding):
         return module
@@ -114,7 +114,7 @@ def adapted_layers(decoder: nn.Module) -> Iterator[LoRALinear | LoRAEmbedding]:
 
 
 def adapter_names(decoder: nn.Module) -> list[str]:
-    """Names of the adapters that a model has."""
+    """Names of a model's adapters."""
     return list(dict.fromkeys(name for layer in adapted_layers(decoder) for name in layer.settings))
 
 

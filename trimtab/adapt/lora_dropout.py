@@ -1,7 +1,7 @@
 """Dropout whose masks are a function of (seed, step, sequence, position in it, layer, column).
 
-A sequence's index is that in the batch of the whole optimizer step. So recomputation repeats a mask, and masks do not
-depend on how that batch is split into microbatches, processes and tiles.
+Sequences are indexed within the batch of the optimizer step. So recomputation repeats a mask, and masks do not depend
+on how the batch is split into microbatches, processes and tiles.
 
 Each row (a token) and each column of x gets a hashed word; the word of an element is a hash of their sum. Wrapping
 integer arithmetic gives the same mask on every device.
@@ -22,7 +22,7 @@ _MOST = 0x7FFFFFFF
 
 
 def _signed(value: int) -> int:
-    """The int32 with the bits of an unsigned word."""
+    """Returns the int32 with the bit pattern of an unsigned word."""
     value %= _WORD
     return value - _WORD if value >= _WORD >> 1 else value
 
@@ -32,14 +32,14 @@ ROW_KEY, COLUMN_KEY, FIRST_SEQUENCE, TOKENS, FIRST_ROW = range(KEY_WORDS)
 of the first current row (for tiles)."""
 
 _STRIDE = _signed(0x9E3779B1)
-"""Between the row numbers of two sequences: 2³² over the golden ratio, whose multiples are far apart modulo 2³². Up to
-0.38 · 2³² tokens of a step have distinct numbers, whatever the sequence length."""
+"""Stride between the row numbers of two sequences: 2³² over the golden ratio, whose multiples are far apart modulo 2³².
+Up to 0.38 · 2³² tokens per step have distinct numbers, whatever the sequence length."""
 
 _FIRST, _SECOND = _signed(MULTIPLIERS[0]), _signed(MULTIPLIERS[1])
 
 
 def _mix_(words: torch.Tensor) -> torch.Tensor:
-    """A 32-bit finalizer, in place; shifts are arithmetic in torch, so the copies of the sign bit are masked.
+    """32-bit hash finalizer, in place. torch's shifts are arithmetic, so the copies of the sign bit are masked.
 
     In place, so that memory does not depend on when the interpreter frees a caller's argument.
     """
@@ -49,7 +49,7 @@ def _mix_(words: torch.Tensor) -> torch.Tensor:
 
 
 def _row_numbers(rows: int, key_5: torch.Tensor, first: int) -> torch.Tensor:
-    """int32 [N]: a number per row that depends only on its sequence and its position there."""
+    """int32 [N]: a number per row that depends only on its sequence and its position in it."""
     row_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_5.device) + key_5[FIRST_ROW]
     sequence_N = torch.div(row_N, key_5[TOKENS], rounding_mode="floor")
     position_N = row_N - sequence_N * key_5[TOKENS]
@@ -120,7 +120,7 @@ class Masks:
         self._write(derive(seed, "lora dropout", step), first_sequence, tokens)
 
     def set_by_microbatch(self, seed: int, step: int, microbatch: int, rank: int = 0) -> None:
-        """The masks of earlier versions: rows are indexed within a microbatch of one process."""
+        """Sets masks as earlier versions did: rows are indexed within a microbatch of one process."""
         self._write(derive(seed, "lora dropout", step, microbatch, rank), 0, _MOST)
 
     def _write(self, key: int, first_sequence: int, tokens: int) -> None:

@@ -1,7 +1,7 @@
 """LoRA layers: linear and embedding.
 
-An adapted layer replaces the base layer and shares its parameters and buffers, so that no name of the model changes;
-its own are `lora_A.<adapter>.weight` and `lora_B.<adapter>.weight`, as in peft.
+An adapted layer replaces the base layer and shares its parameters and buffers, so that no name of the model changes.
+The adapter's parameters are `lora_A.<adapter>.weight` and `lora_B.<adapter>.weight`, as in peft.
 """
 
 # I input features, O output features, R rank
@@ -30,7 +30,7 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module, name: str) -> None:
         super().__init__()
         assert not list(base.children()), f"{name} has submodules"
-        # The same dictionaries, not copies: moving, loading or sharding a tensor here also does so there.
+        # The same dictionaries, not copies: moving, loading or sharding a tensor here also changes the base.
         self._parameters = base._parameters
         self._buffers = base._buffers
         self._non_persistent_buffers_set = base._non_persistent_buffers_set
@@ -53,7 +53,7 @@ class Adapted(nn.Module):
             return getattr(self.__dict__["base"], name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """`to`, `to_empty` etc.: applies the base layer's own `_apply` to its tensors, then the adapters."""
+        """Called by `to`, `to_empty` etc.: runs the base layer's `_apply`, then that of the adapters."""
         self.__dict__["base"]._apply(fn)
         for child in self.children():
             child._apply(fn, recurse)
@@ -69,7 +69,7 @@ class Adapted(nn.Module):
         self.scaling.pop(adapter, None)
 
     def own_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
-        """An adapter's tensors by their names in this module."""
+        """Returns an adapter's parameters by their names in this module."""
         ending = (f".{adapter}", f".{adapter}.weight")
         return {n: p for n, p in self.named_parameters() if n.startswith("lora_") and n.endswith(ending)}
 
@@ -158,9 +158,9 @@ class LoRALinear(Adapted):
         return self.scaling[adapter] * (b_OR.to(wide) @ a_RI.to(wide))
 
     def effective_weight(self) -> torch.Tensor:
-        """W merged with the active adapters, [O, I] in W's dtype, differentiable in them: for a loss that needs a
-        matrix. Allocates a second W. Raises RecipeError while training with dropout, which has no input to drop
-        here."""
+        """W merged with the active adapters, [O, I] in W's dtype, differentiable in the adapters: for a loss that reads
+        the matrix. Allocates a second W. Raises RecipeError in training with dropout, since there is no input to
+        drop."""
         weight_OI = self.dense_weight()
         for adapter in self.active:
             if self._dropout(adapter):
@@ -209,8 +209,8 @@ class LoRALinear(Adapted):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether this layer can be part of a fused group: it must have one active adapter, without dropout
-        and DoRA."""
+        """Whether this layer can be part of a fused group: it has exactly one active adapter, without dropout and
+        DoRA."""
         if len(self.active) != 1:
             return False
         return self.active[0] not in self.lora_magnitude_vector and not self._dropout(self.active[0])
@@ -223,8 +223,8 @@ class LoRALinear(Adapted):
         return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
 
     def forward_group(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
-        """The outputs of these layers, of which this is the first, for x: in one operator if all of them can be parts
-        of a fused group."""
+        """Returns the outputs of these layers for x; this is the first of them. Runs one operator if all can be
+        fused."""
         joined = [layer for layer in layers if isinstance(layer, LoRALinear) and layer.can_fuse]
         if len(joined) < len(layers):
             return [layer(x) for layer in layers]
@@ -313,6 +313,6 @@ class _Factor(nn.Module):
 
 
 def _draw(tensor: torch.Tensor, seed: int, name: str, fill: Any) -> None:
-    """Random values that depend only on (seed, name), drawn in fp32 on the CPU."""
+    """Initializes a tensor with random values that depend only on (seed, name), drawn in fp32 on the CPU."""
     generator = torch.Generator().manual_seed(derive(seed, "lora", name))
     tensor.copy_(fill(torch.empty(tensor.shape, dtype=torch.float32), generator))

@@ -2,9 +2,9 @@
 
     dh = s · dy·B        dA = dhᵀ·x        dB = s · dyᵀ·h        dx = dy·W + dh·A
 
-All products run in x's dtype: A and B, usually fp32, are cast as they are used (they are thin) and the casts are not
-saved. dx is accumulated in place, so that no second [N, in] is allocated. With dropout the mask is recomputed from its
-key in the backward pass, and neither it nor the dropped x is saved.
+All products run in x's dtype: A and B, usually fp32, are cast when they are used (they are small) and the casts are not
+saved. dx is accumulated in place, so that no second [N, in] is allocated. With dropout the backward pass recomputes the
+mask from its key, and neither the mask nor the dropped x is saved.
 """
 
 # N tokens, I input features, O output features, R rank
@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Added(torch.autograd.Function):
-    """An adapter's output, added to the output `y` of a layer that has its own backward."""
+    """Adds an adapter's output to the output `y` of a layer that has its own backward pass."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class _Added(torch.autograd.Function):
 
 
 class _AddedDropped(torch.autograd.Function):
-    """`_Added` with dropout of probability `p` on x."""
+    """Like `_Added`, with dropout of probability `p` on x."""
 
     @staticmethod
     def forward(
@@ -164,7 +164,7 @@ def add_lora(
     p: float = 0.0,
     key_5: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """y + s·B·(A·x) for a layer's output y [..., O] of x [..., I]; with dropout of `p` on x.
+    """Returns y + s·B·(A·x) for a layer's output y [..., O] and input x [..., I], with dropout of probability `p` on x.
 
     Example:
         >>> add_lora(torch.zeros(1, 3), torch.ones(1, 4), torch.ones(2, 4), torch.ones(3, 2), 0.5)
@@ -175,7 +175,7 @@ def add_lora(
             raise RecipeError(
                 "adapters with dropout require masks before the first step",
                 "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, first_sequence, tokens) "
-                "before each",
+                "before each microbatch",
             )
         out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_5, scaling, p)
         return out

@@ -46,10 +46,10 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
 
     Args:
         decoder: with the adapters to merge active.
-        dtype: the dtype in which the change must be visible: that of the saved model.
+        dtype: dtype of the saved model, in which the merged weights must differ from the base's.
 
     Raises:
-        ModelError: a merged weight is not finite, or none differs from the base's in `dtype`; nothing is changed then.
+        ModelError: a merged weight is not finite, or none differs from the base's in `dtype`; the model is unchanged.
     """
     if not active_adapters(decoder):
         raise RecipeError("there is no adapter to merge", "give a run trained with `lora`, or an adapter")
@@ -73,8 +73,8 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
         elements += stored.numel()
     if not changed:
         raise ModelError(
-            f"merging changes no weight in {dtype}: the adapter is untrained, or its changes are below that dtype's "
-            "precision",
+            f"merging changes no weight in {dtype}: the adapter is untrained, or its changes are below the precision "
+            f"of {dtype}",
             "nothing was written; train it further" + ("" if dtype == "fp32" else ", or give --dtype fp32"),
         )
     for layer in layers:
@@ -89,7 +89,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
 
 
 def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
-    """Elements of the modules fully replaced by active adapters: those that differ in a dtype, and all."""
+    """Counts elements of the modules that active adapters fully replace: (those that differ in a dtype, all)."""
     parameters, changed, elements = dict(decoder.named_parameters()), 0, 0
     for name, base in replaced_modules(decoder).items():
         now, before = (tensor.to(torch_dtype(dtype)) for tensor in (parameters[name].data, base))

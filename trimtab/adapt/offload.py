@@ -1,8 +1,8 @@
-"""Activation offloading to pinned host memory between forward and backward: layer inputs, expensive results.
+"""Activation offloading to pinned host memory between forward and backward: layer inputs and expensive results.
 
-A tensor is copied to pinned memory on a separate stream while the layer computes, and copied back while the layer
-above is in its backward pass. At most two layers' tensors are on the device at once: those of the layer that produces
-or reads them, and those of the layer being copied. There is no synchronization with the host.
+A tensor is copied to pinned memory on a separate stream while the layer computes, and copied back during the backward
+pass of the next layer. The device holds the tensors of at most two layers: the one that computes, and the one that is
+being copied. There is no synchronization with the host.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from trimtab.facts.units import format_bytes
 
 
 class HostStore:
-    """Offloads tensors to pinned host memory; `with store.offload_input(x):` around the call that saves x.
+    """Offloads tensors to pinned host memory: put `with store.offload_input(x):` around the call that saves x.
 
-    Buffers are reused from step to step. Each decoder has its own store, which is last in, first out.
+    Buffers are reused across steps. Each decoder has its own store, which is last in, first out.
 
     Example:
         >>> store = HostStore("cuda")                          # doctest: +SKIP
@@ -35,11 +35,11 @@ class HostStore:
         self._free: list[tuple[_Pinned, torch.cuda.Event | None]] = []
         self._layer: weakref.ref[_Layer] | None = None
         self.host_bytes = 0
-        """Bytes pinned so far."""
+        """Bytes of pinned host memory."""
 
     @contextmanager
     def offload_input(self, x: torch.Tensor) -> Iterator[None]:
-        """Offloads x if it is saved for the backward inside; other saved tensors stay on the device."""
+        """Offloads x if it is saved for the backward pass inside the block; other saved tensors stay on the device."""
         place = (x.data_ptr(), x.dtype, x.shape, x.stride())
         kept: list[_OffloadedTensor] = []  # x may be saved more than once; it is copied once
 
@@ -61,18 +61,18 @@ class HostStore:
         self._free = [(buffer, None) for buffer, _ in self._free]
 
     def wait_for_copies(self) -> None:
-        """Makes the current stream wait for copies to the host; copies back are waited for where they are used."""
+        """Makes the current stream wait for copies to the host; `get` waits for copies back."""
         torch.cuda.current_stream(self._out.device).wait_stream(self._out)
 
     def offload(self, tensors: Sequence[torch.Tensor]) -> list[_OffloadedTensor]:
-        """Offloads more tensors of the layer whose input was offloaded last; `.get()` copies one back."""
+        """Offloads more tensors of the layer whose input was offloaded last; `.get()` copies a tensor back."""
         layer = self._layer() if self._layer is not None else None
         return self._offload(tensors, layer or self._next_layer())
 
     def _next_layer(self) -> _Layer:
         below = self._layer() if self._layer is not None else None
         if below is not None:
-            below.free_device_copy()  # any earlier, the device would wait for copies that have just started
+            below.free_device_copy()  # earlier, the device would wait for copies that have just started
         layer = _Layer(below)
         self._layer = weakref.ref(layer)
         return layer
@@ -83,7 +83,7 @@ class HostStore:
         return sent
 
     def _acquire_buffer(self, num_bytes: int) -> _Pinned:
-        """A pinned buffer of at least this size that is free, or will be soon."""
+        """Returns a pinned buffer of at least this size; the copy stream waits until its last use is over."""
         for i, (buffer, used) in enumerate(self._free):
             if buffer.num_bytes >= num_bytes:
                 del self._free[i]
@@ -95,7 +95,7 @@ class HostStore:
         return _Pinned(num_bytes)
 
     def _unpin_free(self) -> None:
-        """Unpins the free buffers, all of which are too small for the current request.
+        """Unpins the free buffers, which are all too small for the current request.
 
         Longer sequences need larger buffers. Runs with `group_by_length` begin with their longest microbatch, but a
         resume within an epoch does not: without this, buffers of every size would stay pinned.
@@ -112,9 +112,9 @@ class HostStore:
 
 
 class _Pinned:
-    """Host memory for asynchronous GPU copies, of exactly this size: torch's own pinned allocator rounds up to the
-    next power of two, up to twice what a plan counts. Page-aligned: if two buffers share a page, CUDA pins only the
-    first one's part and rejects the other's."""
+    """Host memory for asynchronous GPU copies, of exactly this size: torch's pinned allocator rounds up to the next
+    power of two, up to twice the planned size. Page-aligned: if two buffers share a page, CUDA pins only the first
+    and rejects the other."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -127,7 +127,7 @@ class _Pinned:
                 f"cannot pin {format_bytes(num_bytes)} of host memory for recompute: offload (CUDA error {failed})",
                 "set recompute: block, or raise the locked memory limit (ulimit -l)",
             )
-        # The tensor is referenced until then, so that its address stays valid.
+        # The finalizer references the tensor, so that its address stays valid until it is unpinned.
         weakref.finalize(self, _unpin, self.tensor).atexit = False
 
 
@@ -136,14 +136,14 @@ def _unpin(tensor: torch.Tensor) -> None:
 
 
 class _Layer:
-    """A layer's offloaded tensors, and the layer below. Tensors reference their layer, not the other way round."""
+    """A layer's offloaded tensors, and the previous layer. Tensors reference their layer; it has weak references."""
 
     def __init__(self, below: _Layer | None) -> None:
         self.below = below
         self.members: list[weakref.ref[_OffloadedTensor]] = []
 
     def prefetch_below(self) -> None:
-        """This layer's backward pass starts: prefetches all tensors of the layer below."""
+        """Prefetches all tensors of the previous layer; called when this layer's backward pass starts."""
         below, self.below = self.below, None
         for kept in [] if below is None else below.live_tensors():
             kept.fetch()
@@ -160,12 +160,12 @@ class _Layer:
 
 
 class _OffloadedTensor:
-    """An offloaded tensor: being copied to the host, there, or being copied back."""
+    """An offloaded tensor: on its way to the host, on the host, or on its way back."""
 
     def __init__(self, store: HostStore, x: torch.Tensor, layer: _Layer) -> None:
         self._store, self._layer = store, layer
         self._device: torch.Tensor | None = x
-        """The device copy: until the next layer starts, and again when fetched."""
+        """The device copy, until the next layer starts and after `fetch`."""
         self._buffer = store._acquire_buffer(x.numel() * x.element_size())
         flat = self._buffer.tensor[: x.numel() * x.element_size()].view(x.dtype)
         # With the device's strides (transposed heads, for instance), so that one contiguous copy is enough.
@@ -179,7 +179,7 @@ class _OffloadedTensor:
             self._host.copy_(x, non_blocking=True)
             self._arrived.record(stream)
         self._place = x.device
-        # The buffer is free when autograd has released this; its next user waits for copies in flight.
+        # The buffer is released when autograd frees this object; its next user waits for copies in flight.
         weakref.finalize(self, store._release_buffer, self._buffer, self._uses).atexit = False
 
     def free_device_copy(self) -> None:
@@ -203,7 +203,7 @@ class _OffloadedTensor:
         self._uses.append(returned)
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor on the device and prefetches those of the layer below."""
+        """Returns the tensor on the device and prefetches those of the previous layer."""
         self.fetch()
         if self._uses:
             torch.cuda.current_stream(self._place).wait_event(self._uses[-1])

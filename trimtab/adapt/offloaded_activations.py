@@ -1,8 +1,8 @@
 """Selective activation checkpointing whose saved activations are offloaded until the recomputation.
 
-Two dispatch modes for one checkpoint: the first offloads the results of operators to a store, the second
-returns them instead of running the operator. Both dispatch below autograd, so that the recomputation builds the
-graph that the backward pass reads, around results that it did not compute.
+Two dispatch modes for one checkpoint: the first offloads the results of operators to a store, the second returns them
+instead of running the operator. Both dispatch below autograd, so that the recomputation still builds the graph that
+the backward pass reads.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 IsSaved = Callable[[Any], bool]
 MIN_ELEMENTS = 1 << 16
-"""Smaller tensors are not worth the copies and stay on the device."""
+"""Minimum size of an offloaded tensor; for smaller ones the copies cost more than they save."""
 
 
 class OffloadedTensor(Protocol):
     """A tensor in an activation store."""
 
     def get(self) -> torch.Tensor:
-        """Returns it to the device."""
+        """Returns the tensor on the device."""
 
 
 class ActivationStore(Protocol):
@@ -80,10 +80,10 @@ class _FetchingMode(TorchDispatchMode):
 def offloading_contexts(
     is_saved: IsSaved, store: ActivationStore
 ) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    """For `torch.utils.checkpoint.checkpoint(..., context_fn=...)`: the contexts of forward pass and recomputation.
+    """Returns the contexts of forward pass and recomputation, for `torch.utils.checkpoint.checkpoint(context_fn=...)`.
 
     Args:
-        is_saved: whether the results of an operator are saved, asked while it is dispatched.
+        is_saved: whether the results of an operator are saved; called while the operator is dispatched.
         store: where they are offloaded to.
 
     Example:

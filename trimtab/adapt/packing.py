@@ -1,8 +1,8 @@
 """The layout of a quantized weight [N, K] in packed tensors: their names and shapes, and slices of its rows.
 
-Where blocks do not span rows (INT8; NF4 if the block divides K) codes and scales have one row per row of the weight,
-so that rows can be sliced and sharded along dim 0. Otherwise they are flat. Scales are always bytes: fp32 ones are
-stored as four uint8 values each. So neither a cast of the model nor FSDP2's mixed precision rounds them.
+If blocks do not span rows (INT8; NF4 if the block size divides K), codes and scales have one row per row of the weight,
+so that rows can be sliced and sharded along dim 0. Otherwise they are flat. Scales are always stored as bytes, fp32
+scales as four uint8 each, so that neither a cast of the model nor FSDP2's mixed precision rounds them.
 """
 
 # N output features, K input features
@@ -23,10 +23,10 @@ NAMES = ("codes", "scales", "quant_map", "nested_absmax", "nested_quant_map", "o
 """The packed tensors, in the operators' order. NF4 without double quantization has the first three, INT8 two."""
 
 ROW_NAMES = NAMES[:2]
-"""Tensors that are sliced by rows; the others are small tables that every slice needs in full."""
+"""Tensors that are sliced by rows; the others are small tables that every slice shares."""
 
 PLAIN = "plain"
-"""The kind of an unquantized weight, whose first packed tensor is the plain [N, K]."""
+"""Kind of an unquantized weight, whose only packed tensor is the plain [N, K]."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Packing:
     in_features: int
     block: int
     nested_block: int
-    """0 where scales are not quantized themselves."""
+    """Scales per block of double quantization; 0 without it."""
     impl: str
-    """reference or triton; torch for a plain one."""
+    """reference or triton; torch for a plain weight."""
     first_block: int = 0
-    """For a slice with nested scales: the index of its first block in the whole weight."""
+    """For a slice with nested scales: the index of its first block in the full weight."""
 
     @staticmethod
     def plain(out_features: int, in_features: int) -> Packing:
@@ -60,7 +60,7 @@ class Packing:
 
     @property
     def text(self) -> str:
-        """One word per field, since operator arguments are strings, not objects."""
+        """The fields as one string, since custom operators accept strings but not objects."""
         fields = (
             self.kind,
             self.out_features,
@@ -104,7 +104,7 @@ class Packing:
 
 
 def check_rows(packing: Packing, name: str) -> None:
-    """Raises RecipeError for a layer whose rows cannot be sliced or sharded, since blocks span them.
+    """Raises RecipeError for a layer whose rows cannot be sliced or sharded because blocks span them.
 
     Example:
         >>> check_rows(Packing("nf4", 8, 128, 64, 256, "reference"), "model.layers.0.mlp.up_proj")
@@ -113,7 +113,7 @@ def check_rows(packing: Packing, name: str) -> None:
         return
     fitting = [block for block in nf4_spec.BLOCKS if packing.in_features % block == 0]
     raise RecipeError(
-        f"{name} has rows of {packing.in_features} values, and NF4 blocks of {packing.block} span them: "
+        f"{name} has rows of {packing.in_features} elements, and NF4 blocks of {packing.block} span several rows: "
         "its rows cannot be sliced or sharded",
         f"quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={max(fitting)})"
         if fitting
@@ -122,7 +122,7 @@ def check_rows(packing: Packing, name: str) -> None:
 
 
 def tensor_sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each packed tensor of a whole weight.
+    """Returns shape and dtype of each packed tensor of a full weight.
 
     Example:
         >>> {name: size for name, (size, _) in tensor_sizes(Packing("int8", 8, 100, 0, 0, "reference")).items()}
@@ -154,7 +154,7 @@ def tensor_sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dty
 
 
 def packed_tensors(weight: NF4Weight | Int8Tensor) -> dict[str, torch.Tensor]:
-    """A quantized weight's tensors by their names in a layer; fp32 scales as bytes."""
+    """Returns a quantized weight's tensors by their names in a layer, fp32 scales as bytes."""
     if isinstance(weight, Int8Tensor):
         found = {"codes": weight.codes, "scales": weight.scale}
     else:

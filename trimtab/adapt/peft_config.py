@@ -26,17 +26,17 @@ class AdapterFolder:
     """Parameters that it fully replaces (`modules_to_save`), by trimtab's names."""
     base_name: str | None
     base: BaseWeights | None
-    """Source, revision and checksums of the base, where trimtab wrote it."""
+    """Source, revision and checksums of the base model, if trimtab wrote the adapter."""
     ranks: Mapping[str, int]
     """Rank of each module, from the weights."""
     named: str | tuple[str, ...] = ()
-    """The config's target modules; empty where it excludes some of them by other keys."""
+    """The config's target modules; empty if other keys exclude some of them."""
 
 
 def read_adapter_folder(folder: str | Path) -> AdapterFolder:
     """Reads an adapter's settings from its config and the names in its weights; does not read tensors.
 
-    The modules are those with tensors in the file, however the config names them.
+    The adapted modules are determined by the tensors in the file, not by the config.
 
     Example:
         >>> read_adapter_folder("my-adapter").settings.r  # doctest: +SKIP
@@ -76,7 +76,7 @@ def read_adapter_folder(folder: str | Path) -> AdapterFolder:
 def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     """Fits an adapter to a model of this shape; raises ModelError if its modules do not match.
 
-    A head that is stored in addition to the embedding it is tied to is dropped.
+    If the file contains a tied head in addition to its embedding, the head is dropped.
     """
     if shape.tie_embeddings and f"{targets.EMBEDDING}.weight" in found.saved_modules:
         _check_head(found)
@@ -115,7 +115,7 @@ def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
 
 
 def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
-    """Raises ModelError where the config names modules that the weights lack: in some layers, or in the last ones."""
+    """Raises ModelError if the config names modules that have no weights, in some layers or in the last ones."""
     there = targets.matrices(shape)
     named = targets.matching_names(there, found.named)
     # Fully trained modules have no adapter, even if target_modules names them.
@@ -133,7 +133,7 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
 
 
 def _layer(name: str) -> str | None:
-    """A module's layer index; None outside of the layers."""
+    """A module's layer index; None outside the layers."""
     return name.split(".")[2] if name.startswith("model.layers.") else None
 
 
@@ -144,7 +144,7 @@ def _check_head(found: AdapterFolder) -> None:
 
 
 def _target_modules(config: dict[str, Any]) -> str | tuple[str, ...]:
-    """The value of `target_modules`, unless another key excludes some of it."""
+    """The value of `target_modules`; empty if another key excludes some of them."""
     if any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern")):
         return ()
     words = config["target_modules"] or ()
@@ -175,12 +175,12 @@ def plain_name(key: str) -> str:
 
 
 def is_base_copy(key: str) -> bool:
-    """Whether a tensor is a copy of the base's, which peft also saves where embeddings or head are adapted."""
+    """Whether a tensor is a copy of a base weight, which peft also saves if embeddings or head are adapted."""
     return ".base_layer." in key
 
 
 def _matching_patterns(patterns: Mapping[str, Any] | None, modules: tuple[str, ...]) -> dict[str, Any]:
-    """The config's patterns that are the first to match a module of the file: peft ignores others."""
+    """The config's patterns that are the first match of some module in the file; peft ignores the others."""
     keys = list(patterns or {})
     first = {next((key for key in keys if targets.matching(key, name)), None) for name in modules}
     return {key: value for key, value in (patterns or {}).items() if key in first}
@@ -217,14 +217,14 @@ def config_of(
 
 
 def _written_targets(shape: ModelShape, settings: LoraSettings) -> list[str]:
-    """Short names where they match exactly these modules, full names otherwise."""
+    """Short names if they match exactly these modules, full names otherwise."""
     names = [target.name for target in resolve(shape, settings)]
     short = targets.short_names(names)
     return short if [m.name for m in targets.select(shape, short)] == names else names
 
 
 def _written_modules(shape: ModelShape, settings: LoraSettings) -> list[str]:
-    """Short names where peft, which matches name suffixes, selects the same modules."""
+    """Short names if peft, which matches name suffixes, selects the same modules by them; full names otherwise."""
     matching_names = {
         name.rpartition(".")[0] for name in targets.select_modules(shape, settings.modules_to_save)
     }

@@ -40,7 +40,7 @@ EMBEDDING_KEY = f"{targets.EMBEDDING}.weight"
 
 
 def file_name(name: str, adapter: str) -> str:
-    """A tensor's name in a file, from its name in the model.
+    """Returns a tensor's name in peft's file, from its name in the model.
 
     Example:
         >>> file_name("model.layers.0.mlp.up_proj.lora_A.default.weight", "default")
@@ -61,7 +61,7 @@ def own_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.nn.
 
 
 def stored_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.Tensor]:
-    """All tensors of an adapter's file, by their names there: its own, and fully trained modules.
+    """Returns all tensors of an adapter's file by their names in it: the adapter's, and fully trained modules.
 
     A tied head is stored in addition to the embedding, so that every peft version replaces both.
     """
@@ -90,7 +90,7 @@ def save_adapter(
     Args:
         decoder: with the adapter, and its fully trained modules active.
         folder: the destination.
-        adapter: which one.
+        adapter: name of the adapter.
         base_name: the base's hub id or folder, for peft.
         revision: the base's commit.
         base: source, revision and checksums, stored in the file's header for trimtab.
@@ -154,8 +154,8 @@ def copy_adapter_tensors(
 ) -> None:
     """Copies an adapter's tensors from its file into a decoder that already has its layers.
 
-    Modules that it fully replaces are stored in addition to the model's own, to be switched (`use_adapters`); without
-    `switchable` they are overwritten, which takes no memory.
+    Modules that it fully replaces are stored in addition to the model's, so that `use_adapters` can switch; without
+    `switchable` they are overwritten, which needs no memory.
     """
     stored = {key.removeprefix(PREFIX): t for key, t in load_file(found.folder / WEIGHTS).items()}
     for key, tensor in stored.items():
@@ -211,4 +211,6 @@ def _module_tensors(
 
 def _check_dims(found: AdapterFolder, name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
     if stored.shape != wanted.shape:
-        raise other_base_error(found, f"{name} is {list(stored.shape)} there and {list(wanted.shape)} here")
+        raise other_base_error(
+            found, f"{name} is {list(stored.shape)} in the file and {list(wanted.shape)} in the model"
+        )

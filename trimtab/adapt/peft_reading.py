@@ -20,7 +20,7 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The prefix of every name in peft's files."""
 BASE_KEY = "trimtab_base"
-"""In the safetensors header of an adapter that trimtab wrote: the base's source, revision and checksums."""
+"""Key of the base model's source, revision and checksums in the safetensors header; only trimtab writes it."""
 FACTORS_A = (".lora_A.weight", ".lora_embedding_A")
 """Name suffixes of the A factors, which have one row per rank."""
 
@@ -37,14 +37,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }
-"""Keys that affect the computation, and the values with which they do not."""
+"""Unsupported keys that affect the computation, and their values that do not."""
 _HARMLESS = frozenset((
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config",
     "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "task_type",
 ))  # fmt: skip
-"""Keys about an adapter's origin, initialization or modules, which do not matter or follow from its weights."""
+"""Keys about an adapter's origin, initialization or modules, which are irrelevant or follow from its weights."""
 _MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` that also change the base weights."""
 
@@ -63,7 +63,7 @@ def _or_null(rule: Rule) -> Rule:
 
 
 def _by_module(rule: Rule, expected: str) -> Rule:
-    """A rule for mappings of valid patterns to fitting values."""
+    """The rule for mappings from valid patterns to valid values."""
 
     def all_fit(value: Any) -> bool:
         if not isinstance(value, dict):
@@ -77,7 +77,7 @@ class _Key(NamedTuple):
     """A config key that is read."""
 
     missing: Any
-    """The default; peft's, except for the rank."""
+    """Default if the key is absent: peft's, except for the rank."""
     rule: Rule
 
 
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Reads the config's keys; the used ones are validated and always present."""
     path = folder / CONFIG
     if not path.is_file():
-        raise ModelError(f"{folder} is not an adapter folder (no {CONFIG} in it)", "give one that peft or "
+        raise ModelError(f"{folder} is not an adapter folder (no {CONFIG} in it)", "give a folder that peft or "
                          "`trimtab export peft` wrote")  # fmt: skip
     try:
         config = read_json_object(path)
@@ -129,7 +129,7 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
         value = config[key]
         if value is True or (isinstance(value, (dict, list)) and value):
             raise ModelError(
-                f"{path}: {key} is {_short(value)}, a key that trimtab does not know",
+                f"{path}: {key} is {_short(value)}, and trimtab does not support this key",
                 "merge it with peft first",
             )
     init = config.get("init_lora_weights")
@@ -141,7 +141,7 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
 
 
 def _short(value: Any) -> str:
-    """A short form of a config value, as JSON for simple ones."""
+    """Abbreviates a config value; true, false and null as in JSON."""
     plain = {True: "true", False: "false", None: "null"}
     return plain[value] if value is None or isinstance(value, bool) else reprlib.repr(value)
 
@@ -152,7 +152,7 @@ class Header(NamedTuple):
     dims: dict[str, list[int]]
     dtypes: dict[str, str]
     base: BaseWeights | None
-    """Source, revision and checksums of the base, where trimtab wrote the file."""
+    """Source, revision and checksums of the base model, if trimtab wrote the file."""
 
 
 def read_header(folder: Path) -> Header:

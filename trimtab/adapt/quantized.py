@@ -1,7 +1,7 @@
 """Linear layers with a frozen weight in 4 or 8 bits: the base of QLoRA.
 
-Codes and scales are bitwise identical to bitsandbytes', wherever they were computed, on a CPU or a GPU.
-Where memory allows, a layer may also hold a dequantized copy of its weight (`adapt.dequantized`).
+Codes and scales are bitwise identical to bitsandbytes', whether computed on a CPU or a GPU. If memory allows, a layer
+may also have a dequantized copy of its weight (`adapt.dequantized`).
 """
 
 # N output features, K input features
@@ -27,22 +27,22 @@ from trimtab.kernels.nf4 import spec as nf4_spec
 class QuantizedLinear(nn.Module):
     """x [..., K] → x · Wᵀ + bias [..., N], with W in NF4 or INT8; differentiable in x (and in the bias).
 
-    W is frozen: it has no gradient, no optimizer state and is not saved in checkpoints. `set_weight` (from 16 or 32
-    bits) or `set_packed_weight` (from quantized files) sets it, tensor by tensor, as `load_weights` does. Computes in
-    x's dtype, or in autocast's where that is enabled.
+    W is frozen: it has no gradient, no optimizer state and is not saved in checkpoints. `load_weights` sets it by
+    `set_weight` (from 16 or 32 bits) or `set_packed_weight` (from quantized files). Computes in x's dtype, or in
+    autocast's if that is enabled.
 
     Codes and scales are frozen integer parameters with one row per row of W, which FSDP2 shards and `slice_rows`
-    slices; tables are buffers. Where NF4 blocks span rows, codes and scales are flat buffers.
+    slices; tables are buffers. If NF4 blocks span rows, codes and scales are flat buffers.
 
     Args:
         in_features: K.
         out_features: N.
-        bias: whether there is one; a parameter with its usual name, frozen by default.
+        bias: whether the layer has a bias, a parameter `bias` that is frozen by default.
         kind: "nf4" or "int8".
-        block: NF4: values that share a scale.
+        block: NF4: number of elements that share a scale.
         double: NF4: double quantization.
-        dtype: of the weight before quantization, and of the bias by default.
-        bias_dtype: of the bias.
+        dtype: dtype of the weight before quantization, and of the bias by default.
+        bias_dtype: dtype of the bias.
         impl: "reference" or "triton": `spec_quantized.choose_quantized_kernels`.
         device: device of the (uninitialized) tensors.
 
@@ -141,8 +141,8 @@ class QuantizedLinear(nn.Module):
         return torch.ops.trimtab.packed_linear(x, *packed, text)
 
     def operand(self, x: torch.Tensor) -> tuple[quantized_ops.Packed, str]:
-        """What a product with x [..., K] reads, and its packing: the dequantized copy, if there is one in x's dtype, or
-        the packed tensors. For few rows, which need no dequantized weight, always the packed ones."""
+        """Returns the tensors that a product with x [..., K] reads, and their packing: the dequantized copy, if there
+        is one in x's dtype, or the packed tensors. The fused kernel for few rows always reads the packed ones."""
         kept_NK = self.dequantized_copy
         if kept_NK is None or kept_NK.dtype != x.dtype:
             return self.packed, self.text
@@ -152,8 +152,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """W [N, K] as used in products, in `dtype` (the original's by default); read-only: where the layer has a
-        dequantized copy, it is that tensor."""
+        """Returns W [N, K] as used in products, in `dtype` (by default the original's). Read-only: it is the
+        dequantized copy itself if the layer has one."""
         wanted, kept_NK = dtype or self.dtype, self.dequantized_copy
         if kept_NK is not None and kept_NK.dtype == wanted:
             return kept_NK
@@ -173,7 +173,7 @@ class QuantizedLinear(nn.Module):
             >>> layer.dequantized_copy.shape, "dequantized_copy" in layer.state_dict()
             (torch.Size([8, 64]), False)
         """
-        self.dequantized_copy = None  # freed before another is allocated: never two at once
+        self.dequantized_copy = None  # freed before another is allocated, so that two never exist
         if dtype is not None:
             codes = self.packed[0]
             assert codes is not None
@@ -189,8 +189,8 @@ class QuantizedLinear(nn.Module):
 
     @torch.no_grad()
     def slice_rows(self, start: int, stop: int) -> QuantizedLinear:
-        """A layer of output features `start` to `stop` that shares this layer's memory: its weight is a slice of this
-        one's rows, bitwise identical. It can be read, moved and saved like any other; only a whole layer's weight can
+        """Returns a layer of output features `start` to `stop` that shares this layer's memory; its weight is a bitwise
+        identical slice of the rows. It can be read, moved and saved like any other; only the weight of a full layer can
         be set.
 
         Raises:
@@ -235,7 +235,7 @@ class QuantizedLinear(nn.Module):
         check_whole_layer(self)
         if tuple(weight_NK.shape) != self.packing.shape:
             raise ModelError(
-                f"a weight {list(weight_NK.shape)} for a layer {list(self.packing.shape)}",
+                f"a weight of shape {list(weight_NK.shape)} does not fit a layer {list(self.packing.shape)}",
                 f"give a weight of the shape {list(self.packing.shape)}",
             )
         codes = self.packed[0]
@@ -281,13 +281,13 @@ class QuantizedLinear(nn.Module):
             )
         if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
             raise ModelError(
-                f"a weight in {_describe(*found)} for a layer in "
+                f"a weight in {_describe(*found)} does not fit a layer in "
                 f"{_describe(mine.kind, mine.shape, mine.block, mine.nested_block)}",
                 "quantize the original weights again, or quantize the model as in its files",
             )
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedLinear:
-        """Raises for a trainable weight: quantized weights cannot be trained."""
+        """Raises if `requires_grad`: quantized weights cannot be trained."""
         if requires_grad:
             raise RecipeError(
                 f"a weight in {self.kind} cannot be trained directly: updates are smaller than a quantization step",
@@ -312,7 +312,7 @@ class QuantizedLinear(nn.Module):
 
 
 def _refresh(layer: nn.Module, _keys: Any) -> None:
-    """Runs after a state dict was loaded; an adapted layer forwards the call to its base."""
+    """Load-state-dict post-hook; an adapted layer forwards the call to its base."""
     layer.refresh_dequantized_copy()  # type: ignore[operator]
 
 
@@ -330,16 +330,16 @@ def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]
 
 
 def check_whole_layer(layer: QuantizedLinear) -> None:
-    """Raises ModelError for a slice of a layer, where a whole one is required."""
+    """Raises ModelError for a slice of a layer where a full layer is required."""
     if layer.is_slice:
         raise ModelError(
-            f"the layer is a slice of {layer.out_features} rows, but only whole layers are quantized, loaded and saved",
-            "use the whole layer, then slice it",
+            f"the layer is a slice of {layer.out_features} rows, but only full layers are quantized, loaded and saved",
+            "use the full layer, then slice it",
         )
 
 
 def packed_state(layer: QuantizedLinear, name: str = "weight") -> dict[str, torch.Tensor]:
-    """A layer's weight as bitsandbytes' state dict entries, NF4 only, for users who write such files."""
+    """Returns a layer's weight as bitsandbytes' state dict entries (NF4 only), to write files in its format."""
     weight = nf4_weight(layer)
     return weight.to_bitsandbytes(name)
 

@@ -2,7 +2,7 @@
 
     decoder = build(shape, dtype="bf16", device="meta", attention="varlen")
     quantize_layout(decoder, "nf4", device="cuda")          # allocates nothing
-    decoder.to_empty(device="cuda")                         # 4.13 bits per value
+    decoder.to_empty(device="cuda")                         # 4.13 bits per parameter
     load_weights(decoder, "my-model")                       # reads, moves and quantizes one weight at a time
 
 The layers keep their names; embeddings, norms and the head are unchanged.
@@ -40,12 +40,12 @@ def quantize_layout(
     Args:
         decoder: from `build`.
         kind: "nf4" or "int8".
-        block: NF4: values that share a scale.
-        double: NF4: double quantization, 4.13 bits per value instead of 4.5.
-        skip: layers not to quantize, by path or its last component (`"down_proj"`). The head never is.
-        dtype: what weights are rounded to before they are quantized; by default the decoder's dtype. With it a model
-            that is used in another dtype than it was trained in has the same codes.
-        impl: "auto" chooses by device, once; stored in each layer (`layer.impl`).
+        block: NF4: number of elements that share a scale.
+        double: NF4: double quantization, 4.13 bits per parameter instead of 4.5.
+        skip: layers not to quantize, by path or its last component (`"down_proj"`). The head is never quantized.
+        dtype: dtype that weights are rounded to before they are quantized; by default the decoder's. Set it to get the
+            same codes for a model that is used in another dtype than it was trained in.
+        impl: "auto" selects by device, once; the choice is stored in each layer (`layer.impl`).
         device: device of the weights; by default the decoder's.
 
     Example:
@@ -105,7 +105,7 @@ def _linears(decoder: Decoder, skip: tuple[str, ...]) -> list[tuple[str, nn.Line
 
 
 def describe(decoder: nn.Module) -> str:
-    """A one-line description of the quantized layers, for the run's printed choices."""
+    """Returns a one-line description of the quantized layers, for the run's printed choices."""
     layers = [layer for _, layer in quantized_layers(decoder)]
     if not layers:
         return "no quantized layers"
@@ -117,6 +117,6 @@ def describe(decoder: nn.Module) -> str:
 
 
 def check_row_layout(decoder: nn.Module) -> None:
-    """Raises RecipeError for the first quantized layer whose rows cannot be sliced, which sharding requires."""
+    """Raises RecipeError for the first quantized layer whose rows cannot be sliced, as sharding requires."""
     for name, layer in quantized_layers(decoder):
         check_rows(layer.packing, name)

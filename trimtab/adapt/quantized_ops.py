@@ -2,8 +2,8 @@
 
 The weight is dequantized to x's dtype into the shared workspace, multiplied and discarded; the gradient of x
 dequantizes it again. So no 16-bit weight outlives an operator, and autograd saves only the packed tensors (which exist
-anyway) and no activation. The weight is frozen: it never gets a gradient. A dequantized copy (`PLAIN`) goes through the
-same operators, so that the same products run in the same order.
+anyway) and no activation. The weight is frozen and has no gradient. A dequantized copy (`PLAIN`) is passed to the same
+operators, so that the same products run in the same order.
 """
 
 # M rows of x, N output features, K input features
@@ -24,8 +24,8 @@ from trimtab.kernels.nf4 import impl_reference as nf4_reference
 from trimtab.kernels.nf4 import spec as nf4_spec
 
 Packed = tuple[torch.Tensor | None, ...]
-"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]. None for absent ones.
-fp32 scales are passed as bytes (uint8)."""
+"""codes, scales, and for NF4: quant_map, nested_absmax, nested_quant_map, offset [1]; None for absent tensors. fp32
+scales are passed as bytes (uint8)."""
 
 NUM_PACKED = 6
 
@@ -33,7 +33,7 @@ NUM_PACKED = 6
 def dequantize(
     packing: Packing, packed: Packed, dtype: torch.dtype, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """The weight [N, K] in `dtype`, in `out` if given. Cannot be traced: launches a kernel directly."""
+    """Returns the weight [N, K] in `dtype`, in `out` if given. Cannot be traced: it launches a kernel directly."""
     if packing.kind == "int8":
         codes, scales = packed[:2]
         assert codes is not None
@@ -63,8 +63,8 @@ def dequantize(
 
 
 def _nf4_state(packing: Packing, packed: Packed) -> tuple[Any, ...]:
-    """The packed tensors as kernel arguments: a scalar offset instead of a tensor of one element, and fp32 scales if
-    they are not quantized."""
+    """The packed tensors as kernel arguments: the offset as a 0-dim tensor, and scales as fp32 if they are not
+    quantized."""
     codes, scales, *tables, offset = packed
     assert scales is not None
     if not packing.nested_block:
@@ -73,7 +73,7 @@ def _nf4_state(packing: Packing, packed: Packed) -> tuple[Any, ...]:
 
 
 def is_fused(packing: Packing, rows: int) -> bool:
-    """Whether a product of this many rows needs no dequantized weight."""
+    """Whether a product of this many rows dequantizes inside the matmul kernel and needs no dequantized weight."""
     return packing.kind == "nf4" and packing.impl == "triton" and 0 < rows <= nf4_spec.FUSED_ROWS
 
 
@@ -81,7 +81,7 @@ def is_fused(packing: Packing, rows: int) -> bool:
 def weight(
     packing: Packing, packed: Packed, dtype: torch.dtype, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """W [N, K] in the compute dtype, inside the `with` block: in the workspace, or itself if plain."""
+    """Yields W [N, K] in the compute dtype: dequantized into the workspace, or a plain weight itself."""
     if packing.kind == PLAIN:
         weight_NK = packed[0]
         assert weight_NK is not None
@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 def _backward_again(ctx: Any, grad: torch.Tensor) -> Any:
-    """The derivative of grad · W with respect to grad: multiplies by Wᵀ."""
+    """Double backward: the derivative of grad · W with respect to grad multiplies by Wᵀ."""
     back = torch.ops.trimtab.packed_linear(grad, *ctx.saved_tensors, ctx.packing)
     return back, *(None,) * (NUM_PACKED + 1)
 

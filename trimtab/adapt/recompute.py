@@ -6,15 +6,15 @@
 | pointwise | results of matrix products and of attention | norms, RoPE, gated activations |
 | selective | the layer's input, attention's output and log-sum-exp | all but attention |
 | block | the layer's input | everything |
-| offload_half | the layer's input and the attention half's projections, offloaded to the host | the other half |
-| offload_attention | what `selective` saves, offloaded to the host | all but attention |
+| offload_half | the layer's input and attention's projections, offloaded to the host | the feed-forward half |
+| offload_attention | the same as `selective`, offloaded to the host | all but attention |
 | offload | the layer's input, offloaded to the host | everything |
 
-Expensive results are saved first. An element of attention's output costs 2 · T multiply-adds for a causal document of
-T tokens, one of a projection 2 · C of its input width: 512 to 8192 per saved byte, compared with almost none for
-norms, RoPE and gated activations, which are a third of what a layer saves without recomputation. Attention's output
-is as small as the input and, from some thousand tokens on, the most expensive: only `block` recomputes it. Every
-policy gives bitwise identical results.
+The results that are most expensive per byte are saved first. An element of attention's output costs 2 · T multiply-adds
+for a causal document of T tokens, an element of a projection 2 · C for an input width C: 512 to 8192 per saved byte,
+compared with almost none for norms, RoPE and gated activations, which are a third of a layer's saved activations
+without recomputation. Attention's output is as small as the input and, from some thousand tokens on, the most
+expensive: only `block` recomputes it. All policies give bitwise identical results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SAVED_ATTENTION = frozenset(name for names in ATTENTION_OPERATORS.values() for n
 """The operators of all attention backends whose results can be saved."""
 
 PRODUCT_OPERATORS = ("aten::mm", "aten::addmm", "trimtab::packed_linear", "trimtab::lora_group")
-"""The operators of linear layers: plain, quantized and adapted. A product's label names its layer."""
+"""The operators of linear layers: plain, quantized and adapted. The label of a product identifies its layer."""
 
 LayerFunction = Callable[[Block, torch.Tensor, torch.Tensor, torch.Tensor, Layout], torch.Tensor]
 
@@ -53,7 +53,7 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     Args:
         decoder: the model, adapters included.
         policies: one of `POLICIES` per layer, in order. On a CPU "offload" is "block", and the other two offloading
-            policies keep their activations in place.
+            policies save their activations in place.
         mlp_tiles: number of token tiles of every layer's feed-forward half, each recomputed in the backward pass, so
             that its activations are never materialized for all tokens; 1 for no tiling.
 
@@ -63,7 +63,7 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     blocks = list(decoder.model.layers)
     if len(policies) != len(blocks):
         raise RecipeError(
-            f"{len(policies)} recompute policies for {len(blocks)} layers", "give one per layer"
+            f"there are {len(policies)} recompute policies for {len(blocks)} layers", "give one per layer"
         )
     for policy in policies:
         if policy not in POLICIES:
@@ -116,7 +116,7 @@ def eager_blocks(decoder: Decoder) -> Iterator[None]:
 def _functions(
     policies: Sequence[str], mlp_tiles: int, offloading: _Offloading
 ) -> Iterator[LayerFunction | None]:
-    """How each layer runs. Layers with the same policy share the same object, so that they share a compiled graph."""
+    """Yields the function that runs each layer. Layers of the same policy share one, and so share a compiled graph."""
     shared = {
         policy: functools.partial(_checkpointed, policy, offloading)
         for policy in policies
@@ -127,9 +127,9 @@ def _functions(
 
 
 def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
-    """A checkpoint's `context_fn`: saves what the policy does not recompute, on the device or offloaded to the host.
+    """A checkpoint's `context_fn`: saves the results that the policy does not recompute, on the device or offloaded.
 
-    A compiled graph cannot offload; there it stays on the device.
+    A compiled graph cannot offload, and saves them on the device.
     """
     if policy not in SAVED_PRODUCTS:
         return _no_contexts
@@ -180,11 +180,10 @@ def _checkpointed(
 
 
 class _CheckpointedLayers:
-    """A block's layers as one call of `checkpoint` runs them: first the forward pass, then only recomputations.
+    """Runs a block's layers inside `checkpoint`: the first call is the forward pass, all later ones recompute.
 
-    Autograd's graph is the forward pass's, and its backward reads the recomputed gate and up, which nothing else
-    references unless a hook took them: so their gradients may overwrite them. The output of a recomputation is
-    discarded.
+    The backward pass reads the recomputed gate and up, which nothing else references unless a forward hook stored them;
+    so their gradients may overwrite them. The output of a recomputation is discarded.
     """
 
     def __init__(self, block: Block) -> None:
@@ -246,7 +245,7 @@ def _feed(block: Block, x: torch.Tensor, *, output_unused: bool = False) -> torc
 
 
 class _TiledBlock:
-    """A block with a tiled feed-forward half, which recomputes its tiles whatever the policy is."""
+    """A block with a tiled feed-forward half, whose tiles are recomputed under every policy."""
 
     def __init__(self, policy: str, tiles: int, offloading: _Offloading) -> None:
         self.policy, self.tiles, self.offloading = policy, tiles, offloading

@@ -1,7 +1,7 @@
-"""Modules that adapters fully replace (`modules_to_save`): switched with the adapter; the base's own are stored.
+"""Switches modules that adapters fully replace (`modules_to_save`).
 
-A parameter has the values of the active adapter or the base; those of the others are stored here, as they were when
-they were switched off: trained, moved to another device or cast since they were loaded.
+A parameter has the values of the active adapter or of the base model. The values of inactive adapters are stored here
+when they are switched off, including changes since they were loaded: training, moves to another device, casts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.facts.errors import RecipeError
 
 BASE = ""
-"""Stands for the base model instead of an adapter's name."""
+"""Represents the base model in place of an adapter's name."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class _SavedModules:
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=lambda: {BASE: {}})
     """Stored tensors by adapter, then by parameter."""
     rounded: dict[str, list[str]] = field(default_factory=dict)
-    """By adapter: parameters that lost precision when they were loaded."""
+    """By adapter: parameters that were rounded when they were loaded."""
     active: dict[str, str] = field(default_factory=dict)
-    """By parameter: the adapter whose values it has; the base's if absent."""
+    """By parameter: the adapter whose values it currently has; absent for the base's."""
 
 
 def _saved_modules(decoder: nn.Module) -> _SavedModules:
@@ -36,7 +36,7 @@ def _saved_modules(decoder: nn.Module) -> _SavedModules:
 
 
 def store_modules(decoder: nn.Module, adapter: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Stores an adapter's tensors for parameters of the model, to be used from its next `use_adapters` on."""
+    """Stores an adapter's replacements of parameters; they take effect at its next `use_adapters`."""
     parameters, saved = dict(decoder.named_parameters()), _saved_modules(decoder)
     mine = {
         name: tensor.to(parameters[name].device, parameters[name].dtype) for name, tensor in tensors.items()
@@ -48,7 +48,7 @@ def store_modules(decoder: nn.Module, adapter: str, tensors: Mapping[str, torch.
 
 
 def resolve_modules(decoder: nn.Module, wanted: Sequence[str]) -> dict[str, str]:
-    """The adapter of each replaceable parameter with these active; raises RecipeError where two replace it."""
+    """Maps each replaceable parameter to one of the wanted adapters or the base; RecipeError if two replace it."""
     tensors, chosen = _saved_modules(decoder).tensors, {}
     for name in tensors[BASE]:
         having = [adapter for adapter in wanted if name in tensors.get(adapter, {})]
@@ -80,7 +80,7 @@ def drop_modules(decoder: nn.Module, adapter: str) -> None:
 
 
 def discard_stored_modules(decoder: nn.Module) -> None:
-    """Makes the current values permanent: there is nothing to switch back to."""
+    """Makes the current values permanent by dropping all stored ones."""
     decoder.__dict__.pop("saved_modules", None)
 
 
@@ -91,11 +91,11 @@ def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
-    """Parameters that an adapter replaces and that lost precision, since the model's dtype is narrower."""
+    """Parameters that an adapter replaces and that were rounded, since the model's dtype is narrower."""
     return _saved_modules(decoder).rounded.get(adapter, [])
 
 
 def _lost_precision(stored: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values changed in the dtype that they are stored in."""
+    """Whether storing a tensor in this dtype changed its values."""
     both = torch.promote_types(stored.dtype, tensor.dtype)
     return both != stored.dtype and not torch.equal(stored.to(tensor.device, both), tensor.to(both))

@@ -13,7 +13,7 @@ _MOST_RANK = (1 << 31) - 1
 
 
 class Rule(NamedTuple):
-    """Whether a value is valid, and a description of valid values."""
+    """A predicate for valid values, and their description."""
 
     fits: Callable[[Any], bool]
     expected: str

@@ -2,7 +2,7 @@
 
     y = W·x + s · B·(A·x)          A [r, in], B [out, r], s = alpha / r, or alpha / √r with rsLoRA
 
-What adapted layers save and compute is declared in `trimtab.adapt.spec_linears`.
+`trimtab.adapt.spec_linears` declares the operations of adapted layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DEFAULT = "default"
 
 
 DROPOUT_CHUNK = 1 << 22
-"""Elements per chunk of a dropout mask: for [8192, 14336] at once it would take three times half a gigabyte."""
+"""Elements per chunk of a dropout mask: a single mask for [8192, 14336] would allocate three times half a gigabyte."""
 KEY_WORDS = 5
 """32-bit words of a mask's key in each layer (`lora_dropout`)."""
 WORD_BYTES = 8
@@ -52,7 +52,7 @@ class LoraSettings:
     dtype: str = "fp32"
     """dtype of A and B: fp32 or bf16."""
     any_rank: bool = False
-    """Whether ranks may exceed their matrices, and alphas be negative: of no use to new adapters, but allowed for
+    """Whether ranks may exceed their matrices and alphas may be negative: rejected for new adapters, but accepted for
     loaded ones."""
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class LoraSettings:
         return alpha / math.sqrt(r) if self.use_rslora else alpha / r
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Returns plain data, for JSON."""
         plain = dataclasses.asdict(self)
         return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
 
@@ -88,7 +88,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """The module's."""
+        """The module's name."""
         return self.matrix.name
 
 
@@ -152,9 +152,9 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
     """Raises RecipeError for adapters that can be used (for generation or merging) but not trained.
 
     Args:
-        shape: the model's.
-        settings: the adapters'.
-        adapter: the folder they were loaded from, if any.
+        shape: shape of the model.
+        settings: settings of the adapter.
+        adapter: the folder that it was loaded from, if any.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -178,7 +178,7 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
 def adapter_parameters(
     shape: ModelShape, settings: LoraSettings, adapter: str = DEFAULT
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Returns (name, dims) of every adapter tensor, in the model's order."""
+    """Yields (name, dims) of every adapter tensor, in the model's order."""
     for target in resolve(shape, settings):
         rows, columns = target.matrix.adapter_dims
         if target.matrix.is_embedding:
@@ -195,7 +195,7 @@ def adapter_parameters(
 def trained(
     shape: ModelShape, settings: LoraSettings, weights_dtype: str
 ) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns (name, dims, dtype) of all trained tensors: adapters, and fully trained modules.
+    """Returns (name, dims, dtype) of all trainable parameters: adapters, and fully trained modules.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -210,5 +210,5 @@ def trained(
 
 
 def parameter_bytes(shape: ModelShape, settings: LoraSettings) -> int:
-    """Bytes of an adapter's own tensors."""
+    """Bytes of an adapter's parameters."""
     return nbytes(settings.dtype, sum(math.prod(dims) for _, dims in adapter_parameters(shape, settings)))

@@ -1,6 +1,6 @@
-"""The declared operations of adapted and quantized linear layers. No torch.
+"""Declares the operations of adapted and quantized linear layers. No torch.
 
-They replace the plain products of `trimtab.model.spec_block`. Each saves what its autograd function saves
+They replace the plain products of `trimtab.model.spec_block`. Each declares the saved tensors of its autograd function
 (`fused_lora`, `lora_products`, `quantized_ops`).
 """
 
@@ -45,7 +45,7 @@ SMALL_PRODUCT = 3
 class AdaptedProjections:
     """Declares the linear layers of a block with adapters, quantized weights, or both.
 
-    A layer is adapted if its factors are among the trained tensors.
+    A layer is adapted if its factors are trainable.
 
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
@@ -61,7 +61,7 @@ class AdaptedProjections:
     quantization: Quantization | None = None
 
     def __call__(self, group: Projections, run: Execution) -> list[Operation]:
-        """The operations of linear layers with the same input: one for all if every layer can be fused."""
+        """Returns the operations of linear layers with the same input: a single one if all layers can be fused."""
         layers = [_Layer(linear, _factors(linear, run)) for linear in group.linears]
         if len(layers) > 1 and all(self._can_fuse(layer) for layer in layers):
             return [self._grouped(layers, group.outputs, run, group)]
@@ -83,7 +83,7 @@ class AdaptedProjections:
         return self._separate(layer, y, run, group)
 
     def _frozen(self, linear: Linear, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer without an adapter. A packed one saves only its packed weight, and adds its bias afterwards."""
+        """A layer without an adapter. A quantized layer saves only its packed weight and adds its bias afterwards."""
         if self.quantization is None:
             return linear_operation(linear, group.input, y, run, group)
         bare = product(linear, group.input, y, run, group)
@@ -105,14 +105,14 @@ class AdaptedProjections:
         *,
         backward: bool = False,
     ) -> Pass:
-        """The adapters' kernels and the products with frozen weights, each after its weight is dequantized; experts'
-        one by one."""
+        """The adapters' kernels and the products with frozen weights, each preceded by the dequantization of its
+        weight; experts' weights are dequantized one by one."""
         kernels, launches = list(first), SMALL_PRODUCT * len(first)
-        for one in products:
-            (own,) = (one.backward if backward else one.forward).kernels
-            groups = one.weights // (own.dims[1] * own.dims[2])
+        for base in products:
+            (own,) = (base.backward if backward else base.forward).kernels
+            groups = base.weights // (own.dims[1] * own.dims[2])
             if self.quantization is not None:
-                moved = one.weights * (BYTES[run.dtype] + self.quantization.bytes_per_weight)
+                moved = base.weights * (BYTES[run.dtype] + self.quantization.bytes_per_weight)
                 kernels.append(Kernel(Kind.DEQUANTIZE, 0.0, moved))
                 launches += 2 * groups
             else:
@@ -161,11 +161,11 @@ class AdaptedProjections:
             else None,
             weights=sum(product.weights for product in products),
             results=(*results, Result(h, "adapter_a")),
-            communicates=tuple(one for product in products for one in product.communicates),
+            communicates=tuple(collective for product in products for collective in product.communicates),
         )
 
     def _separate(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer whose adapter runs separately from its own product: with dropout, or with DoRA."""
+        """A layer whose adapter runs separately from the base product: with dropout, or with DoRA."""
         assert self.lora is not None
         width, linear, x = BYTES[run.dtype], layer.linear, group.input
         every = frozenset({x.name, PARAMETERS})
@@ -176,7 +176,7 @@ class AdaptedProjections:
         results = [Result(base), Result(h, "adapter_a")]
         bare = product(linear, x, y, run, group)
         plain_product = self.quantization is None and (self.lora.lora_dropout > 0 or not self.lora.use_dora)
-        if run.autocast and plain_product:  # torch's own product, separate from the adapter's
+        if run.autocast and plain_product:  # an nn.Linear product, separate from the adapter's
             saved.append(Saved(weight_cast(linear, run, group.part), frozenset({x.name})))
         if self.lora.lora_dropout:
             saved.append(Saved(Activation(f"{linear.name}.mask_key", _KEY_BYTES, group.part), every))
@@ -201,7 +201,7 @@ class AdaptedProjections:
         )
 
     def _separate_scratch(self, linear: Linear, run: Execution) -> int:
-        """Temporary bytes of the backward pass, in addition to the gradient of the input."""
+        """Bytes of temporary buffers in the backward pass, in addition to the gradient of the input."""
         assert self.lora is not None
         N, width = run.num_tokens, BYTES[run.dtype]
         dx, dy = N * linear.in_features * width, N * linear.out_features * width
@@ -212,17 +212,17 @@ class AdaptedProjections:
             words = min(elements, DROPOUT_CHUNK) * WORD_BYTES
             apart = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
         elif self.quantization is not None:
-            apart = dx  # the adapter's, in addition to the packed weight's
+            apart = dx  # of the adapter, in addition to that of the packed weight
         if not self.lora.use_dora:
             return apart
         # The gradient of the unscaled output plus that of the scales, a product of the same size; or, if the gradient
-        # of the output stays alive (it is the residual stream's), the former plus the gradients of the input.
+        # of the output stays alive (as part of the residual stream's), that gradient plus those of the input.
         stays = dy if linear.split == "row" else 0
         return max(2 * dy - dx, stays + apart, 0)
 
     def _forward_scratch(self, linear: Linear, run: Execution) -> int:
-        """Temporary bytes of the forward pass: the layer's own product, words of a mask or the dropped input; DoRA
-        computes the row norms of a dequantized weight."""
+        """Bytes of temporary buffers in the forward pass: the base product, hash words of a mask or the dropped input;
+        DoRA computes the row norms of a dequantized weight."""
         assert self.lora is not None
         base = run.num_tokens * linear.out_features * BYTES[run.dtype]
         if self.lora.use_dora and self.quantization is not None:
@@ -255,7 +255,7 @@ class _Layer:
     @property
     def rank(self) -> int:
         """R, 0 without an adapter."""
-        return next((one.dims[-2] for one in self.factors if ".lora_A." in one.name), 0)
+        return next((factor.dims[-2] for factor in self.factors if ".lora_A." in factor.name), 0)
 
 
 def _factors(linear: Linear, run: Execution) -> tuple[Gradient, ...]:
@@ -264,7 +264,7 @@ def _factors(linear: Linear, run: Execution) -> tuple[Gradient, ...]:
 
 
 def _unbiased(linear: Linear, y: Activation) -> Activation:
-    """The product itself, where the bias is added afterwards."""
+    """The product before its bias is added, if there is one."""
     return dataclasses.replace(y, name=f"{y.name}.unbiased") if linear.bias else y
 
 
@@ -300,11 +300,11 @@ def _adapter_gradients(layers: Sequence[_Layer], run: Execution) -> Pass:
 
 
 def _options(layers: Sequence[_Layer], run: Execution) -> dict[str, Any]:
-    """Bytes per element, and how many experts' adapters the rows are split over."""
+    """Bytes per element, and the number of experts' adapters that the rows are split over."""
     return {"width": BYTES[run.dtype], "groups": min(layers[0].linear.count, run.num_tokens)}
 
 
 def _accumulated(product: Kernel, run: Execution) -> Kernel:
-    """A product that accumulates into its output, which is therefore read as well."""
+    """The product accumulating into its output, which it therefore also reads."""
     output = run.num_tokens * product.dims[1] * BYTES[run.dtype]
     return dataclasses.replace(product, moved=product.moved + output)

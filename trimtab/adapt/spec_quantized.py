@@ -1,8 +1,8 @@
 """Costs of a model with quantized linear layers, and the choice of their kernels. No torch.
 
 The weights of the blocks' linear layers are packed; embeddings, norms, biases and the head are not. A product needs
-one dequantized weight at a time, in a workspace that all layers share and that persists at its largest size. Blocks
-may also hold dequantized copies of their weights, where memory allows.
+one dequantized weight at a time, in a workspace that all layers share and that is never shrunk. If memory allows,
+blocks may also have dequantized copies of their weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from trimtab.kernels.nf4 import spec as nf4_spec
 
 KINDS = ("nf4", "int8")
 BLOCK = 64
-"""Values that share a scale in NF4, as in QLoRA."""
+"""Number of elements that share a scale in NF4, as in QLoRA."""
 NEVER = ("lm_head",)
 """The head is never quantized: the loss reads its weight directly."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a run's frozen linear layers are quantized.
+    """Quantization of a run's frozen linear layers.
 
     Example:
         >>> Quantization("nf4", double=True).block_size
@@ -39,7 +39,7 @@ class Quantization:
     kind: str
     """nf4 or int8."""
     block: int = BLOCK
-    """Values that share a scale; 0 where the kind has no blocks."""
+    """Number of elements that share a scale; 0 for kinds without blocks."""
     double: bool = False
     """Whether the scales are quantized to 8 bits too (double quantization)."""
     dtype: str = "bf16"
@@ -66,10 +66,10 @@ class Quantization:
 
 
 def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
-    """Chooses the implementation that dequantizes, once, when the layers are created; raises if it cannot run.
+    """Selects the implementation of dequantization, once, when the layers are created; raises if it cannot run.
 
     Args:
-        device: "cpu" or "cuda", device of the weights.
+        device: "cpu" or "cuda", the device of the weights.
         triton: whether Triton runs on that CUDA device.
         requested: auto, reference or triton.
 
@@ -82,14 +82,14 @@ def choose_quantized_kernels(*, device: str, triton: bool = True, requested: str
     if requested == "auto":
         if available:
             return ImplChoice("triton", "one launch per weight; bitwise identical to torch's operations")
-        return ImplChoice("reference", f"torch's own operations: Triton's kernels do not run {where}")
+        return ImplChoice("reference", f"torch operations: the Triton kernels do not run {where}")
     if requested not in nf4_spec.IMPLS:
         raise RecipeError(
             f"quantized layers have no implementation {requested!r}", f"choose {', '.join(nf4_spec.IMPLS)}"
         )
     if requested == "triton" and not available:
         raise RecipeError(
-            f"Triton's kernels require a CUDA device and Triton, and do not run {where}",
+            f"the Triton kernels require a CUDA device and Triton, and do not run {where}",
             "use auto",
         )
     return ImplChoice(requested, "requested by name")
@@ -167,7 +167,7 @@ def weight_bytes(
 
 
 def workspace_bytes(shape: ModelShape, dtype: str, *, skip: tuple[str, ...] = ()) -> int:
-    """Bytes of the workspace for one dequantized weight (one expert's): persistent from the first product on."""
+    """Bytes of the workspace for one dequantized weight (of one expert); persistent from the first product on."""
     packed = linear_shapes(shape, skip)
     return max((nbytes(dtype, math.prod(dims)) for dims in packed.values()), default=0)
 
@@ -195,9 +195,9 @@ SAVED_FOR_BACKWARD = 0
 """Activation bytes that a product saves: the gradient of its input only needs the packed weight."""
 
 QUANTIZE_CHUNK, DEQUANTIZE_CHUNK = 1 << 22, 1 << 18
-"""NF4 values per chunk of torch's operations."""
+"""NF4 elements per chunk of the reference implementation."""
 QUANTIZE_BYTES, DEQUANTIZE_BYTES = 21, 13
-"""Bytes per value, at most: fp32 values, indices, codes."""
+"""Peak temporary bytes per element: fp32 values, indices, codes."""
 
 
 def scratch_bytes(
@@ -209,9 +209,9 @@ def scratch_bytes(
     double: bool = True,
     skip: tuple[str, ...] = (),
 ) -> int:
-    """Temporary bytes of dequantizing in addition to the workspace, during one product: none with Triton.
+    """Bytes of temporary buffers of dequantization, in addition to the workspace: none with Triton.
 
-    torch's operations process up to 256 Ki values of NF4 with all scales at a time, for INT8 the whole weight in fp32.
+    The reference processes up to 256 Ki elements of NF4 with all scales at a time, for INT8 the full weight in fp32.
     """
     _known(kind)
     if impl == "triton":
@@ -224,7 +224,7 @@ def scratch_bytes(
 
 
 def flops(rows: int, dims: tuple[int, int]) -> int:
-    """FLOPs of one product; the gradient of its input takes as many, and the weight has no gradient."""
+    """FLOPs of one product. The gradient of its input costs the same; the weight has no gradient."""
     return nf4_spec.matmul_flops(rows, dims)
 
 
@@ -240,8 +240,8 @@ def loading_peak_bytes(
 ) -> int:
     """Peak device memory while weights are loaded: the model, one weight in `dtype`, its packed copy.
 
-    torch's operations also allocate the current values in fp32 (NF4: up to 4 Mi of them). Plans do not count it: it
-    is for tests and for sizing a device by hand.
+    The reference implementation also allocates elements in fp32 (NF4: up to 4 Mi of them). Plans do not use this
+    figure: it is for tests and for sizing a device by hand.
     """
     packed = linear_shapes(shape, skip)
     largest = max((math.prod(dims) for dims in packed.values()), default=0)

@@ -1,7 +1,7 @@
-"""What each recompute policy saves, offloads to the host and recomputes per layer. No torch.
+"""Declares the saved, offloaded and recomputed activations of each recompute policy, per layer. No torch.
 
-A policy names results of operations; which operations a layer has is declared in `trimtab.model.spec_block`. Tests
-compare what a policy declares as saved with what a run saves, byte by byte.
+A policy selects results of operations; `trimtab.model.spec_block` declares the operations of a layer. Tests compare the
+declared saved activations with those of a run, byte for byte.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from trimtab.facts.operations import Activation, Kind, Operation, Result, saved_
 from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 
 POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
-"""From the policy that saves most on the device to the one that saves least."""
+"""In decreasing order of activation memory on the device."""
 OFFLOADING = ("offload_half", "offload_attention", "offload")
 """Policies that offload their saved activations to the host."""
 IN_HALVES = ("none", "pointwise", "selective")
-"""With a tiled feed-forward, policies that run the halves separately and save the residual stream between them."""
+"""Policies that, with a tiled feed-forward, run the halves separately and save the residual stream between them."""
 
 ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
     "reference": (),
@@ -32,9 +32,9 @@ ATTENTION_OPERATORS: dict[str, tuple[str, ...]] = {
     "flex": ("flex_attention",),
     "triton": ("trimtab::attention_forward",),
 }
-"""For each attention backend (`trimtab.kernels.attention.IMPLS`) the operators whose results the policies of
-`SAVED_PRODUCTS` save. Backends of plain products have none and are fully recomputed. By name, so that an operator
-that the installed torch does not have does not raise."""
+"""For each attention backend (`trimtab.kernels.attention.IMPLS`), the operators whose results the policies of
+`SAVED_PRODUCTS` save. Backends made of plain matrix products have none and are fully recomputed. By name, so that an
+operator that the installed torch lacks does not raise."""
 
 SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
     "pointwise": frozenset(
@@ -44,16 +44,16 @@ SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
     "offload_half": frozenset({("attention", "weight")}),
     "offload_attention": frozenset(),
 }
-"""The policies that save results of single operators: attention's, and those of the matrix products with these labels
-(`trimtab.model.labels`). `pointwise` excludes the down projection, whose result the backward pass does not read, and
-an adapter's second product, which is cheap to recompute."""
+"""Policies that save results of single operators: of attention, and of the matrix products with these labels
+(`trimtab.model.labels`). `pointwise` excludes the down projection, whose result the backward pass does not read, and an
+adapter's second product, which is cheap to recompute."""
 
 
 def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
-    """The same number of each policy, in the order with the lowest peak memory: layers that save least first.
+    """Sorts policies into the order with the lowest peak memory: layers that save least first.
 
-    The backward pass begins at the last layer. Layers that save everything are finished, and their memory freed, before
-    the first recomputation needs memory.
+    The backward pass begins at the last layer. Layers that save everything finish, and free their memory, before the
+    first recomputation allocates memory.
 
     Example:
         >>> canonical(["none", "block", "none"])
@@ -69,7 +69,7 @@ def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
 
 
 def count_policies(policies: Sequence[str]) -> dict[str, int]:
-    """Number of layers per policy, those that save least first.
+    """Returns the number of layers per policy, policies that save least first.
 
     Example:
         >>> count_policies(("block", "none", "none"))
@@ -79,7 +79,7 @@ def count_policies(policies: Sequence[str]) -> dict[str, int]:
 
 
 def tile_rows(tokens: int, tiles: int) -> int:
-    """Tokens per tile: a power of two, with at most `tiles` tiles.
+    """Returns the number of tokens per tile: a power of two, with at most `tiles` tiles.
 
     Example:
         >>> tile_rows(100_000, 8), tile_rows(4096, 4), tile_rows(3, 8)
@@ -89,7 +89,7 @@ def tile_rows(tokens: int, tiles: int) -> int:
 
 
 def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
-    """The activations that a layer saves for the backward pass under a policy: on the device, or offloaded to the host.
+    """Returns a layer's saved activations under a policy: on the device, or offloaded to the host.
 
     Args:
         block: the layer's operations; with tiles if its feed-forward half is tiled.
@@ -107,12 +107,12 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
     tiled = bool(block.tile)
     if not block.differentiates:
         return []
-    between = next(one for operation in block.attention for one in operation.outputs if one.name == BETWEEN)
+    between = next(y for operation in block.attention for y in operation.outputs if y.name == BETWEEN)
     if policy == "none":
         operations = block.attention if tiled else block.operations
         found = saved_activations(operations, block.requires_grad)
         return [*found, between] if tiled and between not in found else found
-    x = next(one for operation in block.attention for one in operation.inputs if one.name == BLOCK_INPUT)
+    x = next(x for operation in block.attention for x in operation.inputs if x.name == BLOCK_INPUT)
     results = [
         result.activation
         for operation in (block.attention if tiled else block.operations)
@@ -125,7 +125,7 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
 
 
 def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
-    """Whether a policy saves the result of an attention operator or of a product with these labels."""
+    """Whether a policy saves this result of an operation."""
     if policy not in SAVED_PRODUCTS:
         return False
     if operation.kind is Kind.ATTENTION:
@@ -135,7 +135,7 @@ def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a policy recomputes in one layer, for one microbatch."""
+    """Cost of the recomputation in one layer, for one microbatch."""
 
     products: float = 0.0
     """FLOPs of matrix products."""
@@ -144,61 +144,67 @@ class Recomputation:
 
 
 def recomputed_operations(block: DeclaredBlock, policy: str) -> list[Operation]:
-    """The operations that the backward pass recomputes, in order; without those of a tiled feed-forward.
+    """Returns the operations that the backward pass recomputes, in order, without those of a tiled feed-forward.
 
-    Results that the policy saved are not recomputed.
+    Results that the policy saves are not recomputed.
     """
     operations = block.attention if block.tile else block.operations
     return [
-        one
-        for one in operations[: last_recomputed(block, policy) + 1]
-        if not one.results or not all(is_saved_result(policy, one, result) for result in _own_results(one))
+        operation
+        for operation in operations[: last_recomputed(block, policy) + 1]
+        if not operation.results
+        or not all(is_saved_result(policy, operation, result) for result in _own_results(operation))
     ]
 
 
 def last_recomputed(block: DeclaredBlock, policy: str) -> int:
-    """The index of the last recomputed operation, −1 where nothing is recomputed.
+    """Returns the index of the last recomputed operation, −1 if none is recomputed.
 
     Recomputation stops at the last activation that the backward pass reads: the last product of a block, whose result
-    is only added to the residual stream, does not run again unless it saves something of its own.
+    is only added to the residual stream, is not recomputed unless it saves another tensor.
     """
     if policy == "none" or not block.differentiates:
         return -1
     operations = block.attention if block.tile else block.operations
-    wanted = {one.name for one in saved_activations(operations, block.requires_grad)}
+    wanted = {activation.name for activation in saved_activations(operations, block.requires_grad)}
     if block.tile and policy not in IN_HALVES:
         wanted.add(BETWEEN)
-    return max((i for i, one in enumerate(operations) if not wanted.isdisjoint(_makes(one))), default=-1)
+    return max(
+        (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced(operation))),
+        default=-1,
+    )
 
 
-def _makes(operation: Operation) -> set[str]:
-    """Names of the activations that an operation produces: its outputs, and what it saves."""
-    read = set() if operation.saves_results else {one.name for one in operation.inputs}
-    own = {one.activation.name for one in operation.saved} - read
-    return own | {one.name for one in operation.outputs}
+def _produced(operation: Operation) -> set[str]:
+    """Names of the activations that an operation produces: its outputs and its saved tensors."""
+    read = set() if operation.saves_results else {x.name for x in operation.inputs}
+    own = {saved.activation.name for saved in operation.saved} - read
+    return own | {y.name for y in operation.outputs}
 
 
 def _own_results(operation: Operation) -> list[Result]:
-    """The results of a product with the layer's own weight: an adapter's are negligible."""
+    """The results of a product with the layer's weight; those of adapters are negligible."""
     return [result for result in operation.results if result.factor == "weight"]
 
 
 def recomputation(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Recomputation:
-    """The cost of a policy in addition to a plain forward and backward pass.
+    """Returns the cost of a policy in addition to forward and backward pass.
 
     Args:
         block: the layer's operations.
         policy: one of `POLICIES`.
         num_tiles: tiles of the feed-forward half; each is fully recomputed.
     """
-    again = [(one, 1) for one in recomputed_operations(block, policy)]
+    recomputed = [(operation, 1) for operation in recomputed_operations(block, policy)]
     if block.tile and block.differentiates:
-        again += [(one, num_tiles) for one in block.tile if one.name != FEED_FORWARD_RESIDUAL]
+        recomputed += [
+            (operation, num_tiles) for operation in block.tile if operation.name != FEED_FORWARD_RESIDUAL
+        ]
     products = attention = 0.0
-    for one, times in again:
-        cost = one.recompute or one.forward
-        if one.kind is Kind.PRODUCT:
+    for operation, times in recomputed:
+        cost = operation.recompute or operation.forward
+        if operation.kind is Kind.PRODUCT:
             products += times * cost.flops
-        elif one.kind is Kind.ATTENTION:
+        elif operation.kind is Kind.ATTENTION:
             attention += times * cost.flops
     return Recomputation(products, attention)

@@ -1,4 +1,4 @@
-"""Memory and copies that an adapted decoder holds between steps, as CUDA graph capture needs to control them."""
+"""Control of an adapted decoder's persistent memory and asynchronous copies, as CUDA graph capture requires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab.model.decoder import Decoder
 
 
 class StepResources:
-    """The shared workspace, and the host copies of offloaded activations.
+    """Control of the shared workspace and of the host copies of offloaded activations.
 
     Example:
         >>> StepResources(decoder).release_workspace()  # doctest: +SKIP

@@ -23,7 +23,7 @@ class Matrix:
     out_features: int
     in_features: int
     count: int = 1
-    """Stacked expert matrices in the module; each has its own adapter."""
+    """Number of stacked expert matrices in the module; each has its own adapter."""
 
     @property
     def is_embedding(self) -> bool:
@@ -41,7 +41,7 @@ class Matrix:
 
 
 def matrices(shape: ModelShape) -> dict[str, Matrix]:
-    """Every module with a matrix, by name: the embedding, the blocks' linear layers, the head if it is untied.
+    """Returns every module with a matrix, by name: the embedding, the blocks' linear layers, the head if it is untied.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -75,10 +75,10 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
-    """The modules selected by `target_modules`, in the model's order.
+    """Returns the modules selected by `target_modules`, in the model's order.
 
     A string is `all-linear` or a regular expression for full names; a list has full names or last components. Raises
-    RecipeError with the available names for a name or a pattern that matches nothing.
+    RecipeError with the available names if a name or pattern matches nothing.
     """
     there = matrices(shape)
     tied = shape.tie_embeddings
@@ -96,7 +96,7 @@ def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
 
 
 def select_modules(shape: ModelShape, wanted: Sequence[str]) -> list[str]:
-    """Names of the parameters of the modules selected by `modules_to_save`."""
+    """Returns the names of the parameters of the modules selected by `modules_to_save`."""
     there = modules(shape)
     names = _by_names(there, wanted, "lora.modules_to_save", short_names(there)) if wanted else set()
     return [name for name, _ in shape.parameters() if name.rpartition(".")[0] in names]
@@ -161,7 +161,7 @@ def check_suffix_pattern(pattern: str, key: str) -> None:
 
 
 def matching_names(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
-    """The available names that `target_modules` selects, if any: all-linear, a regular expression for full names, or
+    """Returns the names that `target_modules` selects: all-linear, a regular expression for full names, or a list of
     full names or last components.
 
     Example:
@@ -181,8 +181,8 @@ def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) 
     if not names:
         raise RecipeError(
             f"lora.target_modules: no module's full name matches {pattern!r}",
-            f"full names are like model.layers.0.self_attn.q_proj; there are {', '.join(offered)}; a list "
-            "may have these short names, and all-linear selects every linear layer",
+            "write a pattern for full names such as model.layers.0.self_attn.q_proj; or all-linear; or a list of short "
+            f"names: choose from {', '.join(offered)}",
         )
     return names
 
@@ -194,6 +194,6 @@ def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Se
     if unknown:
         raise RecipeError(
             f"{key}: the model has no {', '.join(unknown)}",
-            f"there are {', '.join(offered)}",
+            f"choose from {', '.join(offered)}",
         )
     return matching_names(there, wanted)

@@ -1,8 +1,8 @@
 """Runs a token-wise function over tiles of tokens, so that its activations are never materialized for all tokens.
 
-The feed-forward half of a block is three and a half times as wide as the residual stream and token-wise. Over n tiles
-of the tokens it allocates an n-th of that; the backward pass recomputes each tile before it differentiates it.
-Outputs are identical, and the gradients of its weights are accumulated over tiles in fp32.
+The feed-forward half of a block is token-wise and three and a half times as wide as the residual stream. With n tiles
+it allocates an n-th of its activations; the backward pass recomputes each tile before it differentiates it. Outputs are
+identical, and the gradients of the weights are accumulated over tiles in fp32.
 """
 
 # N tokens, C hidden size
@@ -28,17 +28,17 @@ def tiled(
     keys: Sequence[torch.Tensor] = (),
     recompute: Tokenwise | None = None,
 ) -> torch.Tensor:
-    """run(x) for a token-wise function that returns x's shape and dtype.
+    """Returns run(x) for a token-wise function whose output has x's shape and dtype.
 
     Args:
         run: […, C] → […, C], independent for each token.
         x: […, C], contiguous; saved for the backward pass.
         parameters: the trainable parameters of `run`; others get no gradient.
-        tiles: the largest number of tiles.
-        keys: words of dropout masks in `run` (`lora_dropout`): each tile's include its first row, so that the masks are
-            those of all tokens.
-        recompute: what the backward pass calls for each tile instead of `run`: a function that saves the same tensors
-            for its own backward pass, and whose output values are not read.
+        tiles: the maximum number of tiles.
+        keys: keys of the dropout masks in `run` (`lora_dropout`), to which each tile adds its first row, so that the
+            masks do not depend on the tiles.
+        recompute: called by the backward pass for each tile instead of `run`: it saves the same tensors, and its output
+            values are not read.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -50,7 +50,7 @@ def tiled(
         return _forward(run, x, tiles, keys)
     node = None
     if x.requires_grad:
-        # Saved by a separate function before any tile runs: a checkpoint around this stops recomputing right there.
+        # Saved by a separate function before any tile runs: an enclosing checkpoint stops recomputing there.
         x = _SaveInput.apply(x)
         node = x.grad_fn
     out: torch.Tensor = _Tiles.apply(x, node, run, recompute or run, tiles, keys, *learned)

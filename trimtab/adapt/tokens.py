@@ -1,4 +1,4 @@
-"""Embeddings and head with more rows than the loaded weights: for added tokens."""
+"""Loads weights into embeddings and a head with additional rows, for added tokens."""
 
 # V rows of the base, C hidden size
 
@@ -15,7 +15,7 @@ from trimtab.model.decoder import Decoder
 
 
 def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], object]) -> None:
-    """Calls `load` on a decoder as if it had the shape `base`, which may have fewer tokens; then initializes new rows.
+    """Calls `load` with the decoder temporarily in the shape `base`, with fewer tokens; then initializes the new rows.
 
     Each new row is the mean of the others, so that a new token is initially as likely as an average one.
 
@@ -39,7 +39,7 @@ def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], 
 
 @contextmanager
 def _smaller(decoder: Decoder, base: ModelShape) -> Iterator[None]:
-    """The decoder with views of its first rows for embedding and head."""
+    """Temporarily replaces embedding and head by views of their first rows."""
     shape, whole = decoder.shape, {module: module._parameters["weight"] for module in _tables(decoder)}
     try:
         decoder.shape = base

@@ -1,9 +1,9 @@
 """A shared workspace for dequantized weights, reused by all layers instead of one allocation each.
 
-A dequantized weight lives from the kernel that writes it to the product that reads it. Both are queued on one stream,
+A dequantized weight is live from the kernel that writes it to the product that reads it. Both are queued on one stream,
 so the next layer's kernel on that stream may overwrite it: the stream's order protects it. Each stream has its own
 buffer. The lock prevents a second thread (autograd has several) from queueing between the two; on a CPU, where work
-runs immediately, it serializes the threads. Tensors saved by autograd never use it.
+runs immediately, it serializes the threads. Tensors saved by autograd are never in the workspace.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def _key(device: torch.device) -> Key:
 
 @contextmanager
 def borrow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[torch.Tensor]:
-    """An uninitialized tensor [*shape] inside the `with` block; it must not be used afterwards.
+    """Yields an uninitialized tensor [*shape] that must not be used after the `with` block.
 
-    The buffer grows to the largest weight requested on its stream, and persists.
+    The buffer grows to the largest weight requested on its stream, and is not freed.
 
     Example:
         >>> with borrow((4, 8), torch.float32, torch.device("cpu")) as weight_NK:
@@ -43,8 +43,8 @@ def borrow(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         buffer = _buffers.get(key)
         if buffer is None or buffer.numel() < size:
             del buffer
-            _buffers.pop(key, None)  # frees the smaller one first, so that both never exist at once
-            with torch.inference_mode(False):  # it is also written to in training
+            _buffers.pop(key, None)  # frees the smaller buffer first, so that two never exist
+            with torch.inference_mode(False):  # the buffer is also written in training
                 _buffers[key] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
         yield buffer[:size].view(dtype).view(shape)
 
@@ -56,5 +56,5 @@ def allocated_bytes(device: torch.device | str | None = None) -> int:
 
 
 def release() -> None:
-    """Frees all buffers; the next product allocates a new one. Not while a product is running."""
+    """Frees all buffers; the next product allocates a new one. Must not be called while a product runs."""
     _buffers.clear()

@@ -1,1 +1,1 @@
-"""Plain data that every other package may use: dtypes, devices, model shapes, errors. Imports no torch."""
+"""Plain data that every other package may import: dtypes, devices, model shapes, errors. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Arguments of Python functions, checked: a value of another type is refused by its name, before it is used."""
+"""Validates arguments of the Python API: a value of the wrong type is an error that names the argument."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trimtab.facts.names import described
 
 
 def whole_number(value: object, name: str, *, least: int | None = None) -> int:
-    """An int, numpy's included; RecipeError for anything else, such as 3.5, "3" or True.
+    """Returns an integer, numpy's included, as int; RecipeError for anything else, such as 3.5, "3" or True.
 
     Args:
         value: what the user passed.
         name: the argument, for the message.
-        least: the smallest that is accepted; None for any.
+        least: the minimum; None for no minimum.
 
     Example:
         >>> whole_number(3, "max_new_tokens", least=1)
@@ -34,7 +34,7 @@ def whole_number(value: object, name: str, *, least: int | None = None) -> int:
 
 
 def real_number(value: object, name: str, remedy: str) -> float:
-    """An int or a float, numpy's included; RecipeError with the remedy for anything else.
+    """Returns a real number, numpy's included, as int or float; RecipeError with the remedy for anything else.
 
     Example:
         >>> real_number(0.7, "temperature", "give 0 or more")
@@ -48,7 +48,7 @@ def real_number(value: object, name: str, remedy: str) -> float:
 
 
 def text_or_none(value: object, name: str) -> str | None:
-    """A str or None; RecipeError for anything else.
+    """Returns a str or None unchanged; RecipeError for anything else.
 
     Example:
         >>> text_or_none("Answer briefly.", "system")
@@ -62,7 +62,7 @@ def text_or_none(value: object, name: str) -> str | None:
 def plain_value(value: object, name: str) -> Any:
     """Converts a recipe's value to JSON types: numpy scalars, paths, dtypes and devices become numbers and strings.
 
-    RecipeError for an object that no recipe can hold.
+    RecipeError for an object that a recipe cannot contain.
 
     Example:
         >>> from pathlib import Path
@@ -84,12 +84,12 @@ def plain_value(value: object, name: str) -> Any:
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value)
     raise RecipeError(
-        f"{name} is {described(value)}", "give what a recipe can hold: text, numbers, lists, dicts"
+        f"{name} is {described(value)}", "give a value that a recipe can contain: text, number, list, dict"
     )
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """RecipeError for the first name that is not known, with the nearest one that is.
+    """Raises RecipeError for the first unknown name and suggests the nearest known one.
 
     Example:
         >>> refuse_unknown(["seed"], ["seed", "stop"], "option")
@@ -100,5 +100,5 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             raise RecipeError(
                 f"there is no {what} {name!r}",
-                f"did you mean {near[0]!r}?" if near else f"these are known: {', '.join(names)}",
+                f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}",
             )

@@ -1,4 +1,4 @@
-"""The frozen weights that adapters are trained on, named so that they are found again: source, revision, checksums."""
+"""Identity of the frozen base weights of an adapter: source, revision and checksums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.facts.names import with_article
 
 @dataclass(frozen=True)
 class BaseWeights:
-    """Where a base model's weights come from. Checkpoints, exported adapters and receipts hold it as JSON.
+    """Origin of a base model's weights. Checkpoints, exported adapters and receipts store it as JSON.
 
     Example:
         >>> BaseWeights("Qwen/Qwen3-0.6B", "abc", {"model.safetensors": FileDigest(3, "00")}).to_dict()
@@ -21,13 +21,13 @@ class BaseWeights:
     """
 
     source: str
-    """Hub id, folder, GGUF file or `starter`, as the recipe names it."""
+    """Hub id, folder, GGUF file or `starter`, as in the recipe."""
     revision: str | None = None
     """Commit of a hub id."""
     files: Mapping[str, FileDigest] = field(default_factory=dict)
-    """Size and checksum of each weight file by name; empty where they are not known."""
+    """Size and checksum of each weight file by name; empty if unknown."""
     seed: int | None = None
-    """Of weights that were initialized at random and lie in no file; None for others."""
+    """Seed of randomly initialized weights; None if the weights are loaded from files."""
 
     @property
     def is_random(self) -> bool:
@@ -35,26 +35,26 @@ class BaseWeights:
         return self.seed is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` is the inverse."""
+        """Returns plain data; `from_dict` is the inverse."""
         files = {name: dataclasses.asdict(file) for name, file in self.files.items()}
         plain = {"source": self.source, "revision": self.revision, "files": files}
         return {**plain, "init": "random", "seed": self.seed} if self.is_random else plain
 
     @staticmethod
     def from_dict(data: object) -> BaseWeights:
-        """From the JSON of a checkpoint or an adapter.
+        """Reads the JSON of a checkpoint or an adapter.
 
         Raises:
-            ValueError: the data is no such object.
+            ValueError: a field is missing or has the wrong type.
         """
         if not isinstance(data, Mapping):
             raise ValueError(f"it is {with_article(type(data).__name__)} and not an object")
         source, revision, files = data.get("source"), data.get("revision"), data.get("files")
         seed = data.get("seed") if data.get("init") == "random" else None
         if not isinstance(source, str) or not isinstance(revision, str | None):
-            raise ValueError("it names no source, or a revision that is no text")
+            raise ValueError("its source is missing, or its revision is not a string")
         if not isinstance(files, dict) or not isinstance(seed, int | None):
-            raise ValueError("it lists no files, or its seed is no number")
+            raise ValueError("its files are missing, or its seed is not an integer")
         return BaseWeights(source, revision, {name: _digest(file) for name, file in files.items()}, seed)
 
 

@@ -1,7 +1,7 @@
 """The shape of one block of a decoder: norms, token mixer and feed-forward, as plain data. No torch.
 
-Layers may differ in every field. Equal blocks compare equal, so that counting treats runs of them as one. Names of
-parameters are Hugging Face's, without the prefix of the layer.
+Layers may differ in every field. Equal blocks compare equal, so that runs of them are counted once and multiplied.
+Names of parameters are Hugging Face's, without the prefix of the layer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Literal
 
 RopeKind = Literal["linear", "dynamic", "yarn", "llama3", "longrope"]
 Split = Literal["column", "row", "vocabulary", "sequence", "replicated"]
-"""How tensor parallelism cuts a weight [out, in]: by outputs, by inputs, by tokens of the vocabulary, or not at all;
-and an operation without one: by heads or features (column), or by tokens (sequence)."""
+"""How tensor parallelism shards a weight [out, in]: by outputs (column), by inputs (row), by vocabulary, or not at all
+(replicated). Operations without a weight are sharded by heads or features (column), or by tokens (sequence)."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix [out_features, in_features] of a block.
+    """A weight matrix [out_features, in_features] of a block.
 
     Example:
         >>> Linear("mlp.up_proj", 16, 32, "column").short_name
@@ -31,34 +31,34 @@ class Linear:
     split: Split
     bias: bool = False
     parts: tuple[int, ...] = ()
-    """Rows of each matrix stacked in this one, where there are several: a split by outputs cuts each of them."""
+    """Rows of each projection if several are fused into this matrix; sharding by columns shards each of them."""
     count: int = 1
-    """Equal matrices in one tensor [count, out_features, in_features]: those of experts."""
+    """Number of matrices stacked in one tensor [count, out_features, in_features], as for experts."""
     routes: bool = False
-    """Whether it decides on the use of experts; such a matrix is neither adapted nor quantized."""
+    """Whether it is a router of experts; routers get no adapter and are not quantized."""
 
     @property
     def short_name(self) -> str:
-        """The last part of the name, which recipes name it by."""
+        """The last part of the name, as used in `lora.target_modules`."""
         return self.name.rpartition(".")[2]
 
     @property
     def weights(self) -> int:
-        """Elements of all its matrices, without biases."""
+        """Elements of all matrices, without biases."""
         return self.count * self.matrix
 
     @property
     def matrix(self) -> int:
-        """Elements of one matrix: what one row of the input is multiplied with."""
+        """Elements of one matrix."""
         return self.in_features * self.out_features
 
     @property
     def elements(self) -> int:
-        """Elements of matrices and biases."""
+        """Elements of all matrices and biases."""
         return self.count * (self.matrix + (self.out_features if self.bias else 0))
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of its tensors."""
+        """Yields (name, dimensions) of weight and bias."""
         stacked = (self.count,) if self.count > 1 else ()
         yield f"{self.name}.weight", (*stacked, self.out_features, self.in_features)
         if self.bias:
@@ -66,7 +66,7 @@ class Linear:
 
 
 def _stacked(name: str, linears: tuple[Linear, ...]) -> Linear:
-    """Several matrices of one input as one, their rows in this order."""
+    """Fuses projections of the same input into one matrix, their rows in this order."""
     first, parts = linears[0], tuple(linear.out_features for linear in linears)
     return Linear(name, first.in_features, sum(parts), first.split, first.bias, parts, first.count)
 
@@ -82,7 +82,7 @@ class Norm:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the length a model was pretrained on."""
+    """RoPE scaling for contexts longer than the pretraining length; fields as in Hugging Face's `rope_scaling`."""
 
     kind: RopeKind
     factor: float = 1.0
@@ -102,14 +102,14 @@ class Rope:
     theta: float = 10_000.0
     scaling: RopeScaling | None = None
     rotary_dim: int | None = None
-    """Dimensions of a head that are rotated, the first ones; None for all."""
+    """Number of leading head dimensions that are rotated; None for all."""
     interleaved: bool = False
     """Whether neighbouring dimensions (0, 1), (2, 3) … form pairs instead of (0, D/2), (1, D/2 + 1) …"""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Softmax attention with grouped heads.
+    """Softmax attention with grouped query heads (GQA).
 
     Example:
         >>> [linear.out_features for linear in AttentionShape(4, 2, 8).linears(hidden_size=16)]
@@ -120,19 +120,19 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     rope: Rope | None = Rope()
-    """None for a layer without positions."""
+    """None for a layer without position embeddings."""
     window: int | None = None
-    """How many tokens, itself included, a query sees; None for all before it."""
+    """Sliding window: the number of tokens that a query attends to, itself included; None for full causal attention."""
     qk_norm: Literal["head", "full"] | None = None
-    """RMS norms of queries and keys: over each head, or over all heads at once."""
+    """RMS norms of queries and keys: over each head, or over all heads together."""
     qkv_bias: bool = False
     o_bias: bool = False
     softcap: float | None = None
     """Scores s become softcap · tanh(s / softcap)."""
     scale: float | None = None
-    """Of the scores; 1 / √head_dim if None."""
+    """Scale of the scores; 1 / √head_dim if None."""
     sinks: bool = False
-    """Whether each head has a learned logit without a value in its softmax."""
+    """Attention sinks: whether each head has a learned logit in its softmax that has no value."""
     fused_qkv: bool = False
     """Whether q, k and v are stacked in one matrix, `qkv_proj`, in this order (Phi-3)."""
 
@@ -143,7 +143,7 @@ class AttentionShape:
 
     @property
     def value_head_dim(self) -> int:
-        """Of values, and of the output: the same as that of queries and keys."""
+        """Head size of values and of the output: the same as that of queries and keys."""
         return self.head_dim
 
     @property
@@ -157,7 +157,7 @@ class AttentionShape:
         return self.q_size, self.kv_size, self.kv_size
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """Its matrices, in the order of the forward pass."""
+        """Returns its matrices in the order of the forward pass."""
         q, kv, bias = self.q_size, self.kv_size, self.qkv_bias
         inputs: tuple[Linear, ...] = (
             Linear("self_attn.q_proj", hidden_size, q, "column", bias),
@@ -169,7 +169,7 @@ class AttentionShape:
         return (*inputs, Linear("self_attn.o_proj", q, hidden_size, "row", self.o_bias))
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        """Yields (name, dimensions) of its parameters, in the order of the forward pass."""
         *inputs, output = self.linears(hidden_size)
         for linear in inputs:
             yield from linear.parameters()
@@ -184,7 +184,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LatentAttentionShape:
-    """Multi-head latent attention (DeepSeek): keys and values through a narrow latent. It can be planned, not built."""
+    """Multi-head latent attention (DeepSeek). It can be planned, but not built."""
 
     num_heads: int
     kv_rank: int
@@ -192,17 +192,17 @@ class LatentAttentionShape:
     nope_head_dim: int
     value_head_dim: int
     q_rank: int | None = None
-    """Of the queries' own latent; None where they are projected at once."""
+    """Rank of the queries' latent; None if queries are projected directly."""
     rope: Rope | None = Rope()
     window: int | None = None
 
     @property
     def head_dim(self) -> int:
-        """Of queries and keys: the part without positions and the rotated one."""
+        """Head size of queries and keys: the part without RoPE and the rotated part."""
         return self.nope_head_dim + self.rope_head_dim
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """Its matrices, in the order of the forward pass."""
+        """Returns its matrices in the order of the forward pass."""
         H, q = self.num_heads, self.num_heads * self.head_dim
         queries: tuple[Linear, ...] = (Linear("self_attn.q_proj", hidden_size, q, "column"),)
         if self.q_rank is not None:
@@ -221,7 +221,7 @@ class LatentAttentionShape:
         )
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        """Yields (name, dimensions) of its parameters, in the order of the forward pass."""
         for linear in self.linears(hidden_size):
             yield from linear.parameters()
             if linear.short_name == "q_a_proj":
@@ -246,7 +246,7 @@ class FeedForwardShape:
     """Whether gate and up are stacked in one matrix, `gate_up_proj`, in this order (Phi-3)."""
 
     def linears(self, hidden_size: int, prefix: str = "mlp", count: int = 1) -> tuple[Linear, ...]:
-        """Its matrices, in the order of the forward pass; those of `count` such layers, stacked."""
+        """Returns its matrices in the order of the forward pass; `count` stacks the matrices of that many experts."""
         inputs: tuple[Linear, ...] = (
             Linear(f"{prefix}.gate_proj", hidden_size, self.width, "column", self.bias, count=count),
             Linear(f"{prefix}.up_proj", hidden_size, self.width, "column", self.bias, count=count),
@@ -257,14 +257,14 @@ class FeedForwardShape:
         return (*inputs, down)
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        """Yields (name, dimensions) of its parameters, in the order of the forward pass."""
         for linear in self.linears(hidden_size):
             yield from linear.parameters()
 
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """A mixture of experts: a router picks `active` of `count` feed-forward layers. It can be planned, not built.
+    """A mixture of experts: a router selects `active` of `count` feed-forward layers. It can be planned, but not built.
 
     Example:
         >>> [linear.name for linear in ExpertsShape(8, 2, 32).linears(hidden_size=16)]
@@ -274,26 +274,26 @@ class ExpertsShape:
     count: int
     active: int
     width: int
-    """Of one expert."""
+    """Intermediate size of one expert."""
     shared: int = 0
-    """Experts that every token passes; they run as one layer."""
+    """Number of shared experts, which process every token; they run as one layer."""
     activation: str = "silu"
     shared_width: int | None = None
-    """Of the shared experts together; `shared` times `width` if None."""
+    """Intermediate size of the shared experts together; `shared` times `width` if None."""
     shared_gate: bool = False
-    """Whether a sigmoid of a learned product scales the shared experts' output (Qwen2-MoE)."""
+    """Whether the shared experts' output is scaled by the sigmoid of a learned gate (Qwen2-MoE)."""
     bias: bool = False
-    """Of the experts' matrices (gpt-oss)."""
+    """Whether the experts' matrices have biases (gpt-oss)."""
     router_bias: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """What makes weights of the router's logits. A bias that only moves the choice of experts (DeepSeek-V3) is no
-    trained parameter, and is not counted."""
+    """Function from router logits to expert weights. A bias that only affects the selection of experts (DeepSeek-V3)
+    is not trained, and is not counted."""
     fused_gate_up: bool = False
-    """Whether gate and up are one matrix, `gate_up_proj` (gpt-oss)."""
+    """Whether gate and up are fused into one matrix, `gate_up_proj` (gpt-oss)."""
 
     @property
     def expert(self) -> FeedForwardShape:
-        """One of the experts that the router picks."""
+        """One routed expert."""
         return FeedForwardShape(self.width, self.activation, self.bias, self.fused_gate_up)
 
     @property
@@ -308,11 +308,11 @@ class ExpertsShape:
         return Linear("mlp.gate", hidden_size, self.count, "replicated", self.router_bias, routes=True)
 
     def shared_router(self, hidden_size: int) -> Linear:
-        """The matrix that scales the shared experts' output, where `shared_gate` says that there is one."""
+        """The gate of the shared experts' output; used if `shared_gate`."""
         return Linear("mlp.shared_expert_gate", hidden_size, 1, "replicated", routes=True)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """The router, the experts' matrices in stacks, and the shared experts as a single layer."""
+        """Returns the router, the experts' stacked matrices, and the shared experts as a single layer."""
         found = [
             self.router(hidden_size),
             *self.expert.linears(hidden_size, "mlp.experts", self.count),
@@ -324,7 +324,7 @@ class ExpertsShape:
         return tuple(found)
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of its tensors, in the order of the forward pass."""
+        """Yields (name, dimensions) of its parameters, in the order of the forward pass."""
         for linear in self.linears(hidden_size):
             yield from linear.parameters()
 
@@ -337,12 +337,12 @@ class BlockShape:
     feed_forward: FeedForwardShape | ExpertsShape
     norm: Norm = Norm()
     norm_placement: Literal["pre", "post", "both"] = "pre"
-    """Before a branch (Llama), after it and before its addition (OLMo 2), or both (Gemma 2)."""
+    """Norm before a sublayer (Llama), after it and before the residual addition (OLMo 2), or both (Gemma 2)."""
 
     @property
     def attention(self) -> AttentionShape:
-        """The mixer of a block that has softmax attention."""
-        assert isinstance(self.mixer, AttentionShape), "the block's mixer is no softmax attention"
+        """The mixer of a block with softmax attention."""
+        assert isinstance(self.mixer, AttentionShape), "the block's mixer is not softmax attention"
         return self.mixer
 
     @property
@@ -352,11 +352,11 @@ class BlockShape:
         return self.feed_forward
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """Its matrices, in the order of the forward pass."""
+        """Returns its matrices in the order of the forward pass."""
         return (*self.mixer.linears(hidden_size), *self.feed_forward.linears(hidden_size))
 
     def parameters(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name without the layer's prefix, dimensions) of its tensors, in the order of the forward pass."""
+        """Yields (name without the layer's prefix, dimensions) of its parameters, in the order of the forward pass."""
         placement, width = self.norm_placement, (hidden_size,)
         if placement != "post":
             yield "input_layernorm.weight", width
@@ -369,7 +369,7 @@ class BlockShape:
             yield "post_feedforward_layernorm.weight", width
 
     def active_parameters(self, hidden_size: int) -> int:
-        """Elements that one token uses: of experts, those that the router picks."""
+        """Elements of the parameters that one token uses: of the routed experts, only the active ones."""
         unused = 0
         if isinstance(self.feed_forward, ExpertsShape):
             expert = sum(linear.elements for linear in self.feed_forward.expert.linears(hidden_size))
@@ -377,7 +377,7 @@ class BlockShape:
         return count_elements(self.parameters(hidden_size)) - unused
 
     def active_weights(self, hidden_size: int) -> int:
-        """Elements of the matrices that one token is multiplied with."""
+        """Elements of the matrices that one token uses."""
         active = self.feed_forward.active if isinstance(self.feed_forward, ExpertsShape) else 1
         return sum(
             linear.matrix * (active if linear.count > 1 else 1) for linear in self.linears(hidden_size)
@@ -385,7 +385,7 @@ class BlockShape:
 
 
 def count_elements(parameters: Iterator[tuple[str, tuple[int, ...]]]) -> int:
-    """Elements of all tensors of such a list.
+    """Returns the total number of elements of a list of (name, dimensions).
 
     Example:
         >>> count_elements(iter([("a", (2, 3)), ("b", (4,))]))

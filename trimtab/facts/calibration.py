@@ -1,7 +1,7 @@
-"""What a device was measured to do: the figures that the time model is built on. No torch.
+"""Measured performance of a device, the basis of the time model. No torch.
 
-`trimtab.lab.calibrate` measures a machine and writes one file; the planner reads it. Measurements of other people's
-devices that ship with the package have the same form.
+`trimtab.lab.calibrate` measures a machine and writes one file; the planner reads it. The measurements of other devices
+that ship with the package have the same form.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class KernelSample:
 
     kind: Kind
     dtype: str
-    """fp32, bf16, fp16, or of a dequantization the format that is read: nf4, int8."""
+    """fp32, bf16, fp16, or for dequantization the format of the packed weights: nf4, int8."""
     flops: float
     moved: float
-    """Bytes read and written at the least, as the operation declares them."""
+    """Minimum bytes read and written, as the operation declares them."""
     seconds: float
     """Median of several runs, device time only."""
     backward: bool = False
     impl: str = ""
-    """The implementation, where there are several (`triton`, `reference`, `sdpa_flash`, …)."""
+    """The implementation, if there are several (`triton`, `reference`, `sdpa_flash`, …)."""
     dims: tuple[int, ...] = ()
-    """Of a product [m, k] · [k, n]: (m, n, k); of attention: (keys that a query sees on average, head size); of the
-    loss: (tokens, vocabulary, hidden size). Of other kinds their sizes, which only tell samples apart."""
+    """For a matrix product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size);
+    for the loss: (tokens, vocabulary, hidden size). For other kinds, sizes that only distinguish samples."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Calibration:
     """
 
     device: str
-    """As torch or the operating system names it."""
+    """Name that torch or the operating system reports."""
     flops: dict[str, float]
-    """The best rate of matrix products, by dtype."""
+    """Peak measured FLOP/s of matrix products, by dtype."""
     copy: float
-    """The best rate of a copy, bytes read and written per second."""
+    """Peak measured bandwidth of a copy, in bytes read and written per second."""
     launch_seconds: float
     """Host time to launch one operation in eager mode; on a CPU the overhead of one operator."""
     samples: tuple[KernelSample, ...] = ()
@@ -65,7 +65,7 @@ class Calibration:
     """Bytes per second from the device to pinned host memory; None on a CPU."""
     from_host: float | None = None
     disk_write: float | None = None
-    """Bytes per second of a file that is written and synchronized."""
+    """Bytes per second of writing a file with fsync."""
     disk_read: float | None = None
     threads: int | None = None
     """CPU threads during the measurement."""
@@ -73,22 +73,22 @@ class Calibration:
     measured_at: str = ""
     """ISO 8601, UTC."""
     source: str = ""
-    """Of shipped measurements, the file they come from; empty where this machine was measured."""
+    """For shipped measurements, the file they come from; empty if this machine was measured."""
     warnings: tuple[str, ...] = ()
-    """What made the measurement doubtful: other processes, a throttled clock."""
+    """Reasons to doubt the measurement: other processes, a throttled clock."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
+        """Returns plain data, for JSON."""
         plain = dataclasses.asdict(self)
         plain["samples"] = [{**sample, "kind": sample["kind"].value} for sample in plain["samples"]]
         return {"version": VERSION, **plain}
 
     @staticmethod
     def from_dict(plain: dict[str, Any]) -> Calibration:
-        """The calibration that `to_dict` wrote; KeyError, TypeError or ValueError where a file holds something else."""
+        """Inverse of `to_dict`; raises KeyError, TypeError or ValueError for malformed data."""
         values = {key: value for key, value in plain.items() if key != "version"}
         if plain["version"] != VERSION:
-            raise ValueError(f"version {plain['version']} of a calibration is not known")
+            raise ValueError(f"calibration version {plain['version']} is not supported")
         values["samples"] = tuple(
             KernelSample(**{**sample, "kind": Kind(sample["kind"]), "dims": tuple(sample["dims"])})
             for sample in values["samples"]

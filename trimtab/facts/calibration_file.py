@@ -1,4 +1,4 @@
-"""Where the calibrations of a machine are kept: one JSON file per device, and per number of threads of a CPU. No torch.
+"""Files of a machine's calibrations: one JSON file per GPU, or per CPU and number of threads. No torch.
 
 $XDG_CACHE_HOME/trimtab/calibration/nvidia-h200.json                 (~/.cache without that variable)
 $XDG_CACHE_HOME/trimtab/calibration/amd-epyc-7b13-2-threads.json
@@ -20,25 +20,25 @@ REMEDY = "run `trimtab plan --calibrate` to measure this machine again"
 
 
 def calibration_folder() -> Path:
-    """The folder of all calibrations; it need not exist.
+    """Returns the folder of all calibrations; it may not exist.
 
     Example:
         >>> calibration_folder().name
         'calibration'
     """
     root = os.environ.get("XDG_CACHE_HOME")
-    # The specification of the variable says that relative paths are to be ignored.
+    # The XDG specification requires relative paths to be ignored.
     cache = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
     return cache / "trimtab" / "calibration"
 
 
 def calibration_path(device_name: str, threads: int | None = None, folder: Path | None = None) -> Path:
-    """The file of one device.
+    """Returns the path of a device's calibration.
 
     Args:
         device_name: as in `Calibration.device`.
-        threads: of a CPU; None for a GPU.
-        folder: instead of `calibration_folder()`.
+        threads: number of threads of a CPU; None for a GPU.
+        folder: used instead of `calibration_folder()`.
 
     Example:
         >>> calibration_path("NVIDIA H200", folder=Path("c")).as_posix()
@@ -53,7 +53,7 @@ def calibration_path(device_name: str, threads: int | None = None, folder: Path 
 
 
 def write_calibration(calibration: Calibration, folder: Path | None = None) -> Path:
-    """Writes a calibration, atomically: an interrupted write leaves the earlier file.
+    """Writes a calibration atomically: an interrupted write does not change the earlier file.
 
     Returns:
         The path of the file.
@@ -76,7 +76,7 @@ def write_calibration(calibration: Calibration, folder: Path | None = None) -> P
     except OSError as error:
         raise ResourceError(
             f"the calibration cannot be written to {path}: {error.strerror or error}",
-            "set XDG_CACHE_HOME to a folder that can be written",
+            "set XDG_CACHE_HOME to a writable folder",
         ) from error
     return path
 
@@ -88,13 +88,13 @@ def read_calibration(
     folder: Path | None = None,
     note: Callable[[str], None] | None = None,
 ) -> Calibration | None:
-    """The calibration of a device, or None: never measured, or a file that cannot be used.
+    """Reads the calibration of a device; returns None if there is none or its file is unusable.
 
     Args:
         device_name: as in `Calibration.device`.
-        threads: of a CPU; None for a GPU.
-        folder: instead of `calibration_folder()`.
-        note: called with a sentence where a file is ignored; a Python warning by default.
+        threads: number of threads of a CPU; None for a GPU.
+        folder: used instead of `calibration_folder()`.
+        note: called with a message if a file is ignored; a Python warning by default.
 
     Example:
         >>> read_calibration("a GPU that was never measured") is None
@@ -121,12 +121,12 @@ def read_calibration(
 
 
 def _check(found: Calibration, device_name: str, threads: int | None) -> None:
-    """ValueError for values that no measurement gives: a file edited by hand, or renamed."""
+    """Raises ValueError for values that cannot be measurements of this device: an edited or renamed file."""
     if found.device != device_name or found.threads != threads:
         raise ValueError(f"it is of {found.device!r} with {found.threads} threads")
     rates = [found.copy, found.launch_seconds, *found.flops.values()]
     rates += [sample.seconds for sample in found.samples]
     rates += [r for r in (found.to_host, found.from_host, found.disk_read, found.disk_write) if r is not None]
-    # `not a > b` and not `a <= b`: NaN is to be refused too
+    # `not 0 < rate`, not `rate <= 0`: NaN is rejected too
     if not found.flops or any(not 0 < rate < float("inf") for rate in rates):
         raise ValueError("a rate is missing, or not a positive number")

@@ -1,4 +1,4 @@
-"""Can code be compiled here? torch.compile needs a C or C++ compiler, and Triton on a GPU. No torch."""
+"""Checks for the compilers that torch.compile needs: a C or C++ compiler, and Triton on a GPU. No torch."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import os
 import shutil
 from importlib.util import find_spec
 
-LEAST_CAPABILITY = (7, 0)
-"""Of CUDA devices that Triton generates code for."""
+TRITON_MIN_CAPABILITY = (7, 0)
+"""Minimum compute capability of CUDA devices that Triton generates code for."""
 
 
 def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> str | None:
-    """Why torch.compile cannot work on a kind of device ("cpu", "cuda") here; None if it can.
+    """Returns why torch.compile does not work for a kind of device ("cpu", "cuda") on this machine; None if it does.
 
     Example:
         >>> compile_obstacle("cuda", (6, 1))
         'Triton needs capability 7.0, the device has 6.1'
     """
     if kind == "cuda":
-        if capability is not None and capability < LEAST_CAPABILITY:
+        if capability is not None and capability < TRITON_MIN_CAPABILITY:
             return f"Triton needs capability 7.0, the device has {capability[0]}.{capability[1]}"
         if find_spec("triton") is None:
             return "Triton is not installed (it comes with torch's CUDA builds)"
-        if not _found("CC", "gcc", "clang", "cc"):
+        if not _is_on_path("CC", "gcc", "clang", "cc"):
             return "there is no C compiler (install gcc)"
-    elif not _found("CXX", "g++", "clang++", "c++"):
+    elif not _is_on_path("CXX", "g++", "clang++", "c++"):
         return "there is no C++ compiler (install g++)"
     return None
 
 
-def _found(variable: str, *names: str) -> bool:
-    """Whether one of the programs is on the PATH; build tools take another one from the environment variable."""
+def _is_on_path(variable: str, *names: str) -> bool:
+    """Whether one of the programs, or the one that the environment variable names, is on the PATH."""
     named = os.environ.get(variable)
     return any(shutil.which(name) for name in ((named,) if named else names))

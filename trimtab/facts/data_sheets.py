@@ -1,7 +1,7 @@
-"""Data sheets of GPUs: `catalogue/gpus.json` as typed records, found by the name that the driver reports.
+"""Data sheets of GPUs: `catalogue/gpus.json` as typed records, looked up by the name that the driver reports.
 
-Rates are dense (no sparsity), with fp32 accumulation. Each sheet names the vendor's document and where its figures were
-compared; `trimtab.facts.gpus` finds a planned GPU by what a user types.
+FLOP/s are dense (no sparsity), with fp32 accumulation. Each sheet names the vendor's document and where its figures
+were checked; `trimtab.facts.gpus` resolves the names that users give.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Literal
 
 FILE = Path(__file__).parent / "catalogue" / "gpus.json"
 PCIE_LANE = {3: 8e9 * 128 / 130 / 8, 4: 16e9 * 128 / 130 / 8, 5: 32e9 * 128 / 130 / 8}
-"""Bytes per second of one lane in each direction, by generation: transfers per second, 128b/130b encoding."""
+"""Bytes per second of one PCIe lane in each direction, by generation: transfers per second with 128b/130b encoding."""
 REPORTED_SHARE = 0.965
-"""Of the memory a card is sold with, what CUDA reports at least, where no report is known: 15.45 to 15.49 of 16 GiB on
-current GeForce cards, 97.6 % (RTX A4000) to 99.2 % on those of the catalogue that have no ECC in their memory."""
+"""Assumed fraction of a card's nominal memory that CUDA reports, if no report is known (a lower bound): 15.45 to 15.49
+of 16 GiB on current GeForce cards, 97.6 % (RTX A4000) to 99.2 % on cards of the catalogue without ECC memory."""
 SYSTEM_RESERVE = 4 * 2**30
-"""What the operating system and its services take of unified memory: 3 of 122 GiB on an idle Jetson Thor."""
+"""Unified memory reserved for the operating system and its services: they use 3 of 122 GiB on an idle Jetson Thor."""
 METAL_SHARES = ((36 * 2**30, 2 / 3), (1 << 62, 3 / 4))
-"""(up to so many bytes, share) of an Apple machine's memory that Metal recommends as a working set: 10922 of 16384 MiB,
+"""(maximum memory in bytes, fraction of it) that Metal recommends as working set on Apple machines: 10922 of 16384 MiB,
 16 of 24 GiB, 48 of 64 GiB (`recommendedMaxWorkingSetSize`, as llama.cpp prints it)."""
 DROPPED_WORDS = ("nvidia", "geforce", "tesla", "amd", "instinct", "radeon", "apple", "generation", "gpu")
 
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What a vendor promises of one device.
+    """A vendor's specification of one device.
 
     Example:
         >>> sheet = known_sheet("NVIDIA GeForce RTX 4090")
@@ -43,34 +43,34 @@ class DataSheet:
     """The name that the driver reports."""
     vendor: Literal["nvidia", "amd", "apple"]
     memory_bytes: int
-    """The size it is sold with."""
+    """Nominal memory size."""
     bandwidth: float
-    """Bytes per second of its memory."""
+    """Memory bandwidth in bytes per second."""
     flops: dict[str, float]
     """Dense FLOP/s of matrix products by dtype, with fp32 accumulation."""
     source: str
     """The vendor's document."""
     checked: str
-    """Where the figures were compared."""
+    """Where the figures were checked."""
     aliases: tuple[str, ...] = ()
-    """Further names that mean this device only."""
+    """Other names of this device only."""
     shared_aliases: tuple[str, ...] = ()
-    """Names that mean several devices, this one among them."""
+    """Ambiguous names: names of several devices, including this one."""
     capability: tuple[int, int] | None = None
     """CUDA compute capability; None for other vendors."""
     host_link: float | None = None
-    """Bytes per second to host memory, each way, at most; None with unified memory."""
+    """Peak bytes per second to host memory, in each direction; None with unified memory."""
     unified: bool = False
     """Whether CPU and GPU share one memory."""
     reported_bytes: int | None = None
-    """What CUDA reports as its total memory, where someone has reported it."""
+    """Total memory as CUDA reports it, if known from a published report."""
     reported_source: str = ""
     note: str = ""
-    """Where sources disagree, and how derived figures were derived."""
+    """Disagreements between sources, and how derived figures were derived."""
 
     @property
     def usable_bytes(self) -> int:
-        """What a process can have of the memory of an otherwise idle device, its own CUDA context included."""
+        """Memory available to a process on an otherwise idle device, its CUDA context included."""
         if self.vendor == "apple":
             share = next(share for limit, share in METAL_SHARES if self.memory_bytes <= limit)
             return int(self.memory_bytes * share)
@@ -79,14 +79,14 @@ class DataSheet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every spelling that means this device only."""
+        """All unambiguous names of this device."""
         own = () if self.id in self.shared_aliases else (self.id,)
         return (*own, *self.aliases)
 
 
 @functools.cache
 def data_sheets() -> tuple[DataSheet, ...]:
-    """Every device of the catalogue; one that is sold with several memory sizes has a sheet for each.
+    """Returns the sheets of all devices in the catalogue, one per memory size.
 
     Example:
         >>> len(data_sheets()) > 60, {sheet.vendor for sheet in data_sheets()} == {"nvidia", "amd", "apple"}
@@ -97,11 +97,11 @@ def data_sheets() -> tuple[DataSheet, ...]:
 
 
 def known_sheet(driver_name: str, memory_bytes: int | None = None) -> DataSheet | None:
-    """The data sheet of a device by the name its driver reports; None for a device without one, such as a MIG slice.
+    """Returns the data sheet of a device by its driver's name; None if it has none, such as a MIG slice.
 
     Args:
         driver_name: as `torch.cuda.get_device_name` or `nvidia-smi` print it.
-        memory_bytes: total memory, to tell sizes of one name apart; the largest without it.
+        memory_bytes: total memory, selects among memory sizes of the same name; None selects the largest.
 
     Example:
         >>> known_sheet("NVIDIA A10").id, known_sheet("NVIDIA A10G").id, known_sheet("Tesla T4").id
@@ -111,7 +111,7 @@ def known_sheet(driver_name: str, memory_bytes: int | None = None) -> DataSheet 
         >>> known_sheet("NVIDIA GeForce RTX 4060 Ti", 8 * 2**30).id
         'rtx4060ti-8gb'
     """
-    found = _by_driver_name().get(squeezed(driver_name), ())
+    found = _by_driver_name().get(normalize_name(driver_name), ())
     if not found:
         return None
     if memory_bytes is None:
@@ -119,23 +119,23 @@ def known_sheet(driver_name: str, memory_bytes: int | None = None) -> DataSheet 
     return min(found, key=lambda sheet: abs(sheet.memory_bytes - memory_bytes))
 
 
-def common_link(capability: tuple[int, int] | None) -> float | None:
-    """The host link that most devices of a compute capability have, for a card without a sheet; None if there is none.
+def typical_host_link(capability: tuple[int, int] | None) -> float | None:
+    """Returns the most common host link bandwidth among devices of a compute capability; None if there is none.
 
     Example:
-        >>> round(common_link((8, 9)) / 1e9, 1), common_link((3, 5)) is None
+        >>> round(typical_host_link((8, 9)) / 1e9, 1), typical_host_link((3, 5)) is None
         (31.5, True)
     """
     links = [sheet.host_link for sheet in data_sheets() if sheet.capability == capability and sheet.host_link]
     return max(links, key=links.count) if links else None
 
 
-def squeezed(name: str) -> str:
-    """A name without spaces, punctuation, case and the words that people leave out.
+def normalize_name(name: str) -> str:
+    """Normalizes a name: lower case, without spaces, punctuation and words that are often omitted.
 
     Example:
-        >>> squeezed("NVIDIA GeForce RTX 4090"), squeezed("rtx-4090"), squeezed("Apple M4 Max 64GiB")
-        ('rtx4090', 'rtx4090', 'm4max64gb')
+        >>> normalize_name("NVIDIA GeForce RTX 4090"), normalize_name("Apple M4 Max 64GiB")
+        ('rtx4090', 'm4max64gb')
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower())
     for word in DROPPED_WORDS:
@@ -147,7 +147,7 @@ def squeezed(name: str) -> str:
 def _by_driver_name() -> dict[str, tuple[DataSheet, ...]]:
     table: dict[str, tuple[DataSheet, ...]] = {}
     for sheet in data_sheets():
-        key = squeezed(sheet.name)
+        key = normalize_name(sheet.name)
         table[key] = (*table.get(key, ()), sheet)
     return table
 

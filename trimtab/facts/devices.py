@@ -1,4 +1,4 @@
-"""Devices as numbers: memory, formats, and the rates their vendors promise. `run.device` detects one."""
+"""Properties of devices: memory, dtypes and specified rates. `run.device` detects the device of this machine."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 from typing import Literal
 
 from trimtab.facts.calibration import Calibration
-from trimtab.facts.data_sheets import DataSheet, common_link, known_sheet
+from trimtab.facts.data_sheets import DataSheet, known_sheet, typical_host_link
 
 LINK_SHARE = 0.873
-"""Of a host link's peak that copies to and from pinned memory reach: 55 of 63 GB/s measured on an H200 (PCIe 5.0)."""
+"""Fraction of a host link's peak that pinned-memory copies reach: 55 of 63 GB/s measured on an H200 (PCIe 5.0)."""
 SLOW_LINK = 12e9
-"""PCIe 3.0, and anything that is not known."""
+"""Bandwidth of PCIe 3.0, assumed for unknown links."""
 HOST_RESERVE = 16 * 2**30
-"""The most of a host's free memory that a run leaves to everything else; of little memory it leaves a fifth."""
+"""Maximum free host memory that a run does not use; of less than 80 GiB it leaves a fifth."""
 
 BF16_CAPABILITY = (8, 0)
-"""CUDA devices from here on compute bf16; Volta and Turing do not."""
+"""Minimum CUDA compute capability with bf16 in hardware; Volta and Turing have none."""
 
 
 TRITON_CAPABILITY = (7, 5)
-"""CUDA devices from here on are those that Triton compiles for."""
+"""Minimum CUDA compute capability that Triton compiles for."""
 
 
 def triton_runs(installed: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether Triton compiles for a CUDA device of this capability, if it is installed.
+    """Whether Triton is installed and compiles for a CUDA device of this capability.
 
     Example:
         >>> triton_runs(True, (8, 0)), triton_runs(True, (7, 0)), triton_runs(False, (9, 0))
@@ -37,7 +37,7 @@ def triton_runs(installed: bool, capability: tuple[int, int] | None) -> bool:
 
 
 def parse_device(name: str) -> tuple[str, int | None] | None:
-    """(kind, index) of `auto`, `cpu`, `cuda` or `cuda:N`; None for any other name.
+    """Parses `auto`, `cpu`, `cuda` or `cuda:N` into (kind, index); None for any other name.
 
     Example:
         >>> parse_device("cuda:1"), parse_device("cpu"), parse_device("cuda:"), parse_device("gpu")
@@ -68,40 +68,38 @@ class DeviceFacts:
     bf16: bool = False
     """Whether bf16 products run in hardware."""
     triton: bool = True
-    """Whether Triton is installed, where the device is one that it compiles for."""
+    """Whether Triton is installed; `runs_triton` also checks the device."""
     cores: int | None = None
     host_free_bytes: int | None = None
-    """Free memory of a GPU's host; None if unknown."""
+    """Free host memory, for a GPU; None if unknown."""
     calibration: Calibration | None = None
-    """What it was measured to do, here or elsewhere; None where there are only data sheets, or nothing."""
+    """Measured performance, of this device or a shipped measurement; None if it was not measured."""
     index: int | None = None
-    """Which of the visible CUDA GPUs, where one was named (`cuda:1`); None for torch's current one."""
+    """Index among the visible CUDA GPUs, if one was requested (`cuda:1`); None for torch's current device."""
     sheet: DataSheet | None = None
-    """Its data sheet, where it was planned by that; otherwise the sheet of its name counts."""
+    """Its data sheet, if it was planned from one; otherwise `data_sheet` looks it up by name."""
     unified: bool = False
-    """Whether CPU and GPU share one memory, so that offloading to the host gains nothing."""
+    """Whether CPU and GPU share one memory, so that offloading to the host saves nothing."""
     bound: str | None = None
-    """Why a memory prediction is only a bound here; None where it is a prediction."""
+    """Why a memory prediction for this device is only a bound; None if it is a prediction."""
     assumptions: tuple[str, ...] = ()
-    """What was assumed of a device that is not here."""
+    """Assumptions about a device that is not present."""
     shared: str | None = None
     """Description of other processes that use the memory of this GPU; None if there are none."""
 
     @property
     def runs_triton(self) -> bool:
-        """Whether this library's own kernels run here."""
+        """Whether trimtab's Triton kernels run on this device."""
         return self.kind == "cuda" and triton_runs(self.triton, self.capability)
 
     @property
     def available_bytes(self) -> int:
-        """What a run can count on."""
+        """Memory available to a run: free memory, or all memory if that is unknown."""
         return self.memory_bytes if self.free_bytes is None else self.free_bytes
 
     @property
     def pinnable_bytes(self) -> int | None:
-        """What a run may pin of the host's memory: what is free, less a part for everything else; None if unknown.
-
-        Nothing where the host's memory is the device's own.
+        """Host memory that a run may pin: free memory less a reserve; None if unknown, 0 with unified memory.
 
         Example:
             >>> DeviceFacts("GPU", "cuda", 24 * 2**30, host_free_bytes=20 * 2**30).pinnable_bytes // 2**30
@@ -114,7 +112,7 @@ class DeviceFacts:
         return self.host_free_bytes - min(self.host_free_bytes // 5, HOST_RESERVE)
 
     def ceiling(self, dtype: str) -> tuple[float, str] | None:
-        """(FLOP/s, where the figure is from) of products in a format; None where nothing is known."""
+        """(peak FLOP/s, its source) of matrix products in a dtype; None if unknown."""
         known = self.data_sheet
         if known is None or dtype not in known.flops:
             return None
@@ -122,27 +120,27 @@ class DeviceFacts:
 
     @property
     def data_sheet(self) -> DataSheet | None:
-        """What its vendor promises; None for a CPU and for a device that is not in the catalogue."""
+        """Its vendor's specification; None for a CPU and for a device that is not in the catalogue."""
         if self.sheet is not None or self.kind != "cuda":
             return self.sheet
         return known_sheet(self.name, self.memory_bytes)
 
     @property
     def host_link(self) -> float:
-        """Bytes per second to the host's memory and, at the same time, back."""
+        """Bytes per second to host memory, and simultaneously from it."""
         known = self.data_sheet
-        peak = known.host_link if known is not None else common_link(self.capability)
+        peak = known.host_link if known is not None else typical_host_link(self.capability)
         return SLOW_LINK if peak is None else LINK_SHARE * peak
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second of the device's own memory, where its data sheet is known."""
+        """Bytes per second of the device's memory; None without a data sheet."""
         known = self.data_sheet
         return None if known is None else known.bandwidth
 
 
 def host_memory() -> tuple[int, int]:
-    """(all, available) bytes of the machine's memory, a container's limit respected.
+    """Returns (total, available) bytes of host memory, within the container's limit if there is one.
 
     Example:
         >>> total, available = host_memory()
@@ -161,7 +159,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def host_cores() -> int:
-    """Cores this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -178,9 +176,9 @@ def _meminfo(key: str) -> int | None:
 
 
 def _container_limit() -> tuple[int, int] | None:
-    """(limit, used) of this process's own control group, version 2 or 1; None where there is none.
+    """Returns (limit, used) of this process's cgroup, version 2 or 1; None without a limit.
 
-    Cached file pages count as used in a control group and are given back on demand, so they are subtracted.
+    Cached file pages count as used in a cgroup and are reclaimed on demand, so they are subtracted.
     """
     for limit_name, used_name, stat_name, cache_key in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

@@ -23,11 +23,11 @@ TORCH_NAMES: dict[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
-"""Ours to torch's: `getattr(torch, TORCH_NAMES["bf16"])`."""
+"""Maps trimtab's names to torch's: `getattr(torch, TORCH_NAMES["bf16"])`."""
 
 
 def nbytes(name: str, count: int) -> int:
-    """Bytes of `count` numbers.
+    """Returns the size in bytes of `count` elements.
 
     Example:
         >>> nbytes("bf16", 10)
@@ -37,7 +37,7 @@ def nbytes(name: str, count: int) -> int:
 
 
 def dtype_alias(name: Any) -> Any:
-    """Our name of a format that is written as torch writes it; anything else as it is.
+    """Converts torch's name of a dtype, or the dtype itself, to trimtab's; returns anything else unchanged.
 
     Example:
         >>> dtype_alias("bfloat16"), dtype_alias("torch.float16"), dtype_alias("fp32")

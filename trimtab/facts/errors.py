@@ -1,7 +1,7 @@
-"""Exception types for problems of the user's recipe, data or machine.
+"""Exception types for problems with the user's recipe, data or machine.
 
-Each error states its cause and, where there is one, the remedy, in a line or two. The command line prints
-`error: cause; remedy` without a traceback and exits with the class's code. Mistakes of our own are asserts.
+Each error states its cause and, if there is one, the remedy, in a line or two. The command line prints
+`error: cause; remedy` without a traceback and exits with the class's code. Bugs in trimtab are asserts.
 """
 
 from __future__ import annotations
@@ -56,31 +56,31 @@ class ResourceError(TrimtabError):
 
 
 class OutOfMemory(ResourceError):
-    """The GPU or the host ran out of memory while a command was at work."""
+    """The GPU or the host ran out of memory."""
 
 
 class TrainingError(TrimtabError):
-    """Training had to stop: a loss or gradient that is not finite, or nothing to learn."""
+    """Training had to stop: a loss or gradient is not finite, or no token contributes to the loss."""
 
     exit_code = 7
 
 
 class MissingDependency(TrimtabError):
-    """An optional package is needed for what was asked."""
+    """The requested feature needs an optional package."""
 
     exit_code = 8
 
 
 class HubError(TrimtabError):
-    """The hub could not be reached, or refused."""
+    """The hub could not be reached or denied the request."""
 
     exit_code = 9
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Drop the local variables of the frames that an exception, and what caused it, has left.
+    """Clear the local variables in the traceback frames of an exception and its causes.
 
-    An exception that is kept, as notebooks do, otherwise keeps every tensor of those frames in memory.
+    An exception that outlives its handler, as in notebooks, otherwise keeps every tensor of those frames alive.
 
     Example:
         >>> def fail():

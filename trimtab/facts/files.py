@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, JSON objects, and checksums. No torch."""
+"""Atomic file writes, JSON objects and checksums. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def temporary_path(path: Path) -> Path:
-    """A unique hidden name in the folder of `path`, for a file that will be renamed to `path`.
+    """Returns a unique hidden name in the folder of `path`, for a file that will be renamed to `path`.
 
     Example:
         >>> temporary_path(Path("runs/plan.json")).name.startswith(".plan.json.tmp-")
@@ -24,15 +24,15 @@ def temporary_path(path: Path) -> Path:
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Writes a file through a temporary name: readers see the old content or the new, never a part.
+    """Writes a file atomically, through a temporary name: readers see the old content or the new, never a part.
 
     Args:
         path: the file; its folder exists.
-        content: text is written as UTF-8, line ends as they are.
-        durable: force content and name to the disk before returning, so that they survive a power cut.
+        content: text is written as UTF-8, with line endings unchanged.
+        durable: fsync the file and its folder before returning, so that it survives a power failure.
 
     Raises:
-        OSError: the file cannot be written. The old file is still there, and the temporary one is gone.
+        OSError: the file cannot be written. The old file is unchanged, and the temporary one is removed.
 
     Example:
         >>> write_atomic(Path("runs/a/recipe.yaml"), "seed: 1\\n")  # doctest: +SKIP
@@ -57,9 +57,9 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
 
 
 def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> None:
-    """`write_atomic` of readable JSON, its keys in their order.
+    """Writes indented JSON with `write_atomic`; keys keep their order.
 
-    File names that are not UTF-8 hold surrogates, which are escaped: `read_json_object` returns the same names.
+    File names that are not UTF-8 contain surrogates, which are escaped: `read_json_object` returns the same names.
 
     Example:
         >>> write_json(Path("runs/a/plan.json"), {"steps": 100})  # doctest: +SKIP
@@ -69,11 +69,11 @@ def write_json(path: Path, data: Mapping[str, Any], *, durable: bool = True) -> 
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Reads the object in a JSON file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not JSON, not UTF-8, nested too deeply, or holds something else than an object.
+        ValueError: it is not JSON, not UTF-8, nested too deeply, or not an object.
 
     Example:
         >>> read_json_object(Path("runs/a/plan.json"))["steps"]  # doctest: +SKIP
@@ -89,13 +89,13 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def sync_file(path: Path) -> None:
-    """Forces a file's content to the disk."""
-    with path.open("r+b") as file:  # Windows wants a descriptor that can be written
+    """Flushes a file's content to disk (fsync)."""
+    with path.open("r+b") as file:  # Windows requires a writable descriptor
         os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Forces names and renames in a folder to the disk; Windows does so by itself and cannot be asked."""
+    """Flushes a folder's entries to disk (fsync), so that renames in it are durable; no-op on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -114,7 +114,7 @@ class FileDigest:
 
 
 def digest(path: Path) -> FileDigest:
-    """Size and SHA-256 of a file.
+    """Returns size and SHA-256 of a file.
 
     Example:
         >>> digest(Path("model.safetensors")).size  # doctest: +SKIP
@@ -124,7 +124,7 @@ def digest(path: Path) -> FileDigest:
 
 
 def sha256_of(path: Path) -> str:
-    """A file's SHA-256 in hexadecimal, read in pieces.
+    """Returns a file's SHA-256 in hexadecimal, read in chunks.
 
     Example:
         >>> sha256_of(Path("model.safetensors"))[:8]  # doctest: +SKIP

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata and the list of tensors, every count checked against the file's size.
+"""Reads the header of a GGUF file: metadata and the list of tensors, with every count checked against the file's size.
 
-A reader of its own rather than the `gguf` package's: that one loops over counts the file claims (an array
-"of 2⁶⁰ bytes" hangs it) and takes 2.5 s on SmolLM2's header, this one 0.1 s. The package is still what
-dequantizes. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3.
+The reader of the `gguf` package loops over counts that the file claims (an array "of 2⁶⁰ bytes" hangs it) and takes
+2.5 s for SmolLM2's header; this one takes 0.1 s. The package is used for dequantization. Format: versions 2 and 3 of
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REMEDY = "the file is damaged or not GGUF; download it again"
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """One tensor's entry: `dims` in numpy's order (rows first), `offset` from the start of the file."""
+    """Metadata of one tensor: `dims` in numpy's order (rows first), `offset` from the start of the file."""
 
     name: str
     dims: tuple[int, ...]
@@ -35,7 +35,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says before its numbers begin.
+    """The part of a GGUF file before the tensor data.
 
     Example:
         >>> header = read_gguf_header("model.gguf")            # doctest: +SKIP
@@ -50,7 +50,7 @@ class GGUFHeader:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether a path names a GGUF file: by its ending, or by its first four bytes."""
+    """Whether a path is a GGUF file, by its suffix or its first four bytes."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -61,7 +61,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_gguf_header(path: str | Path) -> GGUFHeader:
-    """Metadata and tensor entries of a GGUF file; ModelError for a file that is not whole."""
+    """Reads metadata and tensor entries of a GGUF file; ModelError for a truncated or malformed file."""
     path = Path(path)
     if not path.is_file():
         raise ModelError(f"{path} does not exist", "check the path")
@@ -73,7 +73,7 @@ def read_gguf_header(path: str | Path) -> GGUFHeader:
 
 
 class _Reader:
-    """Walks the header; `take` refuses to step past the end, so no count can make it allocate or loop."""
+    """Parses the header; `take` never advances past the end, so no count can make it allocate or loop."""
 
     def __init__(self, data: mmap.mmap, path: Path, size: int) -> None:
         self.data, self.path, self.size, self.at = data, path, size, 0
@@ -84,7 +84,7 @@ class _Reader:
     def take(self, count: int) -> int:
         start = self.at
         if count > self.size - start:
-            raise self.fail(f"{count} bytes at offset {start} lie beyond the file's {self.size}")
+            raise self.fail(f"{count} bytes at offset {start} extend beyond the file's {self.size}")
         self.at += count
         return start
 
@@ -94,7 +94,7 @@ class _Reader:
     def string(self) -> str:
         length = self.number("Q")
         start = self.take(length)
-        # Token strings of some files are not UTF-8; what cannot be decoded is kept as escapes, not refused.
+        # Token strings of some files are not UTF-8; undecodable bytes become surrogate escapes.
         return self.data[start : start + length].decode("utf-8", errors="surrogateescape")
 
     def value(self, kind: int, depth: int = 0) -> Any:
@@ -111,7 +111,7 @@ class _Reader:
             return list(struct.unpack_from(code, self.data, self.take(count * width)))
         least = 8 if inner == _STRING else 12
         if count * least > self.size - self.at:
-            raise self.fail(f"an array of {count} items at offset {self.at} lies beyond the file's end")
+            raise self.fail(f"an array of {count} items at offset {self.at} extends beyond the file's end")
         return [self.value(inner, depth + 1) for _ in range(count)]
 
     def header(self) -> GGUFHeader:
@@ -123,7 +123,7 @@ class _Reader:
             cause = "it is big-endian" if version & 0xFFFF == 0 else f"GGUF version {version}"
             raise ModelError(f"{self.path}: {cause}", "supported are little-endian files of version 2 and 3")
         num_tensors, num_keys = self.number("Q"), self.number("Q")
-        # The least an entry takes: a key's length, type and value; a tensor's name, dims, type and offset.
+        # The minimum size of an entry: a key's length, type and value; a tensor's name, dims, type and offset.
         if num_keys * 13 + num_tensors * 24 > self.size:
             raise self.fail(f"it claims {num_keys} keys and {num_tensors} tensors in {self.size} bytes")
         metadata: dict[str, Any] = {}
@@ -146,7 +146,7 @@ class _Reader:
         return GGUFTensor(name, dims[::-1], self.number("I"), self.number("Q"))
 
     def place(self, entries: list[GGUFTensor], metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
-        """The entries by name with offsets from the file's start; the data begin at the next aligned byte."""
+        """Returns the entries by name, with offsets from the file's start; the data begin at the next aligned byte."""
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1 or align & (align - 1):
             raise self.fail(f"general.alignment is {align!r}")

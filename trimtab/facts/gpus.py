@@ -1,4 +1,4 @@
-"""A planned GPU by what a user types: a name of the catalogue in any spelling, or a memory size."""
+"""Resolves `--gpu`: a name of the catalogue in any spelling, or a memory size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import functools
 import re
 
-from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, squeezed
+from trimtab.facts.data_sheets import DataSheet, data_sheets, known_sheet, normalize_name
 from trimtab.facts.devices import BF16_CAPABILITY, DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import shortened
@@ -14,19 +14,19 @@ from trimtab.facts.units import format_bytes, parse_bytes
 
 __all__ = ["DataSheet", "data_sheets", "find_gpu", "gpu_of_sheet", "known_sheet"]
 
-LEAST_MEMORY, MOST_MEMORY = 10**9, 10**12
-"""Bytes between which a memory size is taken for a GPU's: below, not even the CUDA context has room."""
+MIN_MEMORY, MAX_MEMORY = 10**9, 10**12
+"""Range of memory sizes in bytes that are accepted for a GPU; less does not fit a CUDA context."""
 CUDA_13_CAPABILITY = (7, 5)
-"""The least that CUDA 13 compiles for: its release notes end support for Maxwell, Pascal and Volta."""
+"""Minimum compute capability of CUDA 13: its release notes end support for Maxwell, Pascal and Volta."""
 OTHER_VENDORS = {"amd": "AMD", "apple": "Apple"}
 EXAMPLES = "for example rtx4090, a100-80gb, apple-m4-max-64gb, or a memory size such as 24GB"
 
 
 def find_gpu(text: str) -> DeviceFacts:
-    """The device that a name or a memory size means; RecipeError where it means none, or several.
+    """Returns the device for a name or a memory size; RecipeError if it is unknown or ambiguous.
 
-    A card that is not present offers the memory that CUDA reports of it, idle and without a display; what the process
-    itself takes, its CUDA context included, is counted by the plan.
+    The memory of a card that is not present is what CUDA reports for it, idle and without a display. The memory of the
+    process itself, including the CUDA context, is counted by the plan.
 
     Example:
         >>> gpu = find_gpu("RTX 4090")
@@ -40,11 +40,11 @@ def find_gpu(text: str) -> DeviceFacts:
         trimtab.facts.errors.RecipeError: --gpu v100 means several devices; write v100-sxm-16gb, ...
     """
     wanted = text.strip()
-    key = squeezed(wanted)
+    key = normalize_name(wanted)
     sheet = _by_name().get(key)
     if sheet is not None:
         return gpu_of_sheet(sheet)
-    several = [sheet.id for sheet in data_sheets() if key in map(squeezed, sheet.shared_aliases)]
+    several = [sheet.id for sheet in data_sheets() if key in map(normalize_name, sheet.shared_aliases)]
     if several:
         raise RecipeError(f"--gpu {wanted} means several devices", f"write {', '.join(several)}")
     if re.match(r"[-+.]?\d", wanted):
@@ -53,7 +53,7 @@ def find_gpu(text: str) -> DeviceFacts:
 
 
 def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
-    """The device of a data sheet, planned without being present.
+    """Returns the device of a data sheet, for planning without the device.
 
     Example:
         >>> mi300x = next(sheet for sheet in data_sheets() if sheet.id == "mi300x")
@@ -65,7 +65,7 @@ def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
         vendor = OTHER_VENDORS[sheet.vendor]
         bound = (
             f"trimtab does not train on {vendor} GPUs: the memory is what the same run needs on an NVIDIA GPU, "
-            "a bound on what another backend, allocator and kernels would need; times are by its data sheet alone"
+            "a bound for another backend, allocator and kernels; times come from its data sheet alone"
         )
     capability = sheet.capability or BF16_CAPABILITY
     return DeviceFacts(
@@ -96,7 +96,7 @@ def _memory_assumption(sheet: DataSheet) -> str:
     reported = (
         "as CUDA reports it"
         if sheet.reported_bytes
-        else "drivers report up to 3.5 % less than a card is sold with"
+        else "drivers report up to 3.5 % less than a card's nominal memory"
     )
     if sheet.unified:
         return f"{usable} of its {sold} usable: {reported}, less 4 GiB for the operating system"
@@ -106,14 +106,14 @@ def _memory_assumption(sheet: DataSheet) -> str:
 def _gpu_of_size(text: str) -> DeviceFacts:
     size = parse_bytes(text)
     if size is None:
-        raise _wrong_size(text)
+        raise _invalid_size(text)
     shown = format_bytes(size)
-    if size < LEAST_MEMORY:
+    if size < MIN_MEMORY:
         raise RecipeError(
             f"--gpu {text} is {shown}, less than a CUDA context needs",
             "give the memory of a GPU, such as 8GB or 24GB",
         )
-    if size > MOST_MEMORY:
+    if size > MAX_MEMORY:
         raise RecipeError(
             f"--gpu {text} is {shown}, more than any GPU has",
             "give the memory of one GPU, such as 24GB or 24000MB",
@@ -125,15 +125,15 @@ def _gpu_of_size(text: str) -> DeviceFacts:
         capability=BF16_CAPABILITY,
         bf16=True,
         assumptions=(
-            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has 24GiB less about 2 %",
+            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has about 2 % less than 24GiB",
             "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
         ),
     )
 
 
-def _wrong_size(text: str) -> RecipeError:
+def _invalid_size(text: str) -> RecipeError:
     said = f"--gpu {shortened(text)}"
-    if re.fullmatch(r"\d+(ti)?", text.lower()) and squeezed(f"rtx{text}") in _by_name():
+    if re.fullmatch(r"\d+(ti)?", text.lower()) and normalize_name(f"rtx{text}") in _by_name():
         return RecipeError(f"{said} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
     if re.fullmatch(r"\d+\.?\d*", text):
         return RecipeError(f"{said} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090")
@@ -144,7 +144,9 @@ def _wrong_size(text: str) -> RecipeError:
 
 def _unknown(text: str, key: str) -> RecipeError:
     names = {
-        squeezed(name): name for sheet in data_sheets() for name in (*sheet.names, *sheet.shared_aliases)
+        normalize_name(name): name
+        for sheet in data_sheets()
+        for name in (*sheet.names, *sheet.shared_aliases)
     }
     near = difflib.get_close_matches(key, names, n=4, cutoff=0.6)
     hint = f"did you mean {' or '.join(names[match] for match in near)}?" if near else EXAMPLES
@@ -153,10 +155,10 @@ def _unknown(text: str, key: str) -> RecipeError:
 
 @functools.cache
 def _by_name() -> dict[str, DataSheet]:
-    """By every squeezed name that means one device only."""
+    """Maps every normalized, unambiguous name to its data sheet."""
     table: dict[str, DataSheet] = {}
     for sheet in data_sheets():
-        table.update(dict.fromkeys(map(squeezed, sheet.names), sheet))
+        table.update(dict.fromkeys(map(normalize_name, sheet.names), sheet))
         if known_sheet(sheet.name) is known_sheet(sheet.name, 0):
-            table[squeezed(sheet.name)] = sheet
+            table[normalize_name(sheet.name)] = sheet
     return table

@@ -1,4 +1,4 @@
-"""Lazily imported public names of a package, so that importing its `spec` does not import torch."""
+"""Lazy imports of a package's public names, so that importing its `spec` does not import torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
-    """A package's `__getattr__` (PEP 562).
+    """Returns a package's `__getattr__` (PEP 562).
 
     Args:
         package: its `__name__`.
-        places: public name → the module inside the package that has it.
+        places: public name → the module inside the package that defines it.
 
     Example:
         >>> find = lazily("trimtab.facts", {"format_bytes": "units"})

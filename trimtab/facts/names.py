@@ -1,4 +1,4 @@
-"""Names that users give for files, folders and models: which can be a path at all, and how messages quote them."""
+"""Validates names that users give for files, folders and models, and formats them for messages."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from trimtab.facts.errors import RecipeError, TrimtabError
 
 MAX_NAME_BYTES = 255
-"""The longest name of one file or folder, on every common file system."""
+"""Maximum length of a file or folder name on common file systems."""
 MAX_PATH_BYTES = 4095
-"""The longest path that Linux opens."""
+"""Maximum length of a path on Linux."""
 
 
 def shortened(text: str, limit: int = 60) -> str:
-    """A text as one printable line of at most `limit` characters, for messages.
+    """Returns a text as one printable line of at most `limit` characters, for messages.
 
     Example:
         >>> shortened("Once upon\\na time\\x00, there was a cat", 20)
@@ -27,11 +27,11 @@ def shortened(text: str, limit: int = 60) -> str:
 
 
 def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | None:
-    """(what is wrong, what to do) with a text that cannot name a file or folder; None for one that can.
+    """Returns (cause, remedy) for a string that cannot be the name of a file or folder; None for a valid one.
 
     Args:
         name: what the user gave.
-        names_text: whether the file holds text, so that the text itself may have been given in place of its name.
+        names_text: whether the file contains text, so that the user may have given the text instead of its name.
 
     Example:
         >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]
@@ -58,12 +58,12 @@ def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | N
 def path_of(
     name: object, what: str, error: type[TrimtabError] = RecipeError, *, names_text: bool = False
 ) -> Path:
-    """The path that a user gave, `~` expanded; raises `error` for what cannot be one.
+    """Returns the path that a user gave, with `~` expanded; raises `error` for an invalid one.
 
     Args:
         name: what the user gave.
         what: the argument, for the message.
-        error: the kind of error.
+        error: the exception type.
         names_text: as in `unusable_name`.
 
     Example:
@@ -82,7 +82,7 @@ def path_of(
 
 
 def described(value: object) -> str:
-    """A value of the wrong type, for messages.
+    """Describes a value of the wrong type, for messages.
 
     Example:
         >>> described(3.5), described(None)
@@ -92,7 +92,7 @@ def described(value: object) -> str:
 
 
 def with_article(noun: str) -> str:
-    """A noun behind its article.
+    """Returns a noun with its indefinite article.
 
     Example:
         >>> with_article("int"), with_article("list")

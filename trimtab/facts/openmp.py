@@ -1,4 +1,4 @@
-"""How long idle OpenMP threads spin before they sleep.
+"""Limits how long idle OpenMP threads spin before they sleep.
 
 torch's CPU operations run on OpenMP threads. A thread that waits for its next task first spins, which reacts within a
 microsecond but occupies a core, then sleeps. GNU's runtime (torch's Linux builds) spins for 300,000 iterations, LLVM's
@@ -40,7 +40,7 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> bool:
 
 
 def describe_wait_policy(environment: Mapping[str, str] | None = None) -> str:
-    """What idle OpenMP threads do in this process, in one line, for `trimtab doctor`.
+    """Describe this process's OpenMP wait policy in one line, for `trimtab doctor`.
 
     Example:
         >>> describe_wait_policy({"OMP_WAIT_POLICY": "PASSIVE"})

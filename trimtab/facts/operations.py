@@ -1,7 +1,7 @@
-"""Operations of a block as data: what each reads, writes, saves for the backward pass and costs. No torch.
+"""Operations of a block as data: inputs, outputs, saved activations and cost of each. No torch.
 
 A block declares its operations once (`trimtab.model.spec_block`). The memory plan, the recompute policies, the offload
-sizes and the FLOP counts are sums and walks over that list; none of them knows what a block is made of.
+sizes and the FLOP counts are computed from that list; none of them depends on the architecture of a block.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from trimtab.facts.blocks import Split
 
 
 class Kind(enum.Enum):
-    """What an operation computes."""
+    """Kind of an operation."""
 
     NORM = "norm"
     PRODUCT = "matrix product"
@@ -30,7 +30,7 @@ class Kind(enum.Enum):
 
 
 class Part(enum.Enum):
-    """Where the memory of a step belongs in a report; `BLOCK_PARTS` are those of a block's activations."""
+    """Category of a step's memory in reports; `BLOCK_PARTS` are the categories of a block's activations."""
 
     RESIDUAL = "residual stream"
     NORMS = "norms"
@@ -49,7 +49,7 @@ BLOCK_PARTS = (Part.RESIDUAL, Part.NORMS, Part.ATTENTION, Part.FEED_FORWARD)
 
 @dataclass(frozen=True)
 class Activation:
-    """A tensor of one microbatch inside a block. Two operations that name the same one share its memory.
+    """An activation tensor of one microbatch inside a block. Activations of equal name share memory.
 
     Example:
         >>> Activation("mlp.gate_proj", 4096, Part.FEED_FORWARD).nbytes
@@ -63,15 +63,15 @@ class Activation:
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a trained tensor."""
+    """The gradient of a trainable parameter."""
 
     name: str
     """The parameter's name within the block."""
     dims: tuple[int, ...]
     made: int
-    """Bytes as the backward pass makes it, in the parameter's dtype."""
+    """Bytes when the backward pass computes it, in the parameter's dtype."""
     kept: int
-    """Bytes as it is kept; a cast of what is made where these differ."""
+    """Bytes when it is stored, in the gradient dtype; it is cast if the two differ."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Result:
 
     activation: Activation
     factor: str = "weight"
-    """Of a product: "weight" or "adapter_a", as `trimtab.model.labels` names them."""
+    """For a matrix product: "weight" or "adapter_a", as in `trimtab.model.labels`."""
 
 
 @dataclass(frozen=True)
@@ -89,27 +89,27 @@ class Saved:
 
     activation: Activation
     reads: frozenset[str]
-    """Names of the inputs whose gradient reads it, and `PARAMETERS` if the trained tensors' gradients do."""
+    """Names of the inputs whose gradient reads it, and `PARAMETERS` if the parameters' gradients do."""
 
 
 PARAMETERS = "parameters"
-"""Stands for an operation's own trained tensors in `Saved.reads`."""
+"""Represents an operation's trainable parameters in `Saved.reads`."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What one rank sends when an operation is split over a mesh axis."""
+    """A collective communication of an operation that is split over a mesh axis."""
 
     name: str
-    """all_reduce, all_gather or reduce_scatter, as torch.distributed has them."""
+    """all_reduce, all_gather or reduce_scatter, as in torch.distributed."""
     nbytes: int
-    """Of the whole tensor that is communicated."""
+    """Bytes of the full, unsharded tensor."""
     backward: bool = False
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a pass, where a pass has kernels of different kinds or sizes.
+    """One kernel of a pass that has kernels of different kinds or sizes.
 
     Example:
         >>> Kernel.product(4096, 1024, 1024, width=2).flops
@@ -119,22 +119,22 @@ class Kernel:
     kind: Kind
     flops: float
     moved: float
-    """Bytes read from and written to memory at the least."""
+    """Minimum bytes read from and written to memory."""
     dims: tuple[int, ...] = ()
-    """Of a product [m, k] · [k, n]: (m, n, k); of attention: (keys that a query sees on average, head size)."""
+    """For a product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size)."""
 
     @staticmethod
     def product(m: int, n: int, k: int, *, width: int, added: bool = False, groups: int = 1) -> Kernel:
-        """[m, k] · [k, n] of elements of `width` bytes, added to what is there or not.
+        """Matrix product [m, k] · [k, n] of elements of `width` bytes; with `added`, accumulated into its output.
 
-        With `groups` the rows are split over so many matrices [k, n], and `dims` are those of one group.
+        With `groups` (grouped GEMM) the rows are split over that many matrices [k, n]; `dims` are those of one group.
         """
         moved = (m * k + groups * k * n + m * n * (2 if added else 1)) * width
         return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (max(m // groups, 1), n, k))
 
     @staticmethod
     def weight_gradient(m: int, n: int, k: int, *, width: int, groups: int = 1) -> Kernel:
-        """[m, k] · [k, n] as `product`; with `groups` the k are split over them, and each has its own [m, n]."""
+        """Like `product`; with `groups` the k rows are split over the groups, and each group has its own [m, n]."""
         moved = (m * k + k * n + groups * m * n) * width
         return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (m, n, max(k // groups, 1)))
 
@@ -145,30 +145,30 @@ class Pass:
 
     flops: float = 0.0
     moved: float = 0.0
-    """Bytes read from and written to memory at the least."""
+    """Minimum bytes read from and written to memory."""
     launches: int = 0
-    """Kernels."""
+    """Number of kernel launches."""
     scratch: int = 0
-    """Temporary bytes beyond inputs, outputs, saved activations and gradients."""
+    """Bytes of temporary buffers, beyond inputs, outputs, saved activations and gradients."""
     kernels: tuple[Kernel, ...] = ()
-    """Of which it consists; empty if it is one kernel of the operation's own kind."""
+    """Its kernels; empty for a single kernel of the operation's kind."""
 
     @staticmethod
     def of(*kernels: Kernel, launches: int | None = None, scratch: int = 0) -> Pass:
-        """The sum of some kernels.
+        """Returns the pass that consists of these kernels.
 
         Args:
-            kernels: in their order.
-            launches: all of them, where small ones are not listed.
-            scratch: temporary bytes.
+            kernels: in execution order.
+            launches: number of launches, if small kernels are not listed.
+            scratch: bytes of temporary buffers.
 
         Example:
             >>> Pass.of(Kernel.product(2, 2, 2, width=2), Kernel.product(2, 2, 2, width=2)).flops
             32.0
         """
         return Pass(
-            sum(one.flops for one in kernels),
-            sum(one.moved for one in kernels),
+            sum(kernel.flops for kernel in kernels),
+            sum(kernel.moved for kernel in kernels),
             len(kernels) if launches is None else launches,
             scratch,
             kernels,
@@ -188,57 +188,57 @@ class Operation:
     """
 
     name: str
-    """As the module is called, or what is computed."""
+    """Name of the module, or of the computation."""
     kind: Kind
     part: Part
     inputs: tuple[Activation, ...]
     outputs: tuple[Activation, ...]
     saved: tuple[Saved, ...] = ()
     gradients: tuple[Gradient, ...] = ()
-    """Of its trained tensors."""
+    """Gradients of its trainable parameters."""
     dtype: str = "fp32"
-    """In which it computes."""
+    """Compute dtype."""
     forward: Pass = Pass()
     backward: Pass = Pass()
-    """Gradients of the inputs."""
+    """Computation of the inputs' gradients."""
     parameter_backward: Pass = Pass()
-    """Gradients of trained tensors."""
+    """Computation of the parameters' gradients."""
     recompute: Pass | None = None
-    """Forward again where only what it saves is wanted, if that costs less than `forward`."""
+    """Recomputation of its saved activations only, if that costs less than `forward`."""
     weights: int = 0
-    """Elements of the matrices that a product reads, adapters not included."""
+    """Elements of the matrices that a product reads, without adapters."""
     results: tuple[Result, ...] = ()
     projection: str | None = None
-    """Of a matrix product: "attention", "gate_up" or "down", as `trimtab.model.labels` names them."""
+    """For a matrix product: "attention", "gate_up" or "down", as in `trimtab.model.labels`."""
     in_place: frozenset[str] = frozenset()
-    """Inputs whose gradients are written over saved activations when the block is recomputed."""
+    """Inputs whose gradients overwrite saved activations when the block is recomputed."""
     saves_results: bool = False
-    """Whether it saves its inputs only after its forward pass, as custom operators do: a recomputation runs it then."""
+    """Whether it saves tensors only after its forward pass, as custom operators do; a recomputation then runs it."""
     shared_gradient: bool = False
-    """Whether the gradient of the output is that of every input, without a copy (an addition)."""
+    """Whether the output's gradient is also the gradient of every input, without a copy (an addition)."""
     split: Split = "replicated"
-    """How tensor parallelism cuts it."""
+    """How tensor parallelism shards it."""
     communicates: tuple[Collective, ...] = ()
-    """When it is split so."""
+    """Collectives that sharding requires."""
 
     def differentiates(self, requires_grad: Collection[str]) -> bool:
-        """Whether it has a backward pass, given the inputs that require a gradient."""
-        return bool(self.gradients) or any(one.name in requires_grad for one in self.inputs)
+        """Whether it has a backward pass, given the activations that require a gradient."""
+        return bool(self.gradients) or any(tensor.name in requires_grad for tensor in self.inputs)
 
     def saved_for(self, requires_grad: Collection[str]) -> list[Activation]:
-        """What autograd saves, given the inputs that require a gradient."""
-        wanted = {one.name for one in self.inputs if one.name in requires_grad}
+        """Returns the activations that autograd saves, given the activations that require a gradient."""
+        wanted = {tensor.name for tensor in self.inputs if tensor.name in requires_grad}
         if self.gradients:
             wanted.add(PARAMETERS)
-        return [one.activation for one in self.saved if not wanted.isdisjoint(one.reads)]
+        return [saved.activation for saved in self.saved if not wanted.isdisjoint(saved.reads)]
 
 
 def requiring_grad(operations: Sequence[Operation], given: Collection[str]) -> frozenset[str]:
-    """Names of the activations that require a gradient, of inputs and results alike.
+    """Returns the names of all activations that require a gradient, inputs and outputs.
 
     Args:
         operations: in the order of the forward pass.
-        given: the inputs of the first operations that do.
+        given: names of the block's inputs that require a gradient.
     """
     found = set(given)
     for operation in operations:
@@ -248,7 +248,7 @@ def requiring_grad(operations: Sequence[Operation], given: Collection[str]) -> f
 
 
 def saved_activations(operations: Sequence[Operation], requires_grad: Collection[str]) -> list[Activation]:
-    """Everything that autograd saves of these operations, each activation once."""
+    """Returns the activations that autograd saves for these operations, each one once."""
     found: dict[str, Activation] = {}
     for operation in operations:
         for activation in operation.saved_for(requires_grad):
@@ -257,14 +257,16 @@ def saved_activations(operations: Sequence[Operation], requires_grad: Collection
 
 
 def total_bytes(activations: Collection[Activation]) -> int:
-    """Bytes of activations, of which none may be there twice."""
-    assert len({one.name for one in activations}) == len(activations), "an activation is counted twice"
-    return sum(one.nbytes for one in activations)
+    """Returns the bytes of distinct activations."""
+    assert len({activation.name for activation in activations}) == len(activations), (
+        "an activation is counted twice"
+    )
+    return sum(activation.nbytes for activation in activations)
 
 
 def bytes_by_part(activations: Iterable[Activation]) -> dict[Part, int]:
-    """The same, by part; parts without any are 0."""
-    found = dict.fromkeys(Part, 0)
-    for one in activations:
-        found[one.part] += one.nbytes
-    return found
+    """Returns the bytes of activations by part; 0 for parts without any."""
+    sizes = dict.fromkeys(Part, 0)
+    for activation in activations:
+        sizes[activation.part] += activation.nbytes
+    return sizes

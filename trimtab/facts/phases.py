@@ -1,4 +1,4 @@
-"""What a command is doing: the phases in which memory is needed, from reading weights to exporting them."""
+"""Phases of a command, for planned and measured memory and for error messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class RunPhase(enum.Enum):
-    """Phases of a run, and what is done with its model afterwards: what is planned, measured and named in errors.
+    """A phase of a run, from loading data to exporting the model.
 
     Example:
         >>> f"out of memory {RunPhase.BACKWARD.describe()}"
@@ -30,7 +30,7 @@ class RunPhase(enum.Enum):
     OTHER = "other"
 
     def describe(self) -> str:
-        """When something happened, in words."""
+        """Returns the phase in words, to complete "out of memory …"."""
         return _WHEN[self]
 
 
@@ -54,11 +54,11 @@ OWN_STEP = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZ
 """Phases of a training step."""
 
 During = Callable[[RunPhase], AbstractContextManager[None]]
-"""Entered with a phase of a run; explains errors that leave it."""
+"""Context manager factory: entered for a phase of a run, adds the phase to errors raised inside."""
 
 
 def no_phase(phase: RunPhase) -> AbstractContextManager[None]:
-    """A phase in which nothing is explained.
+    """A context manager for a phase that does not change errors.
 
     Example:
         >>> with no_phase(RunPhase.LOAD):

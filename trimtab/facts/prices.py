@@ -1,7 +1,7 @@
-"""Hourly prices of GPUs: the shipped `catalogue/prices.yaml`, and a file of the user's own.
+"""Hourly prices of GPUs: the shipped `catalogue/prices.yaml`, and optionally a file of the user.
 
 One line per GPU: its `--gpu` name and a number, or a mapping with `usd_per_hour`, `source` and `date`. A user's file
-replaces the shipped price of each GPU that it names; with `only_these: true` it replaces all of them.
+replaces the shipped price of each GPU that it lists; with `only_these: true` it replaces all of them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from trimtab.facts.names import shortened
 SHIPPED = Path(__file__).parent / "catalogue" / "prices.yaml"
 ONLY = "only_these"
 FIELDS = ("usd_per_hour", "source", "date")
-MOST_DOLLARS = 1000
-"""More than one GPU costs per hour anywhere; the dearest in public catalogues is below 20."""
-MOST_CHARACTERS = 1_000_000
+MAX_DOLLARS = 1000
+"""Upper bound of a plausible hourly price; the highest in public catalogues is below 20."""
+MAX_CHARACTERS = 1_000_000
 EXAMPLE = "write a line such as `rtx4090: 0.74`"
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one GPU costs per hour."""
+    """Hourly price of one GPU."""
 
     gpu: str
     """The id of its data sheet."""
     usd_per_hour: float
     source: str
     date: str = ""
-    """As the file has it, usually ISO 8601; empty if it has none."""
+    """Date as in the file, usually ISO 8601; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Prices:
     prices: tuple[Price, ...]
 
     def of(self, device: DeviceFacts) -> Price | None:
-        """The price of a device by its data sheet; None where there is none."""
+        """Returns the price of a device by its data sheet; None if there is none."""
         sheet = device.data_sheet
         if sheet is None:
             return None
@@ -64,7 +64,7 @@ class Prices:
 
 
 def read_prices(path: Path | str | None = None) -> Prices:
-    """The shipped prices, with those of a file in their place; RecipeError with the line where the file is wrong.
+    """Reads the shipped prices, overridden by those of a file; RecipeError with the line of a mistake in the file.
 
     Example:
         >>> import tempfile
@@ -82,7 +82,7 @@ def read_prices(path: Path | str | None = None) -> Prices:
 
 
 def _read(path: Path) -> tuple[dict[str, Price], bool]:
-    """(prices by data sheet, whether they replace all others)."""
+    """Returns (prices by data sheet id, whether they replace all shipped prices)."""
     found: dict[str, Price] = {}
     lines: dict[str, int] = {}
     only = False
@@ -93,7 +93,7 @@ def _read(path: Path) -> tuple[dict[str, Price], bool]:
         if name == ONLY:
             only = _is_true(value, where)
             continue
-        gpu = _gpu(name, where)
+        gpu = _sheet_id(name, where)
         if gpu in found:
             raise RecipeError(
                 f"{where}: {shortened(name)} has a price in line {lines[gpu]} already",
@@ -106,7 +106,7 @@ def _read(path: Path) -> tuple[dict[str, Price], bool]:
 
 
 def _entries(path: Path) -> list[tuple[Node, Node]]:
-    """The keys and values of the file's mapping, as nodes that know their lines; aliases are not followed."""
+    """Returns keys and values of the file's mapping as YAML nodes with line numbers; aliases are not followed."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -115,7 +115,7 @@ def _entries(path: Path) -> list[tuple[Node, Node]]:
         ) from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not a text in UTF-8", EXAMPLE) from error
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         raise RecipeError(f"{path} has {len(text):,} characters", "give a price file: one line per GPU")
     try:
         node = YAML(typ="safe", pure=True).compose(text)
@@ -132,8 +132,8 @@ def _entries(path: Path) -> list[tuple[Node, Node]]:
     return list(node.value)
 
 
-def _gpu(name: str, where: str) -> str:
-    """The id of the data sheet that a name means."""
+def _sheet_id(name: str, where: str) -> str:
+    """Returns the data sheet id of a GPU's name."""
     try:
         device = find_gpu(name)
     except RecipeError as error:
@@ -147,7 +147,7 @@ def _price(gpu: str, value: Node, path: Path, where: str) -> Price:
     if isinstance(value, ScalarNode):
         return Price(gpu, _dollars(value, where), source=path.name)
     if not isinstance(value, MappingNode):
-        _refuse(where, "a list")
+        _invalid_price(where, "a list")
     fields: dict[str, Node] = {}
     for key, content in value.value:
         field = _text(key, where)
@@ -169,25 +169,25 @@ def _price(gpu: str, value: Node, path: Path, where: str) -> Price:
 
 def _dollars(node: Node, where: str) -> float:
     if not isinstance(node, ScalarNode) or not (node.tag or "").endswith((":int", ":float")):
-        _refuse(where, shortened(node.value) if isinstance(node, ScalarNode) else "not a number")
+        _invalid_price(where, shortened(node.value) if isinstance(node, ScalarNode) else "not a number")
     try:
         dollars = float(node.value)
     except ValueError:  # YAML's .nan, .inf and 0x10
-        _refuse(where, shortened(node.value))
+        _invalid_price(where, shortened(node.value))
     if not math.isfinite(dollars) or dollars < 0:
-        _refuse(where, shortened(node.value))
-    if dollars > MOST_DOLLARS:
+        _invalid_price(where, shortened(node.value))
+    if dollars > MAX_DOLLARS:
         raise RecipeError(
             f"{where}: {dollars:,.0f} dollars per hour are more than any GPU costs",
-            f"give the price of one GPU in US dollars, at most {MOST_DOLLARS} per hour",
+            f"give the price of one GPU in US dollars, at most {MAX_DOLLARS} per hour",
         )
     return dollars
 
 
-def _refuse(where: str, found: str) -> NoReturn:
+def _invalid_price(where: str, found: str) -> NoReturn:
     raise RecipeError(
         f"{where}: the price is {found}",
-        "give a number of US dollars per hour that is not negative, such as 0.74",
+        "give US dollars per hour as a number of at least 0, such as 0.74",
     )
 
 

@@ -1,4 +1,4 @@
-"""Everything random is a pure function of (seed, purpose, indices), so nothing random needs saving."""
+"""Seeds for random streams: a pure function of (seed, purpose, indices), so no generator state needs to be saved."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed for one purpose, the same on every machine and Python version.
+    """Returns a 63-bit seed for one purpose, the same on every machine and Python version.
 
     Example:
         >>> derive(0, "order", 3) == derive(0, "order", 3)

@@ -1,4 +1,4 @@
-"""Where the parts of a trained model lie in a run folder: weights in a checkpoint, config and tokenizer in `model/`."""
+"""Layout of a run folder: weights are in checkpoints, config and tokenizer in `model/`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 PARAMETERS = "parameters."
-"""Names of weights in a checkpoint begin with this; optimizer states have other beginnings."""
+"""Prefix of the weights' names in a checkpoint; optimizer states have other prefixes."""
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -21,7 +21,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether a folder is known to hold nothing; a `step-…` folder like that is no checkpoint.
+    """Whether a folder is known to be empty; an empty `step-…` folder is not a checkpoint.
 
     Example:
         >>> is_empty(Path("runs/a/checkpoints/step-00000100"))  # doctest: +SKIP
@@ -29,10 +29,10 @@ def is_empty(folder: Path) -> bool:
     """
     try:
         return not any(folder.iterdir())
-    except OSError:  # cannot be read: whatever is in it, it is not ignored
+    except OSError:  # unreadable: treated as not empty, so that it is not ignored
         return False
 
 
 def config_folder(folder: Path) -> Path:
-    """Where config and tokenizer of a model folder are: in itself, or, for a checkpoint, in its run's `model/`."""
+    """Returns the folder of a model's config and tokenizer: the folder itself, or a checkpoint's `../../model`."""
     return folder.parent.parent / "model" if is_checkpoint(folder) else folder

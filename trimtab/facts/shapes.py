@@ -1,4 +1,4 @@
-"""The shape of a model, layer by layer: what decides its parameters, memory and arithmetic, and nothing else."""
+"""The shape of a model, layer by layer: everything that determines its parameters, memory and FLOPs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trimtab.facts.errors import ModelError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder: embedding, blocks, head. `parameters()` lists its tensors by the names Hugging Face gives them.
+    """A decoder: embedding, blocks, head. `parameters()` lists its tensors by Hugging Face's names.
 
     Example:
         >>> tiny = uniform_shape("llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_layers=1,
@@ -44,28 +44,28 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.blocks)
 
     @cached_property
     def block(self) -> BlockShape:
-        """The block that all layers have, whatever their windows; the windows are `window(layer)`'s."""
-        kinds = {_without_window(block) for block in self.blocks}
+        """The block of all layers, with `window` None; layers may differ only in their window (`window(layer)`)."""
+        kinds = {_drop_window(block) for block in self.blocks}
         assert len(kinds) == 1, "the layers of this model differ"
         return next(iter(kinds))
 
     @property
     def attention(self) -> AttentionShape:
-        """The attention that all layers have, whatever their windows."""
+        """The attention of all layers, with `window` None; layers may differ only in their window."""
         return self.block.attention
 
     @property
     def intermediate_size(self) -> int:
-        """The width of the feed-forward layers, where all have the same."""
+        """Width of the feed-forward layers, which must be the same in all layers."""
         return self.block.dense.width
 
     def runs(self) -> Iterator[tuple[BlockShape, range]]:
-        """(block, the layers that have it) for each run of equal blocks.
+        """Yields (block, its layers) for each run of consecutive equal blocks.
 
         Example:
             >>> tiny = uniform_shape("mistral", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4,
@@ -80,13 +80,13 @@ class ModelShape:
             start = stop
 
     def linears(self) -> Iterator[tuple[int, Linear]]:
-        """(layer, matrix) of all blocks' matrices, in the order of the forward pass."""
+        """Yields (layer, matrix) for the matrices of all blocks, in the order of the forward pass."""
         for i, block in enumerate(self.blocks):
             for linear in block.linears(self.hidden_size):
                 yield i, linear
 
     def block_of(self, name: str) -> BlockShape:
-        """The block that a parameter of a layer belongs to, by the parameter's name.
+        """Returns the block that contains a parameter, by the parameter's name.
 
         Example:
             >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -98,19 +98,19 @@ class ModelShape:
         return self.blocks[int(layer)]
 
     def window(self, layer: int) -> int | None:
-        """How many tokens, itself included, a query of this layer sees; None for all before it."""
+        """Sliding window of a layer, the query's own token included; None for full causal attention."""
         return self.blocks[layer].mixer.window
 
     def windows(self) -> list[int | None]:
-        """Every window that a layer has, once."""
+        """The distinct windows of all layers."""
         return list(dict.fromkeys(block.mixer.window for block in self.blocks))
 
     def of_layers(self, layers: range) -> ModelShape:
-        """The shape of a model with only these layers, counted from 0, between the same embeddings and head."""
+        """Returns the shape with only these layers, counted from 0, and the same embeddings and head."""
         return dataclasses.replace(self, blocks=tuple(self.blocks[i] for i in layers))
 
     def parameters(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(name, dimensions) of every tensor, in the order of the forward pass."""
+        """Yields (name, dimensions) of every parameter, in the order of the forward pass."""
         yield "model.embed_tokens.weight", (self.vocab_size, self.hidden_size)
         for i, block in enumerate(self.blocks):
             for name, dims in block.parameters(self.hidden_size):
@@ -121,25 +121,25 @@ class ModelShape:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Elements of all tensors, a tied head counted once."""
-        return self._around + sum(
+        """Elements of all parameters, a tied head counted once."""
+        return self._num_outer_parameters + sum(
             len(layers) * count_elements(block.parameters(self.hidden_size)) for block, layers in self.runs()
         )
 
     @property
     def num_active_parameters(self) -> int:
-        """Elements that one token uses; fewer than all where there are experts."""
-        return self._around + sum(
+        """Elements of the parameters that one token uses; less than `num_parameters` with experts."""
+        return self._num_outer_parameters + sum(
             len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.runs()
         )
 
     @property
-    def _around(self) -> int:
+    def _num_outer_parameters(self) -> int:
         """Elements outside the blocks."""
         return count_elements(dataclasses.replace(self, blocks=()).parameters())
 
 
-def _without_window(block: BlockShape) -> BlockShape:
+def _drop_window(block: BlockShape) -> BlockShape:
     return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, window=None))
 
 
@@ -165,12 +165,12 @@ def uniform_shape(
     num_full_layers: int = 0,
     initializer_range: float = 0.02,
 ) -> ModelShape:
-    """The shape of a decoder like Llama's, whose layers are alike but for the window of their attention.
+    """Returns the shape of a decoder like Llama's, whose layers differ only in their attention window.
 
     Args:
-        num_full_layers: the first layers that attend without the sliding window (Qwen2's `max_window_layers`).
-        qk_norm: whether each head's queries and keys are normed (Qwen3).
-        others: as Hugging Face's config names them, or nearly.
+        num_full_layers: number of first layers without the sliding window (Qwen2's `max_window_layers`).
+        qk_norm: whether each head's queries and keys are normalized (Qwen3).
+        others: as in Hugging Face's config, or similar.
 
     Example:
         >>> uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4).num_layers
@@ -205,26 +205,26 @@ def uniform_shape(
 
 
 def check(shape: ModelShape) -> ModelShape:
-    """The shape itself if its numbers fit together, an error that names the one that does not otherwise."""
-    _at_least_1(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
+    """Returns the shape if its sizes are consistent; raises ModelError that names the wrong one otherwise."""
+    _check_positive(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
     for block, _ in shape.runs():
         mixer, feed_forward = block.mixer, block.feed_forward
-        _at_least_1(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
+        _check_positive(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
         if isinstance(feed_forward, ExpertsShape):
-            _at_least_1(num_experts=feed_forward.count, num_active_experts=feed_forward.active)
+            _check_positive(num_experts=feed_forward.count, num_active_experts=feed_forward.active)
         if isinstance(mixer, AttentionShape):
             _check_heads(mixer)
     return shape
 
 
-def _at_least_1(**values: int) -> None:
+def _check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ModelError(f"the model's {name} is {value}", "it must be at least 1")
 
 
 def _check_heads(attention: AttentionShape) -> None:
-    _at_least_1(head_dim=attention.head_dim)
+    _check_positive(head_dim=attention.head_dim)
     if attention.num_kv_heads < 1 or attention.num_heads % attention.num_kv_heads:
         raise ModelError(
             f"{attention.num_heads} query heads cannot share {attention.num_kv_heads} key/value heads",
@@ -232,5 +232,5 @@ def _check_heads(attention: AttentionShape) -> None:
         )
     if attention.head_dim % 2:
         raise ModelError(
-            f"a head of {attention.head_dim} cannot be rotated in pairs", "head_dim must be even"
+            f"RoPE cannot rotate pairs of head_dim {attention.head_dim}", "head_dim must be even"
         )

@@ -1,4 +1,4 @@
-"""Which part of a parameter is wanted: a range of its rows or of its columns. No torch."""
+"""Slices of parameters: a range of rows or of columns. No torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Slice:
 
     @classmethod
     def whole(cls, dims: Dims) -> Slice:
-        """All rows of a tensor of these dimensions.
+        """Returns the slice of all rows of a tensor of these dimensions.
 
         Example:
             >>> Slice.whole((64, 8))
@@ -35,11 +35,11 @@ class Slice:
         return cls(0, 0, dims[0])
 
     def dims_of(self, dims: Dims) -> Dims:
-        """The dimensions of this part of a tensor of dimensions `dims`."""
+        """Returns the dimensions of this slice of a tensor of dimensions `dims`."""
         return (*dims[: self.dim], self.stop - self.start, *dims[self.dim + 1 :])
 
     def along(self, dim: int, dims: Dims) -> tuple[int, int]:
-        """(start, stop) along a dimension: its whole length unless it is the sliced one.
+        """Returns (start, stop) along a dimension: the full range unless it is the sliced dimension.
 
         Example:
             >>> Slice(1, 2, 5).along(1, (64, 8)), Slice(1, 2, 5).along(0, (64, 8))
@@ -49,7 +49,7 @@ class Slice:
 
 
 def row_pieces(dims: Dims, max_elements: int) -> Iterator[Slice]:
-    """Consecutive row slices that cover a tensor, of at most `max_elements` elements each (but at least one row).
+    """Yields consecutive row slices that cover a tensor, of at most `max_elements` elements each (at least one row).
 
     Example:
         >>> [(piece.start, piece.stop) for piece in row_pieces((5, 10), 20)]
@@ -64,7 +64,7 @@ def row_pieces(dims: Dims, max_elements: int) -> Iterator[Slice]:
 
 
 def check_parameter_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises ModelError for the first name that is no parameter of the model.
+    """Raises ModelError for the first name that is not a parameter of the model.
 
     Example:
         >>> check_parameter_names(["model.norm.weight"], {"model.norm.weight"})
@@ -79,10 +79,10 @@ def check_parameter_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def check_slices(slices: Mapping[str, Slice], parameters: Mapping[str, Dims]) -> None:
-    """Raises ModelError for a slice of an unknown parameter, of a dimension that it lacks, or out of range.
+    """Raises ModelError for a slice of an unknown parameter, of a missing dimension, or out of range.
 
     Args:
-        slices: parameter name → the part wanted; an empty range is legal.
+        slices: parameter name → slice; an empty range is valid.
         parameters: name → dimensions of every parameter, `dict(shape.parameters())`.
 
     Example:
@@ -93,13 +93,13 @@ def check_slices(slices: Mapping[str, Slice], parameters: Mapping[str, Dims]) ->
         dims = parameters[name]
         if part.dim not in range(min(len(dims), 2)):
             raise ModelError(
-                f"{name} has dimensions {list(dims)}, and dimension {part.dim!r} is to be sliced",
+                f"{name} has dimensions {list(dims)} and cannot be sliced along dimension {part.dim!r}",
                 "slice dimension 0" + (" or 1" if len(dims) > 1 else ""),
             )
         size = dims[part.dim]
         whole = isinstance(part.start, int) and isinstance(part.stop, int)
         if not whole or not 0 <= part.start <= part.stop <= size:
             raise ModelError(
-                f"{name}: the slice {part.start}:{part.stop} is not inside dimension {part.dim} of {list(dims)}",
+                f"{name}: the slice {part.start}:{part.stop} is out of range for dimension {part.dim} of {list(dims)}",
                 f"give whole numbers with 0 <= start <= stop <= {size}",
             )

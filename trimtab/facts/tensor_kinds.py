@@ -1,4 +1,4 @@
-"""What the memory of a run is for."""
+"""Categories of a run's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class TensorKind(enum.Enum):
-    """The buckets of the plan, of measured memory and of reports."""
+    """Category of memory in plans, measurements and reports."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"

@@ -1,4 +1,4 @@
-"""Bytes, counts and durations the way people write them."""
+"""Parses and formats bytes, counts and durations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BYTE_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
 
 
 def parse_bytes(text: str) -> int | None:
-    """A number with a unit in any case, decimal ("24GB", "24 gb", "24G") or binary ("24GiB", "24gi"); None otherwise.
+    """Parses a size with a unit in any case, decimal ("24GB", "24 gb", "24G") or binary ("24GiB"); None otherwise.
 
     Example:
         >>> parse_bytes("24GiB"), parse_bytes("1.5 gb"), parse_bytes("24g"), parse_bytes("24")
@@ -29,7 +29,7 @@ def parse_bytes(text: str) -> int | None:
 
 
 def parse_share(text: str) -> float | None:
-    """A percentage above 0 and up to 100 as a share; None for anything else.
+    """Parses a percentage above 0 and up to 100 into a fraction; None for anything else.
 
     Example:
         >>> parse_share("80%"), parse_share("120%")
@@ -41,7 +41,7 @@ def parse_share(text: str) -> float | None:
 
 
 def format_bytes(count: float, *, up: bool = False) -> str:
-    """Binary units with three significant digits, the last one rounded up where less would not do.
+    """Formats bytes in binary units with three significant digits, the last one rounded up if `up`.
 
     Example:
         >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1025), format_bytes(1025, up=True)
@@ -61,7 +61,7 @@ def format_bytes(count: float, *, up: bool = False) -> str:
 
 
 def format_count(count: float) -> str:
-    """Decimal units: parameters, tokens.
+    """Formats a count of parameters or tokens in decimal units.
 
     Example:
         >>> format_count(596_049_920), format_count(950)
@@ -75,7 +75,7 @@ def format_count(count: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """A rate per second; below ten with two significant digits, so that a slow rate is not printed as 0.
+    """Formats a rate per second; below ten with two significant digits, so that a slow rate is not printed as 0.
 
     Example:
         >>> format_rate(0.4321), format_rate(4.36), format_rate(12_340)
@@ -85,7 +85,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration in readable units.
+    """Formats a duration in readable units.
 
     Example:
         >>> format_seconds(0.0382), format_seconds(4.25), format_seconds(200), format_seconds(7300)
@@ -102,7 +102,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_gaps(present: Iterable[int], last: int, most: int = 4) -> str:
-    """The numbers from 1 to `last` that are not present, as spans, at most so many of them; empty if all are.
+    """Formats the numbers from 1 to `last` that are missing, as at most `most` ranges; empty if none are missing.
 
     Example:
         >>> format_gaps([1, 2, 5, 7], 9)

@@ -1,4 +1,4 @@
-"""One folder per operation: a public function with `impl=` in `__init__.py`, one file per implementation, a `spec.py`.
+"""One package per operation: a public function with `impl=` in `__init__.py`, a module per implementation, a `spec.py`.
 
-Importing this package, or any `spec.py` below it, imports no torch.
+Importing this package, or any `spec.py` in it, imports no torch.
 """

@@ -1,4 +1,4 @@
-"""The implementation of a kernel that was chosen for a run, with the reason. No torch."""
+"""The implementation of a kernel that is selected for a run, with the reason. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ImplChoice:
-    """An implementation, why it was chosen, and why others were not.
+    """A selected implementation, the reason for it, and the reasons against the others.
 
     Example:
         >>> ImplChoice("triton", "one kernel for all weights").rejected
@@ -18,4 +18,4 @@ class ImplChoice:
     """The value of the kernel's `impl=`."""
     reason: str
     rejected: tuple[tuple[str, str], ...] = ()
-    """(implementation, reason against it) of the alternatives, where they are reported."""
+    """(implementation, reason against it) of the alternatives, if they are reported."""

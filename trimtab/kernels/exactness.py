@@ -6,9 +6,9 @@ dtype, plus a small share of the truth's magnitude:
     rms(x − truth)     ≤  rms(reference − truth)          + share · rms(truth)
     max|x − truth|     ≤  2 · max|reference − truth|      + share · max|truth|
 
-The first line catches errors that are everywhere (a factor of 1.01 fails in every dtype), the second errors in one
-place (a row, a tile's edge). It has a factor of two because the largest of many rounding errors is itself noisy. The
-criterion applies to the output and to the gradient of every input.
+The first criterion catches errors in all elements (a factor of 1.01 fails in every dtype), the second errors in few
+elements (a row, a tile's edge); its factor of two allows for noise in the largest of many rounding errors. Both apply
+to the output and to the gradient of every input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHARE: dict[str, float] = {"fp64": 1e-12, "fp32": 4e-6, "fp16": 1e-3, "bf16": 4e
 
 @dataclass(frozen=True)
 class Verdict:
-    """Both errors and their limits; `bool(verdict)` is whether both are within them."""
+    """Both errors and their limits; `bool(verdict)` is true if both errors are within their limits."""
 
     name: str
     rms_error: float
@@ -34,7 +34,7 @@ class Verdict:
     max_allowed: float
 
     def __bool__(self) -> bool:
-        # Written so that a NaN error, which compares false with everything, fails.
+        # Written so that a NaN error fails: every comparison with NaN is false.
         return self.rms_error <= self.rms_allowed and self.max_error <= self.max_allowed
 
 
@@ -51,7 +51,7 @@ def judge(
     """Compares a result with the fp64 truth; allows the error of the reference in the same dtype plus a share.
 
     Args:
-        name: What is compared, for messages.
+        name: Name of the compared tensor, for messages.
         got, reference: Any shape, the dtype under test.
         truth: The same shape in fp64.
         share: Tolerance relative to the truth's magnitude; `SHARE[dtype]` unless the operation's spec sets another.

@@ -1,4 +1,4 @@
-"""Shared by all Triton launchers: the GPU's compute capability, the device check, tensors viewed as rows."""
+"""Shared functions of Triton launchers: compute capability, device check, tensors viewed as rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _capability(device: torch.device) -> int:
 
 
 def check_device(kernel: Any, tensor: torch.Tensor) -> None:
-    """Raises if a compiled kernel would get a tensor that is not on CUDA; an interpreted kernel (tests) accepts any."""
+    """Raises if a tensor for a compiled kernel is not on CUDA; an interpreted kernel (tests) accepts any device."""
     if isinstance(kernel, JITFunction) and not tensor.is_cuda:
         raise ResourceError("Triton kernels require a CUDA device", "use impl='reference' on this device")
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """Views […, D] as [N, D] with last stride 1 and any row stride. Copies only where no such view exists.
+    """Views […, D] as [N, D] with last stride 1 and any row stride. Copies only if no such view exists.
 
     Example:
         >>> as_rows(torch.zeros(2, 3, 8)[..., :4]).stride()

@@ -76,7 +76,7 @@ def _check_supported(shape: ModelShape) -> None:
         found.append("norms with an offset")
     if found:
         raise ModelError(
-            f"a model with {found[0]} can be planned but not trained", "use a model without that"
+            f"a model with {found[0]} can be planned but not trained", "use a model without this feature"
         )
 
 
@@ -91,7 +91,7 @@ def _unsupported(block: BlockShape) -> Iterator[str]:
         return
     rope = attention.rope
     features = {
-        "norms after a branch": block.norm_placement != "pre",
+        "norms after a sublayer": block.norm_placement != "pre",
         "norms with an offset": norm.unit_offset,
         "soft-capped attention": attention.softcap is not None,
         "a custom attention scale": attention.scale is not None,

@@ -45,13 +45,13 @@ class CatalogueEntry:
     config: Mapping[str, Any]
     """The keys of its config.json that determine its shape."""
     parameters: int | str
-    """As its publisher states them: an exact count, or a rounded one such as "671B"."""
+    """Number of parameters as published: an exact count, or a rounded one such as "671B"."""
     shape_source: str
     """Source of the shape."""
     parameters_source: str
     """Source of the number of parameters."""
     context_lengths: Mapping[str, int] = field(default_factory=dict)
-    """`max_position_embeddings` of the variants where it differs."""
+    """`max_position_embeddings` of variants that differ in it."""
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -69,7 +69,7 @@ class CatalogueEntry:
         return "; ".join(dict.fromkeys((self.shape_source, self.parameters_source)))
 
     def has_parameters(self, count: int) -> bool:
-        """Whether a count matches the publisher's: equal to an exact one, within the rounding of a rounded one.
+        """Whether a count matches the published one: equal if that is exact, within its rounding otherwise.
 
         Example:
             >>> entry = find_model("deepseek-ai/DeepSeek-V3")
@@ -89,7 +89,7 @@ def find_model(name: str) -> CatalogueEntry | None:
         name: a hub id or the id of a variant with the same shape, in any case.
 
     Returns:
-        The entry, with the variant's context length where it differs; None for an unknown model.
+        The entry, with the variant's context length; None for an unknown model.
 
     Example:
         >>> find_model("meta-llama/llama-3.1-8b-instruct").name
@@ -101,7 +101,7 @@ def find_model(name: str) -> CatalogueEntry | None:
 
 
 def known_models() -> tuple[str, ...]:
-    """The hub ids of all known models, without variants of the same shape.
+    """Returns the hub ids of all known models, without variants of the same shape.
 
     Example:
         >>> "Qwen/Qwen3-8B" in known_models()
@@ -111,7 +111,7 @@ def known_models() -> tuple[str, ...]:
 
 
 def catalogue_entries() -> tuple[CatalogueEntry, ...]:
-    """All entries, ordered by family and name.
+    """Returns all entries, ordered by family and name.
 
     Example:
         >>> all(entry.source for entry in catalogue_entries())
@@ -121,7 +121,7 @@ def catalogue_entries() -> tuple[CatalogueEntry, ...]:
 
 
 def suggest_models(name: str, count: int = 3) -> tuple[str, ...]:
-    """The known hub ids closest to a name, for an error about an unknown model.
+    """Returns the known hub ids closest to a name, for errors about unknown models.
 
     Example:
         >>> suggest_models("Qwen/Qwen3-8")[0]
@@ -149,7 +149,7 @@ def parse_catalogue(text: str) -> tuple[CatalogueEntry, ...]:
         data = json.loads(text)
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']} instead of {VERSION}")
-        entries = tuple(_entry(one) for one in data["models"])
+        entries = tuple(_entry(model) for model in data["models"])
     except (ValueError, KeyError, TypeError) as err:
         raise ModelError(
             f"the catalogue of models ({DATA}) is damaged ({type(err).__name__}: {err})",
@@ -206,11 +206,11 @@ def _rounded(text: str, name: str) -> tuple[float, int, str]:
 
 @functools.cache
 def _by_name() -> dict[str, CatalogueEntry]:
-    """Entries by every lower-case name, and by the part after the organization where that is unique."""
+    """Entries by every lower-case name, and by the part after the organization if that is unique."""
     found = {
         name.lower(): _variant(entry, name) for entry in _entries() for name in (entry.name, *entry.aliases)
     }
     short: dict[str, dict[str, CatalogueEntry]] = {}
     for name, entry in found.items():
         short.setdefault(name.partition("/")[2], {}).setdefault(entry.name, entry)
-    return found | {part: next(iter(one.values())) for part, one in short.items() if len(one) == 1}
+    return found | {part: next(iter(same.values())) for part, same in short.items() if len(same) == 1}

@@ -1,6 +1,6 @@
 """One decoder for all families: `ModelShape` describes the differences between Llama, Mistral, SmolLM2 and Qwen.
 
-The model knows no mesh, rank, optimizer or file. Legend: B batch, T tokens, N = B · T, C hidden size,
+The model does not depend on meshes, ranks, optimizers or files. Legend: B batch, T tokens, N = B · T, C hidden size,
 V vocabulary, F rotary frequencies.
 """
 
@@ -22,12 +22,12 @@ from trimtab.model.rope import Rotary
 
 
 def no_layer_context(layer: int, x_BTC: torch.Tensor) -> AbstractContextManager[None]:
-    """The default context manager around a layer's call: does nothing."""
+    """The default `layer_context`: a context manager that does nothing."""
     return nullcontext()
 
 
 def _rope_of(block: BlockShape) -> tuple[Rope, int]:
-    """The parameters of a block's RoPE: its settings and the head size."""
+    """(RoPE settings, head size) of a block."""
     assert block.attention.rope is not None, "a layer without RoPE cannot be built"
     return block.attention.rope, block.attention.head_dim
 
@@ -85,10 +85,10 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, C]: the head's weight, or the embeddings where they are tied."""
+        """[V, C]: the head's weight, or that of tied embeddings."""
         if self.lm_head is None:
             return self.model.embed_tokens.weight
-        # A head with an adapter is more than its weight.
+        # A head with an adapter has an effective weight of its own.
         effective = getattr(self.lm_head, "effective_weight", None)
         return self.lm_head.weight if effective is None else effective()
 
@@ -99,7 +99,7 @@ class Decoder(nn.Module):
         layout: Layout | None = None,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the final norm, hidden_BTC.
+        """Returns hidden_BTC, the hidden states after the final norm.
 
         Args:
             input_ids_BT: int64 token ids.
@@ -133,13 +133,13 @@ class Decoder(nn.Module):
         return self.model.norm(x_BTC)
 
     def _layout_key(self, layer: int, layout: Layout) -> tuple[str, int | None]:
-        """(attention backend, window) of a layer, which determine its form of the layout."""
+        """(attention backend, window) of a layer, which determine its prepared layout."""
         kernels = self.kernels[layer]
         impl = kernels.attention if layout.is_packed else kernels.unpacked_attention
         return impl, self.shape.window(layer)
 
     def _prepare_layouts(self, layout: Layout, x_BTC: torch.Tensor) -> dict[tuple[str, int | None], Layout]:
-        """The prepared layouts, for each attention backend and window of the layers."""
+        """Prepares a layout for each attention backend and window of the layers."""
         B, T, _ = x_BTC.shape
         kind, dtype = x_BTC.device.type, x_BTC.dtype
         if torch.is_autocast_enabled(kind):

@@ -1,4 +1,4 @@
-"""Labels on the matrix products of a block, by which a recompute policy distinguishes them.
+"""Labels the matrix products of a block, so that recompute policies can distinguish them.
 
 A label is metadata and does not affect the computation. It is attached with `torch.fx.traceback.annotate`, so that it
 applies to operators in eager mode and, in a compiled block, to the nodes of the traced graph.
@@ -16,7 +16,7 @@ _PROJECTION, _FACTOR = "trimtab_projection", "trimtab_factor"
 
 
 class ProductLabel(NamedTuple):
-    """Which matrix product an operator is part of.
+    """The matrix product that an operator is part of.
 
     Example:
         >>> with in_projection("down"), with_factor("adapter_a"):
@@ -27,7 +27,7 @@ class ProductLabel(NamedTuple):
     """
 
     projection: str | None
-    """"attention" (q, k, v and o), "gate_up" or "down"; None outside all of them."""
+    """"attention" (q, k, v and o), "gate_up" or "down"; None outside of projections."""
     factor: str
     """The other factor of the product: "weight", "adapter_a" or "adapter_b"."""
 
@@ -38,7 +38,7 @@ def in_projection(name: str) -> AbstractContextManager[None]:
 
 
 def with_factor(name: str) -> AbstractContextManager[None]:
-    """Labels the operators inside with the factor of their products; those without this label have "weight"."""
+    """Labels the operators inside with the second factor of their products; unlabeled products have "weight"."""
     return traceback.annotate({_FACTOR: name})
 
 

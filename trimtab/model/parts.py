@@ -1,4 +1,4 @@
-"""The decoder's modules: norm, attention, feed-forward, and the block made of them.
+"""The decoder's modules: norm, attention, feed-forward, and the block composed of them.
 
 Parameter names are Hugging Face's. Legend: B batch, T new tokens, S keys (cache included), C hidden
 size, H query heads, K key/value heads, D head size, I intermediate size, F = D / 2 rotary frequencies.
@@ -38,8 +38,8 @@ class Cache(Protocol):
 def project(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
     """Applies each layer to the same x.
 
-    Layers that can share work have a method `forward_group` (LoRA layers do); while one of them has a hook, each runs
-    by itself.
+    Layers that can be fused have a method `forward_group` (LoRA layers do). If any has a forward hook, they run
+    separately.
     """
     forward_group = getattr(layers[0], "forward_group", None)
     if forward_group is None or any(layer._forward_hooks for layer in layers):
@@ -49,7 +49,7 @@ def project(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """The kernel implementations of one layer, chosen by the caller."""
+    """The kernel implementations of one layer."""
 
     attention: str
     """Attention backend for packed sequences and for generation."""
@@ -105,8 +105,8 @@ class Attention(nn.Module):
         layout: Layout,
         cache: Cache | None,
     ) -> torch.Tensor:
-        """[B, T, C] to [B, T, C]; cos and sin of the positions, [B, T, D / 2] each. With a cache, attends to the keys
-        and values of earlier tokens as well."""
+        """Maps [B, T, C] to [B, T, C]; cos and sin are [B, T, D / 2] each. With a cache, attends to the keys and values
+        of earlier tokens as well."""
         B, T, _ = x_BTC.shape
         with in_projection("attention"):
             q_BTHD, k_BTKD, v_BTKD = (y.view(B, T, -1, self.head_dim) for y in self._project(x_BTC))
@@ -121,7 +121,7 @@ class Attention(nn.Module):
             return self.o_proj(o_BTHD.reshape(B, T, -1))
 
     def _project(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
-        """Projects x to queries, keys and values, with all heads of a token in one axis."""
+        """Projects x to queries, keys and values, each with all heads of a token in one dimension."""
         if not self.qkv_sizes:
             return project(x_BTC, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = self.qkv_proj(x_BTC).split(self.qkv_sizes, dim=-1)
@@ -133,7 +133,7 @@ class Attention(nn.Module):
     def _apply_rope(
         self, q_BTHD: torch.Tensor, k_BTKD: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Applies the QK-norm, where the model has one, and RoPE."""
+        """Applies the QK-norm, if the model has one, and RoPE."""
         if self.q_norm is None or self.k_norm is None:
             return rope(q_BTHD, k_BTKD, cos_BTF, sin_BTF, impl=self.pointwise)
         if self.pointwise == "reference":  # through the modules, so that their hooks run
@@ -166,11 +166,11 @@ class MLP(nn.Module):
 
     @property
     def gate_up_layers(self) -> tuple[nn.Module, ...]:
-        """The layers that compute gate and up: one or two."""
+        """The layers that compute gate and up: one fused, or two."""
         return (self.gate_up_proj,) if self.gate_up_sizes else (self.gate_proj, self.up_proj)
 
     def _project(self, x_BTC: torch.Tensor) -> list[torch.Tensor]:
-        """Computes gate and up; views of one output where the projections are fused."""
+        """Computes gate and up; views of one output if the projections are fused."""
         if not self.gate_up_sizes:
             return project(x_BTC, self.gate_proj, self.up_proj)
         return list(self.gate_up_proj(x_BTC).split(self.gate_up_sizes, dim=-1))
@@ -183,8 +183,8 @@ class MLP(nn.Module):
         Args:
             x_BTC: The normalized residual stream.
             overwrite_gate_inputs: `overwrite_inputs` of `trimtab.kernels.gated_mlp.gated_activation`.
-            output_unused: Whether the caller discards the output, because this call only recomputes what the backward
-                pass reads. Then a `down_proj` that has a method `save_only` (adapters do) skips its product.
+            output_unused: Whether the caller discards the output, because this call only recomputes saved tensors of
+                the backward pass. Then a `down_proj` with a method `save_only` (adapters) skips its product.
         """
         with in_projection("gate_up"):
             gate_BTI, up_BTI = self._project(x_BTC)
@@ -201,8 +201,8 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: norm, attention, norm, feed-forward, with residual connections.
 
-    `recompute` is an alternative way to run the same layers with activation checkpointing (`trimtab.adapt.recompute`
-    sets it). It is called inside `forward`, so that compilation and sharding wrap it.
+    `recompute` runs the same layers with activation checkpointing (`trimtab.adapt.recompute` sets it). It is called
+    inside `forward`, so that compilation and sharding wrap it.
     """
 
     def __init__(self, shape: BlockShape, hidden_size: int, layer: int, kernels: LayerKernels) -> None:
@@ -225,7 +225,7 @@ class Block(nn.Module):
         layout: Layout,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """The residual stream [B, T, C] after this layer."""
+        """Returns the residual stream [B, T, C] after this layer."""
         if self.recompute is None or cache is not None:
             assert self.recompute is None or not torch.is_grad_enabled(), (
                 "recomputation would update a cache twice"
@@ -244,7 +244,7 @@ class Block(nn.Module):
         overwrite_gate_inputs: bool = False,
         output_unused: bool = False,
     ) -> torch.Tensor:
-        """The block itself, without recomputation; the last two arguments are `MLP.forward`'s."""
+        """Runs the block without recomputation; the last two arguments are those of `MLP.forward`."""
         mlp = functools.partial(
             self.mlp, overwrite_gate_inputs=overwrite_gate_inputs, output_unused=output_unused
         )
@@ -259,9 +259,9 @@ class Block(nn.Module):
     def attend(
         self, x_BTC: torch.Tensor, cos_BTF: torch.Tensor, sin_BTF: torch.Tensor, layout: Layout
     ) -> torch.Tensor:
-        """The first half only: the residual stream after attention."""
+        """Runs only the attention half: returns the residual stream after attention."""
         return x_BTC + self.self_attn(self.input_layernorm(x_BTC), cos_BTF, sin_BTF, layout, None)
 
     def feed(self, x: torch.Tensor, *, output_unused: bool = False) -> torch.Tensor:
-        """The second half only, for any tokens […, C]: the residual stream after the feed-forward."""
+        """Runs only the feed-forward half on tokens […, C]: returns the residual stream after the feed-forward."""
         return x + self.mlp(self.post_attention_layernorm(x), output_unused=output_unused)

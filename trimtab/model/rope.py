@@ -18,7 +18,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
     "dynamic" also depends on the length of each document: see `Rotary.cos_sin`.
     """
     scaling, theta, D = rope.scaling, rope.theta, head_dim
-    # On the CPU even where the model is built on the meta device.
+    # On the CPU even if the model is built on the meta device.
     pos_freqs_F = theta ** (torch.arange(0, D, 2, dtype=torch.float32, device="cpu") / D)
     inv_freq_F = 1.0 / pos_freqs_F
     if scaling is None or scaling.kind == "dynamic":
@@ -67,10 +67,10 @@ def _yarn(pos_freqs_F: torch.Tensor, scaling: RopeScaling, theta: float, D: int)
 
 
 class Rotary:
-    """Cosines and sines of a batch's positions, computed once per forward pass and shared by all layers.
+    """Computes cosines and sines of a batch's positions, once per forward pass for all layers.
 
-    Neither a module nor a buffer: a model that is built on the meta device or moved keeps exact frequencies, and
-    casting the model does not affect them. They are cached per device, so that no step waits for a copy.
+    Neither a module nor a buffer: frequencies stay exact when a model is built on the meta device, moved or cast. They
+    are cached per device, so that no step waits for a copy.
     """
 
     def __init__(self, rope: Rope, head_dim: int, max_positions: int) -> None:
@@ -90,12 +90,12 @@ class Rotary:
             positions_BT: Each token's position in its document.
             dtype: Dtype of the hidden states; fp64 gives fp64 angles.
             documents_BT: An id per token that differs between adjacent packed documents (`Layout.documents_BT`), on any
-                device; None where positions alone determine the documents.
+                device; None if positions alone determine the documents.
                 Only "dynamic" scaling reads it.
 
         "dynamic" (NTK-aware) scaling derives the base from the length of the token's own document, so that a document
-        has the same angles packed as alone. For a single sequence this equals transformers; transformers itself uses
-        the longest row of a batch, and keeps the base of the longest sequence so far until one is shorter than
+        has the same angles whether it is packed or not. For a single sequence this equals transformers, which uses the
+        longest row of a batch, and keeps the base of the longest sequence so far until one is shorter than
         `max_position_embeddings`. With a key/value cache both rotate new queries and keys by the current length, and
         cached keys keep their angles.
         """
@@ -122,7 +122,7 @@ class Rotary:
 
 
 def document_lengths(positions_BT: torch.Tensor, documents_BT: torch.Tensor | None = None) -> torch.Tensor:
-    """The length of each token's document: the last position of its run of consecutive positions, plus one.
+    """Returns the length of each token's document: the last position of its run of consecutive positions, plus one.
 
     Does not synchronize with a GPU. `documents_BT` separates documents whose positions happen to be consecutive.
 

@@ -46,11 +46,11 @@ def save_folder(
         decoder: the model, in any dtype, on any device.
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
-        max_shard_bytes: the largest weight file.
-        metadata: strings stored in the safetensors headers. With any, equal models give different files: the
-            library writes them in random order.
+        max_shard_bytes: the maximum size of a weight file.
+        metadata: strings stored in the safetensors headers. With more than none, files of equal models differ: the
+            library writes the strings in random order.
         config_extra: further keys of `config.json`, such as `eos_token_id` (`read_token_ids`).
-        generation_config: contents of `generation_config.json`, where known.
+        generation_config: contents of `generation_config.json`, if known.
         overwrite: replace a folder that contains a model.
 
     Returns:
@@ -122,9 +122,9 @@ def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
 
 @contextmanager
 def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config.json") -> Iterator[Path]:
-    """A temporary folder that replaces `folder` when the block succeeds, and is deleted otherwise.
+    """Yields a temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise.
 
-    A folder is only overwritten if it has a file `holds`, which identifies its kind.
+    An existing folder is only overwritten if it has a file `holds`, which identifies its kind.
     """
     check_replaceable(folder, overwrite, holds)
     staging = temporary_path(folder)
@@ -155,7 +155,7 @@ def check_replaceable(
 ) -> None:
     """Raises ModelError for a folder that is not empty, unless it may be overwritten and has a file `holds`.
 
-    `spelled` is how the user requests that; the command line passes its flag.
+    `spelled` is the option that requests overwriting, for the message: an argument, or a flag of the command line.
     """
     if folder.is_dir() and not any(folder.iterdir()):
         return
@@ -170,12 +170,12 @@ def check_replaceable(
         what = "a model" if holds == "config.json" else "an adapter"
         raise ModelError(
             f"{folder} is not {what} folder",
-            f"choose another folder: only one with {holds} in it is overwritten",
+            f"choose another folder: only a folder with {holds} in it is overwritten",
         )
 
 
 def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    """Parameters in order, split where the next one would exceed the shard size; packed weights are not included."""
+    """Splits parameters, in order, into shards of at most this size; packed weights are not included."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = 0
     for name, parameter in decoder.named_parameters():
@@ -191,7 +191,7 @@ def _shards(decoder: Decoder, dtype: str, max_shard_bytes: int) -> list[dict[str
 
 
 def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    """The tensor as stored: on the CPU, contiguous, in the requested dtype, finite."""
+    """Converts a tensor for storage: on the CPU, contiguous, in the requested dtype; raises if it is not finite."""
     stored = tensor.to("cpu", torch_dtype(dtype)).contiguous()
     if not bool(torch.isfinite(stored).all()):
         finite = bool(torch.isfinite(tensor).all())
@@ -203,9 +203,9 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[str, str]) -> None:
-    """Writes a safetensors file with the umask's permissions, and syncs it to the disk.
+    """Writes a safetensors file with the umask's permissions, and flushes it to disk (fsync).
 
-    The library's own file has mode 0600, whatever the umask.
+    The library creates files with mode 0600 regardless of the umask.
     """
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)

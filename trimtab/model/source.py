@@ -21,7 +21,7 @@ _GGUF_F32 = 0
 
 
 def source_kind(path: str | Path) -> SourceKind:
-    """Whether a path is a Hugging Face folder or a GGUF file; raises ModelError for anything else."""
+    """Returns the format of a model: a Hugging Face folder or a GGUF file; ModelError for anything else."""
     path = Path(path)
     if path.is_dir():
         if not (path / "config.json").is_file() and (found := sorted(path.glob("*.gguf"))):
@@ -34,7 +34,9 @@ def source_kind(path: str | Path) -> SourceKind:
     if path.suffix.lower() in PICKLE_SUFFIXES:
         raise pickle_error(path)
     if path.suffix == ".safetensors":
-        raise ModelError(f"{path} alone does not say its model's shape", f"give the folder, {path.parent}")
+        raise ModelError(
+            f"{path} alone does not determine the model's shape", f"give the folder, {path.parent}"
+        )
     raise ModelError(f"{path} is not a model", "give a Hugging Face model folder or a .gguf file")
 
 
@@ -47,7 +49,7 @@ def pickle_error(path: Path) -> ModelError:
 
 
 def read_shape(path: str | Path) -> ModelShape:
-    """The shape of the model at a path, from its `config.json` or its GGUF header; does not read weights.
+    """Reads the shape of the model at a path, from its `config.json` or its GGUF header; does not read weights.
 
     Example:
         >>> read_shape("SmolLM2-135M.gguf").num_layers  # doctest: +SKIP
@@ -60,7 +62,7 @@ def read_shape(path: str | Path) -> ModelShape:
 
 
 def read_described_shape(path: str | Path) -> ModelShape:
-    """The shape of the model at a path, for planning; also of families that cannot be trained yet.
+    """Reads the shape of the model at a path, for planning; also of families that cannot be trained yet.
 
     Args:
         path: a Hugging Face folder, a `config.json` by itself, or a GGUF file; no weights are read.
@@ -78,7 +80,7 @@ def read_described_shape(path: str | Path) -> ModelShape:
 
 
 def unknown_config_keys(path: str | Path) -> list[str]:
-    """Keys of a model's config.json that its family neither reads nor lists as harmless; none for a GGUF file.
+    """Returns the keys of a model's config.json that its family neither reads nor lists as harmless; none for GGUF.
 
     Example:
         >>> unknown_config_keys("my-model")  # doctest: +SKIP
@@ -100,7 +102,7 @@ def shape_of_header(header: GGUFHeader, *, planned: bool = False) -> ModelShape:
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.dims) != 2:
         raise ModelError(
-            f"{header.path} has no embeddings (token_embd.weight)", "download the file of the whole model"
+            f"{header.path} has no embeddings (token_embd.weight)", "download the file of the complete model"
         )
     describe = described_from_gguf if planned else shape_from_gguf
     return describe(
@@ -113,7 +115,7 @@ def shape_of_header(header: GGUFHeader, *, planned: bool = False) -> ModelShape:
 
 
 def read_token_ids(path: str | Path) -> dict[str, Any]:
-    """`bos_token_id`, `eos_token_id` and `pad_token_id` from the source, for the saved config."""
+    """Reads `bos_token_id`, `eos_token_id` and `pad_token_id` from the source, for the saved config."""
     path = Path(path)
     if source_kind(path) == "gguf":
         metadata = read_gguf_header(path).metadata
@@ -124,7 +126,7 @@ def read_token_ids(path: str | Path) -> dict[str, Any]:
 
 
 def read_generation_config(path: str | Path) -> dict[str, Any] | None:
-    """A Hugging Face folder's `generation_config.json`, or None."""
+    """Reads a Hugging Face folder's `generation_config.json`; None if there is none."""
     file = config_folder(Path(path)) / "generation_config.json"
     return read_model_json(file) if file.is_file() else None
 

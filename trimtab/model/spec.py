@@ -1,7 +1,7 @@
 """Costs of a decoder, computed from its shape: weights, FLOPs, and the tensors outside its blocks. No torch import.
 
-What a block saves and computes is declared in `trimtab.model.spec_block`. Legend: N = B · T tokens, C hidden size,
-F rotary frequencies.
+`trimtab.model.spec_block` declares the operations of a block. Legend: N = B · T tokens, C hidden size, F rotary
+frequencies.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from trimtab.model.spec_operations import Execution, norm_operation
 
 
 def parameter_bytes(shape: ModelShape, dtype: str) -> int:
-    """Bytes of all weights in one dtype."""
+    """Bytes of all parameters in one dtype."""
     return nbytes(dtype, shape.num_parameters)
 
 
 def final_norm(shape: ModelShape, run: Execution) -> Operation:
-    """The norm after the last block; `run.trained` names it `norm.weight` if it is trained.
+    """Declares the norm after the last block; it is trained if `run.trained` contains `norm.weight`.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -37,8 +37,8 @@ def final_norm(shape: ModelShape, run: Execution) -> Operation:
 
 
 def embedding_bytes_moved(N: int, C: int, V: int, dtype: str, *, backward: bool = False) -> int:
-    """Bytes that the embedding of N tokens reads and writes. In the backward, the dense gradient [V, C] is zero-filled,
-    and the tokens' rows are added to it.
+    """Bytes that the embedding of N tokens reads and writes. The backward pass zero-fills the dense gradient [V, C] and
+    adds the tokens' rows to it.
 
     Example:
         >>> embedding_bytes_moved(8, 4, 100, "bf16"), embedding_bytes_moved(8, 4, 100, "bf16", backward=True)
@@ -55,8 +55,8 @@ def shared_bytes(
 
     Args:
         shape: the model.
-        run: sizes and kernels.
-        backends: the attention backend of each layer; that of `run` for all if empty.
+        run: sizes and kernels of the run.
+        backends: the attention backend of each layer; if empty, that of `run` for all.
         packed: whether sequences contain several documents; some attention backends then need a mask.
 
     Example:
@@ -81,7 +81,7 @@ def _rotary_dim(block: BlockShape) -> int:
 
 
 def _mask_bytes(shape: ModelShape, run: Execution, backends: Sequence[str], packed: bool) -> int:
-    """One prepared layout for each distinct backend and window, shared by the layers that have them."""
+    """Bytes of the prepared layouts: one per distinct backend and window, shared by its layers."""
     kinds = dict.fromkeys((impl, shape.window(layer)) for layer, impl in enumerate(backends))
     return sum(
         attention_spec.layout_bytes(
@@ -121,14 +121,14 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) ->
 def block_flops(block: BlockShape, hidden_size: int, tokens: int, *, training: bool = True) -> float:
     """FLOPs per token of one block's matrix products and attention, for documents of `tokens` tokens."""
     total = 0.0
-    for one in block_operations(block, hidden_size, Execution(1, tokens, "bf16", "triton")):
-        if one.kind in (Kind.PRODUCT, Kind.ATTENTION):
-            total += one.forward.flops
+    for operation in block_operations(block, hidden_size, Execution(1, tokens, "bf16", "triton")):
+        if operation.kind in (Kind.PRODUCT, Kind.ATTENTION):
+            total += operation.forward.flops
             if training:
-                total += one.backward.flops + one.parameter_backward.flops
+                total += operation.backward.flops + operation.parameter_backward.flops
     return total / tokens
 
 
 def product_flops(shape: ModelShape) -> float:
-    """FLOPs per token of all blocks' matrix products, in the forward."""
+    """FLOPs per token of all blocks' matrix products in the forward pass."""
     return 2.0 * sum(len(layers) * block.active_weights(shape.hidden_size) for block, layers in shape.runs())

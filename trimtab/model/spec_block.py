@@ -1,7 +1,7 @@
-"""The declared operations of a block, from which memory plan, recompute policies and FLOP counts derive. No torch.
+"""Declares the operations of a block, from which memory plan, recompute policies and FLOP counts derive. No torch.
 
-`block_operations` lists them in the order of the forward pass, for one microbatch. A test compares what they declare as
-saved for the backward pass with what autograd saves, byte by byte.
+`block_operations` lists them in the order of the forward pass, for one microbatch. A test compares the declared saved
+activations with those that autograd saves, byte for byte.
 
 Legend: C hidden size.
 """
@@ -40,7 +40,7 @@ class DeclaredBlock:
     feed_forward: tuple[Operation, ...]
     requires_grad: frozenset[str]
     tile: tuple[Operation, ...] = ()
-    """The second half over one tile of the tokens, where it runs in tiles."""
+    """The feed-forward half over one tile of tokens; empty without tiling."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -49,7 +49,7 @@ class DeclaredBlock:
 
     @property
     def differentiates(self) -> bool:
-        """Whether the block has a backward pass; frozen layers below the first trained one have none."""
+        """Whether the block has a backward pass; frozen layers before the first trained one have none."""
         return any(operation.differentiates(self.requires_grad) for operation in self.operations)
 
 
@@ -59,18 +59,18 @@ def block_operations(
     run: Execution,
     projections: DeclareProjections | None = None,
 ) -> tuple[Operation, ...]:
-    """Every operation of a block, in the order of the forward pass.
+    """Returns the operations of a block, in the order of the forward pass.
 
     Args:
-        block: the block's description.
+        block: the shape of the block.
         hidden_size: C.
-        run: sizes, dtypes, kernels, trained tensors.
-        projections: declares the linear layers; plain ones by default.
+        run: sizes, dtypes, kernels and trainable parameters.
+        projections: declares the linear layers; by default, as `nn.Linear`.
 
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
         >>> block = BlockShape(AttentionShape(4, 2, 8), FeedForwardShape(32))
-        >>> [one.name for one in block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))][:3]
+        >>> [operation.name for operation in block_operations(block, 16, Execution(1, 8, "fp32", "sdpa_flash"))][:3]
         ['input_layernorm', 'self_attn.q_proj', 'self_attn.k_proj']
     """
     attention = attention_operations(block, hidden_size, run, projections)
@@ -86,11 +86,12 @@ def declare_block(
     input_requires_grad: bool = True,
     tile_tokens: int | None = None,
 ) -> DeclaredBlock:
-    """Declares the operations of a block and what requires a gradient; other arguments as in `block_operations`.
+    """Declares the operations of a block, and which activations require a gradient.
 
     Args:
-        input_requires_grad: False for layers below the first trained one, and for that one.
-        tile_tokens: tokens of a tile, where the feed-forward half runs in tiles.
+        input_requires_grad: False for all layers up to and including the first trained one.
+        tile_tokens: tokens per tile of a tiled feed-forward half.
+        others: as in `block_operations`.
 
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
@@ -102,8 +103,8 @@ def declare_block(
     feed_forward = feed_forward_operations(block, hidden_size, run, projections)
     tile: tuple[Operation, ...] = ()
     if tile_tokens is not None:
-        one = dataclasses.replace(run, batch=1, tokens=tile_tokens)
-        tile = feed_forward_operations(block, hidden_size, one, projections)
+        tile_run = dataclasses.replace(run, batch=1, tokens=tile_tokens)
+        tile = feed_forward_operations(block, hidden_size, tile_run, projections)
     given = {BLOCK_INPUT} if input_requires_grad else set()
     return DeclaredBlock(attention, feed_forward, requiring_grad((*attention, *feed_forward), given), tile)
 
@@ -111,7 +112,7 @@ def declare_block(
 def attention_operations(
     block: BlockShape, hidden_size: int, run: Execution, projections: DeclareProjections | None = None
 ) -> tuple[Operation, ...]:
-    """The first half of a block: from its input to the residual stream with attention added."""
+    """Declares the attention half of a block: from its input to the residual stream with attention added."""
     declare = projections or plain_projections
     x = run.activation(BLOCK_INPUT, hidden_size, Part.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
@@ -136,7 +137,7 @@ def _add_attention(
     run: Execution,
     declare: DeclareProjections,
 ) -> Activation:
-    """Softmax attention with grouped heads."""
+    """Adds softmax attention with grouped heads; returns its output."""
     *inputs, out = mixer.linears(hidden_size)
     q, k, v = _project(found, declare, tuple(inputs), x, run, "attention", 3)
     if v is q and mixer.qk_norm is None:
@@ -150,7 +151,7 @@ def _add_attention(
 def feed_forward_operations(
     block: BlockShape, hidden_size: int, run: Execution, projections: DeclareProjections | None = None
 ) -> tuple[Operation, ...]:
-    """The second half of a block: from the residual stream between the halves to the block's output."""
+    """Declares the feed-forward half of a block: from the residual stream between the halves to the block's output."""
     shape, declare = block.feed_forward, projections or plain_projections
     x = run.activation(BETWEEN, hidden_size, Part.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
@@ -180,7 +181,7 @@ def _project(
     label: str,
     count: int,
 ) -> tuple[Activation, ...]:
-    """Adds the projections of one input; returns `count` outputs, which are the same one if fused."""
+    """Adds the projections of one input; returns `count` outputs, all the same activation if fused."""
     part = Part.ATTENTION if label == "attention" else Part.FEED_FORWARD
     outputs = tuple(run.activation(linear.name, linear.out_features, part) for linear in linears)
     found += declare(Projections(linears, x, outputs, part, label), run)

@@ -1,9 +1,9 @@
-"""The declared operations of a mixture-of-experts layer. No torch.
+"""Declares the operations of a mixture-of-experts layer. No torch.
 
-They are declared as grouped GEMMs run them: the router scores every expert, the tokens' rows are gathered in the
-order of their experts, one grouped product per projection multiplies each row by its expert's matrix, and the
-weighted results are summed per token. trimtab has no such layers yet, so no training step has confirmed the figures;
-a test compares them with a small implementation of the same steps.
+The declaration assumes grouped GEMMs: the router scores every expert, the tokens' rows are gathered in the order of
+their experts, one grouped product per projection multiplies each row by its expert's matrix, and the weighted results
+are summed per token. trimtab has no such layers yet, so the figures are not verified by training steps; a test compares
+them with a small implementation of the same steps.
 
 Legend: N tokens, E experts, K active experts per token, R = N · K routed rows, C hidden size, F width of an expert.
 """
@@ -42,7 +42,7 @@ def add_experts(
         >>> run, operations = Execution(1, 8, "bf16", "triton", pointwise="triton"), []
         >>> x = run.activation("x", 16, Part.RESIDUAL)
         >>> _ = add_experts(operations, ExpertsShape(4, 2, 32), x, 16, run, plain_projections)
-        >>> [one.name for one in operations][:4]
+        >>> [operation.name for operation in operations][:4]
         ['mlp.gate', 'mlp.route', 'mlp.dispatch', 'mlp.experts.gate_proj']
     """
     weights = _route(found, shape, x, hidden_size, run)
@@ -63,7 +63,7 @@ def add_experts(
 def _route(
     found: list[Operation], shape: ExpertsShape, x: Activation, hidden_size: int, run: Execution
 ) -> Activation:
-    """Scores of all experts in fp32, and the weights [N, K] of the selected ones, which sum to 1."""
+    """Scores all experts in fp32; returns the weights [N, K] of the selected experts, which sum to 1."""
     N, E, K = run.num_tokens, shape.count, shape.active
     router = shape.router(hidden_size)
     logits = run.activation("mlp.logits", E, Part.FEED_FORWARD)
@@ -82,7 +82,7 @@ def _route(
             Part.FEED_FORWARD,
             (logits,),
             (weights,),
-            tuple(Saved(one, reads) for one in (scores, chosen, indices, total)),
+            tuple(Saved(activation, reads) for activation in (scores, chosen, indices, total)),
             dtype="fp32",
             # An exponential counts as four, as in gated activations.
             forward=Pass(6.0 * N * E, moved, 4),
@@ -93,7 +93,7 @@ def _route(
 
 
 def _router_product(linear: Linear, x: Activation, y: Activation, run: Execution) -> Operation:
-    """A router's projection: neither adapted nor quantized, and not saved by any recompute policy."""
+    """A router's projection: has no adapter, is not quantized, and not saved by any recompute policy."""
     group = Projections((linear,), x, (y,), Part.FEED_FORWARD, "router")
     return dataclasses.replace(linear_operation(linear, x, y, run, group), results=())
 
@@ -166,7 +166,7 @@ def _combine(
     of_rows, of_weights = frozenset({down.name}), frozenset({weights.name})
     sorted_weights = routed.activation("mlp.row_weights", 1, Part.FEED_FORWARD)
     order = Activation("mlp.row_order", routed.num_tokens * INDEX_BYTES, Part.FEED_FORWARD)
-    numbers = float(routed.num_tokens * hidden_size)
+    elements = float(routed.num_tokens * hidden_size)
     found.append(
         Operation(
             "mlp.combine",
@@ -182,8 +182,8 @@ def _combine(
             ),
             dtype=run.dtype,
             # The weighted rows before the sum, and in the backward pass a row's gradient per expert.
-            forward=Pass(2 * numbers, float(3 * down.nbytes + y.nbytes), 2, down.nbytes),
-            backward=Pass(3 * numbers, float(4 * down.nbytes + y.nbytes), 3, down.nbytes),
+            forward=Pass(2 * elements, float(3 * down.nbytes + y.nbytes), 2, down.nbytes),
+            backward=Pass(3 * elements, float(4 * down.nbytes + y.nbytes), 3, down.nbytes),
             saves_results=True,
             split="sequence",
         )

@@ -1,9 +1,8 @@
-"""The declared operations of multi-head latent attention (DeepSeek). No torch.
+"""Declares the operations of multi-head latent attention (DeepSeek). No torch.
 
-Keys and values are projected to a narrow latent, normalized, and projected up to all heads. Each head of queries and
-keys has a rotated part; that of the keys is shared by all heads. Values have their own head size, and a kernel that
-supports it without padding is assumed. trimtab has no such layer yet, so no training step has confirmed these
-figures.
+Keys and values are projected to a latent, normalized, and projected up to all heads. Each head of queries and keys has
+a rotated part; that of the keys is shared by all heads. Values have another head size; a kernel that supports it
+without padding is assumed. trimtab has no such layer yet, so the figures are not verified by training steps.
 
 Legend: N = B · T tokens, H heads, D head size of queries and keys, V of values.
 """
@@ -39,7 +38,7 @@ def add_latent_attention(
         >>> mixer = LatentAttentionShape(4, 8, rope_head_dim=4, nope_head_dim=8, value_head_dim=8, q_rank=16)
         >>> x = run.activation("x", 16, Part.RESIDUAL)
         >>> _ = add_latent_attention(operations, mixer, x, 16, run, plain_projections)
-        >>> [one.name.removeprefix("self_attn.") for one in operations][:4]
+        >>> [operation.name.removeprefix("self_attn.") for operation in operations][:4]
         ['q_a_proj', 'kv_a_proj_with_mqa', 'q_a_layernorm', 'kv_a_layernorm']
     """
     linears = {linear.short_name: linear for linear in mixer.linears(hidden_size)}
@@ -78,9 +77,9 @@ def _norm(found: list[Operation], name: str, x: Activation, width: int, run: Exe
 def _copy_values(
     found: list[Operation], mixer: LatentAttentionShape, heads: Activation, run: Execution
 ) -> Activation:
-    """Copies values out of the keys' tensor, so that attention does not save both."""
+    """Copies the values out of the joint projection, so that attention does not save the keys' part too."""
     v = run.activation("self_attn.v", mixer.num_heads * mixer.value_head_dim, Part.ATTENTION)
-    one = Pass(moved=2.0 * v.nbytes, launches=1)
+    copy = Pass(moved=2.0 * v.nbytes, launches=1)
     found.append(
         Operation(
             "self_attn.v",
@@ -89,8 +88,8 @@ def _copy_values(
             (heads,),
             (v,),
             dtype=run.dtype,
-            forward=one,
-            backward=one,
+            forward=copy,
+            backward=copy,
             split="column",
         )
     )
@@ -105,28 +104,28 @@ def _add_rope(
     heads: Activation,
     run: Execution,
 ) -> tuple[Activation, Activation]:
-    """Applies RoPE to the rotated parts, repeats the keys' one, and concatenates both parts of queries and keys."""
+    """Applies RoPE to the rotated parts, repeats that of the keys for all heads, and concatenates both parts."""
     N, H, D, R = run.num_tokens, mixer.num_heads, mixer.head_dim, mixer.rope_head_dim
-    placed = (
+    outputs = (
         run.activation("self_attn.q_rotated", H * D, Part.ATTENTION),
         run.activation("self_attn.k_rotated", H * D, Part.ATTENTION),
     )
     read = q.nbytes + N * (R + H * mixer.nope_head_dim) * BYTES[run.dtype]
-    one = Pass(3.0 * N * (H + 1) * R, float(read + sum(made.nbytes for made in placed)), 2)
+    rotation = Pass(3.0 * N * (H + 1) * R, float(read + sum(y.nbytes for y in outputs)), 2)
     found.append(
         Operation(
             "rope",
             Kind.ROPE,
             Part.ATTENTION,
             (q, kv, heads),
-            placed,
+            outputs,
             dtype=run.dtype,
-            forward=one,
-            backward=one,
+            forward=rotation,
+            backward=rotation,
             split="column",
         )
     )
-    return placed
+    return outputs
 
 
 def _attend(
@@ -143,7 +142,7 @@ def _attend(
     lse = Activation("attention.lse", N * H * 4, Part.ATTENTION)
     tiled = impl in attention_spec.TILED
     saved = [q, k, v, o, lse]
-    if not tiled:  # as if the values had the size of the keys
+    if not tiled:  # assumes values of the keys' head size
         own = attention_spec.saved_activations(impl, B, T, H, H, D, run.dtype)
         saved = [Activation(f"attention.{name}", size, Part.ATTENTION) for name, size in own]
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
@@ -160,9 +159,9 @@ def _attend(
             Part.ATTENTION,
             (q, k, v),
             (o,),
-            tuple(Saved(one, reads) for one in saved),
+            tuple(Saved(activation, reads) for activation in saved),
             dtype=run.dtype,
-            # Products with keys, then with values; the backward recomputes the scores, and two products per gradient.
+            # Products with keys and values; the backward pass recomputes the scores and has two products per gradient.
             forward=Pass.of(
                 Kernel(Kind.ATTENTION, 2.0 * pairs * H * (D + V), float(each + lse.nbytes), visible),
                 scratch=scratch,

@@ -1,6 +1,6 @@
-"""Single operations of a block, in the terms of `trimtab.facts.operations`. No torch.
+"""Declares single operations of a block as `trimtab.facts.operations`. No torch.
 
-`trimtab.model.spec_block` puts them together; bytes and FLOPs of kernels come from the kernels' own specs.
+`trimtab.model.spec_block` combines them; bytes and FLOPs of kernels come from the kernels' specs.
 
 Legend: N = B · T tokens, H query heads, K key/value heads, D head size.
 """
@@ -32,12 +32,12 @@ from trimtab.kernels.rms_norm import spec as norm_spec
 from trimtab.kernels.rope import spec as rope_spec
 
 BACKWARD_KERNELS = {"sdpa_cudnn": 5, "varlen": 3, "sdpa_flash": 3}
-"""Kernels of attention's backward pass where they are not two: reductions over rows and heads, and a cast of dQ."""
+"""Number of kernels in attention's backward pass, if not two: with reductions over rows and heads, and a cast of dQ."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a block is run: microbatch sizes, dtypes, kernels and trained tensors.
+    """The execution of a block: microbatch sizes, dtypes, kernels and trainable parameters.
 
     Example:
         >>> Execution(batch=2, tokens=8, dtype="bf16", attention="varlen").num_tokens
@@ -52,15 +52,15 @@ class Execution:
     attention: str
     """The attention backend."""
     weights_dtype: str = ""
-    """fp32 under autocast; the same as `dtype` if empty."""
+    """Dtype of the weights: fp32 under autocast, the same as `dtype` if empty."""
     device: str = "cpu"
-    """"cpu", or "cuda", where torch's fused norm saves less."""
+    """"cpu" or "cuda"; on CUDA torch's fused norm saves less."""
     pointwise: str = "reference"
-    """The implementation of norms, RoPE and gates."""
+    """The implementation of norms, RoPE and gated activations."""
     trained: Mapping[str, Gradient] = field(default_factory=dict)
-    """Gradients of the block's trained tensors, by name within the block."""
+    """Gradients of the block's trainable parameters, by name within the block."""
     attended_share: float = 1.0
-    """Share of a causal sequence's query–key pairs that are within one document."""
+    """Fraction of a causal sequence's query–key pairs that are within one document."""
 
     @property
     def num_tokens(self) -> int:
@@ -75,15 +75,15 @@ class Execution:
 
     @property
     def stream_dtype(self) -> str:
-        """Dtype of the residual stream: under autocast that of the weights."""
+        """Dtype of the residual stream: that of the weights under autocast, else the compute dtype."""
         return self.weights_dtype if self.autocast else self.dtype
 
     def gradients(self, *names: str) -> tuple[Gradient, ...]:
-        """The gradients of the trained ones among these tensors."""
+        """The gradients of those of these parameters that are trainable."""
         return tuple(self.trained[name] for name in names if name in self.trained)
 
     def activation(self, name: str, width: int, part: Part, dtype: str | None = None) -> Activation:
-        """An activation [N, width] in `dtype`, by default that of the products."""
+        """An activation [N, width] in `dtype`, by default the compute dtype."""
         return Activation(name, self.num_tokens * width * BYTES[dtype or self.dtype], part)
 
 
@@ -100,15 +100,16 @@ class Projections:
 
 
 DeclareProjections = Callable[[Projections, Execution], list[Operation]]
-"""Declares the operations of linear layers; `trimtab.adapt.spec_linears` does for adapted and quantized ones."""
+"""Declares the operations of linear layers; `trimtab.adapt.spec_linears` does so for adapters and quantization."""
 
 
 def norm_operation(
     name: str, x: Activation, width: int, rows: int, run: Execution, *, dtype: str, part: Part = Part.NORMS
 ) -> Operation:
-    """An RMSNorm of rows · N vectors, x in `dtype`, computed in fp32 where it is composed of torch operators.
+    """An RMSNorm of rows · N vectors of x in `dtype`.
 
-    A fused norm saves its input and 1/rms. On a CPU torch composes it: the input and its normalized form in fp32.
+    A fused norm saves its input and 1/rms. On a CPU torch composes it of fp32 operators, which save the input and its
+    normalized form in fp32.
     """
     vectors = run.num_tokens * rows
     size = vectors * width
@@ -160,7 +161,7 @@ def norm_operation(
 
 
 def plain_projections(group: Projections, run: Execution) -> list[Operation]:
-    """Linear layers as torch runs them, one product each; trained if their weight is."""
+    """Declares linear layers as `nn.Linear` runs them, one product each; trained if their weight is."""
     return [
         linear_operation(linear, group.input, output, run, group)
         for linear, output in zip(group.linears, group.outputs, strict=True)
@@ -170,8 +171,8 @@ def plain_projections(group: Projections, run: Execution) -> list[Operation]:
 def linear_operation(
     linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections
 ) -> Operation:
-    """One linear layer. Its weight's gradient reads the input, which autocast casts separately for each layer; the
-    input's gradient then reads a cast of the weight."""
+    """One linear layer. The gradient of its weight reads the input; under autocast, a cast of it per layer, and the
+    gradient of the input reads a cast of the weight."""
     reads = frozenset({PARAMETERS})
     saved: tuple[Saved, ...] = (Saved(x, reads),)
     if run.autocast:
@@ -185,20 +186,20 @@ def linear_operation(
 
 
 def cast_input(linear: Linear, x: Activation, run: Execution, part: Part) -> Activation:
-    """The input of a product: x, or under autocast a copy in the products' dtype unless x already has it."""
+    """The input of a product: x, or under autocast a copy in the compute dtype unless x already has it."""
     cast = run.activation(f"{linear.name}.input", linear.in_features, part)
     return x if x.nbytes == cast.nbytes else cast
 
 
 def weight_cast(linear: Linear, run: Execution, part: Part) -> Activation:
-    """The copy of a weight that autocast makes."""
+    """Autocast's copy of a weight in the compute dtype."""
     return Activation(f"{linear.name}.weight_cast", nbytes(run.dtype, linear.weights), part)
 
 
 def product(linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections) -> Operation:
-    """The common part of all matrix products: FLOPs, bytes moved and sharding; nothing saved, nothing trained."""
+    """The common part of all matrix products: FLOPs, bytes moved and sharding, without saved tensors and gradients."""
     N, ins, outs, width = run.num_tokens, linear.in_features, linear.out_features, BYTES[run.dtype]
-    # Each row is multiplied by one of the stacked experts, so at most as many experts as rows are read.
+    # Each row is multiplied by one of the stacked experts, so the number of experts that are read is at most N.
     groups = min(linear.count, N)
     read = cast_input(linear, x, run, group.part)
     return Operation(
@@ -223,7 +224,7 @@ def product(linear: Linear, x: Activation, y: Activation, run: Execution, group:
 
 
 def _collectives(linear: Linear, run: Execution) -> tuple[Collective, ...]:
-    """The collectives of a sharded product: row-wise sums its outputs, column-wise the gradients of its input."""
+    """The collectives of a sharded product: all-reduce of outputs if row-wise, of input gradients if column-wise."""
     size = run.num_tokens * BYTES[run.dtype]
     if linear.split == "row":
         return (Collective("all_reduce", size * linear.out_features),)
@@ -256,10 +257,17 @@ def add_residual(
 def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, run: Execution) -> Activation:
     """Copies the values out of a fused projection, so that attention does not save queries and keys before RoPE too."""
     v = run.activation("self_attn.v", mixer.kv_size, Part.ATTENTION)
-    one = Pass(moved=2.0 * v.nbytes, launches=1)
+    copy = Pass(moved=2.0 * v.nbytes, launches=1)
     found.append(
         Operation(
-            "self_attn.v", Kind.COPY, Part.ATTENTION, (qkv,), (v,), dtype=run.dtype, forward=one, backward=one
+            "self_attn.v",
+            Kind.COPY,
+            Part.ATTENTION,
+            (qkv,),
+            (v,),
+            dtype=run.dtype,
+            forward=copy,
+            backward=copy,
         )
     )
     return v
@@ -268,7 +276,7 @@ def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, 
 def add_rope(
     found: list[Operation], mixer: AttentionShape, q: Activation, k: Activation, run: Execution
 ) -> tuple[Activation, Activation]:
-    """QK-norm and RoPE: one kernel in Triton, which saves queries and keys before the norm."""
+    """Adds QK-norm and RoPE: with Triton a single kernel, which saves queries and keys before the norm."""
     H, K, D, N = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, run.num_tokens
     fused = run.pointwise == "triton"
     normed = mixer.qk_norm is not None
@@ -286,7 +294,7 @@ def add_rope(
         run.activation("self_attn.k_rotated", K * D, Part.ATTENTION),
     )
     in_rope = normed and fused
-    every = frozenset({one.name for one in inputs} | {PARAMETERS})
+    every = frozenset({x.name for x in inputs} | {PARAMETERS})
     R = mixer.rope.rotary_dim
     moved = [
         rope_spec.bytes_moved(N, H, K, D, run.dtype, R=R, norm=in_rope, backward=way) for way in (False, True)
@@ -296,8 +304,8 @@ def add_rope(
     if not fused:
         # Queries, then keys: an fp32 copy of 16-bit inputs, and sums and products of halves.
         each = 8 + (4 if BYTES[run.dtype] < 4 else 0)
-        outputs = sum(one.nbytes for one in rotated)
-        # In addition to the keys' gradient; the upstream one is freed once it is cast.
+        outputs = sum(y.nbytes for y in rotated)
+        # In addition to the keys' gradient; the upstream gradient is freed once it is cast.
         backward = N * H * D * each - rotated[0].nbytes * (2 if each > 8 else 1)
         forward = max(N * H * D * each, rotated[0].nbytes + N * K * D * each) - outputs
     found.append(
@@ -307,7 +315,7 @@ def add_rope(
             Part.ATTENTION,
             inputs,
             rotated,
-            tuple(Saved(one, every) for one in inputs) if in_rope else (),
+            tuple(Saved(x, every) for x in inputs) if in_rope else (),
             run.gradients("self_attn.q_norm.weight", "self_attn.k_norm.weight") if in_rope else (),
             dtype=run.dtype,
             saves_results=in_rope,
@@ -331,13 +339,17 @@ def attend(
     H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     o = run.activation("self_attn.attended", H * D, Part.ATTENTION)
     inputs = tuple(dict.fromkeys((q, k, v)))
-    reads = frozenset(one.name for one in inputs)
+    reads = frozenset(x.name for x in inputs)
     results: tuple[Result, ...] = ()
     own = attention_spec.saved_activations(impl, B, T, H, K, D, run.dtype, sinks=mixer.sinks)
     named = {"q": q, "k": k, "v": v, "o": o}
     saved = [named.get(name, Activation(f"attention.{name}", size, Part.ATTENTION)) for name, size in own]
     if impl in attention_spec.TILED:
-        results = tuple(Result(one) for one in saved if one is o or one.name == "attention.lse")
+        results = tuple(
+            Result(activation)
+            for activation in saved
+            if activation is o or activation.name == "attention.lse"
+        )
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
     if impl in attention_spec.SKIPS_DOCUMENTS:
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), B * T))
@@ -354,7 +366,7 @@ def attend(
             Part.ATTENTION,
             inputs,
             (o,),
-            tuple(Saved(one, reads) for one in saved),
+            tuple(Saved(activation, reads) for activation in saved),
             run.gradients("self_attn.sinks"),
             dtype=run.dtype,
             forward=Pass.of(
@@ -394,17 +406,15 @@ def gate_inputs(
     N, width = run.num_tokens, shape.width
     y = run.activation(f"{prefix}.gated", width, Part.FEED_FORWARD)
     inputs = tuple(dict.fromkeys((gate, up)))
-    reads = frozenset(one.name for one in inputs)
-    saved = [Saved(one, reads) for one in inputs]
+    reads = frozenset(x.name for x in inputs)
+    saved = [Saved(x, reads) for x in inputs]
     fused = run.pointwise == "triton"
     # The gradients of views of one output are copied into one tensor.
     scratch = gate.nbytes if gate is up else 0
     if not fused:
         activated = run.activation(f"{prefix}.activated", width, Part.FEED_FORWARD)
         # act(gate) is read only by the gradient of up, gate and up by that of gate.
-        saved = [Saved(one, frozenset({gate.name})) for one in inputs] + [
-            Saved(activated, frozenset({up.name}))
-        ]
+        saved = [Saved(x, frozenset({gate.name})) for x in inputs] + [Saved(activated, frozenset({up.name}))]
     found.append(
         Operation(
             f"{prefix}.activation",

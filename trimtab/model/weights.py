@@ -24,13 +24,13 @@ Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, total tensors, name) after each tensor."""
 
 _CHUNK = 2**20
-"""Elements per chunk of a check: its memory must be small even next to a small quantized model."""
+"""Elements per chunk of the finiteness check: its memory must be small even compared with a small quantized model."""
 _PIECE = 2**22
-"""Elements per read of a parameter: 16 MiB in fp32, however large the vocabulary."""
+"""Elements per read of a parameter: 16 MiB in fp32, independent of the size of the vocabulary."""
 
 
 class WeightSetter(Protocol):
-    """A layer that stores its weight in its own format, such as quantized. It replaces the plain layer."""
+    """A layer that stores its weight in another format, such as quantized."""
 
     def set_weight(self, weight: torch.Tensor) -> None:
         """Stores a weight in 16 or 32 bits, on any device; raises ModelError if it cannot."""
@@ -42,7 +42,7 @@ class WeightSetter(Protocol):
 def check_weights(shape: ModelShape, path: str | Path) -> None:
     """Validates a shape against the tensors of its files; reads only headers.
 
-    Call it before `build`: a config with a wrong digit would allocate terabytes, without naming the digit.
+    Call it before `build`: a config with a wrong digit could allocate terabytes.
 
     Raises:
         ModelError: a tensor is missing, unexpected, of another size or in an unsupported dtype.
@@ -51,9 +51,9 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
 
 
 def stored_packing(path: str | Path) -> StoredPacking | None:
-    """How a model's files are quantized by bitsandbytes (kind, block, double), or None; reads a few bytes.
+    """Returns the bitsandbytes quantization of a model's files (kind, block, double), or None; reads a few bytes.
 
-    Quantize the decoder's layout in the same way (`adapt.quantize_layout`) and `load_weights` copies the bytes.
+    Quantize the decoder's layout in the same way (`adapt.quantize_layout`), and `load_weights` copies the stored bytes.
     """
     if source_kind(path) == "gguf":
         return None
@@ -75,8 +75,8 @@ def load_weights(decoder: Decoder, path: str | Path, *, progress: Progress | Non
     """Loads a decoder's parameters from a Hugging Face folder (safetensors) or a GGUF file.
 
     Names, shapes and dtypes of the whole model are validated before the first tensor is copied; then one tensor at a
-    time is read, some rows at a time, converted to the parameter's dtype and copied to its device. A layer that has no
-    parameter `weight` but a method `set_weight` gets the whole tensor instead (`WeightSetter`).
+    time is read, some rows at a time, converted to the parameter's dtype and copied to its device. A layer with a
+    method `set_weight` instead of a parameter `weight` receives the full tensor (`WeightSetter`).
 
     Args:
         decoder: from `build`, on a real device; its shape must be the source's (`read_shape`).
@@ -143,7 +143,7 @@ def read_weights(
     Args:
         shape: the model's (`read_shape`).
         path: a Hugging Face folder (safetensors) or a GGUF file.
-        slices: parameter name → the slice to read; all of it for absent names.
+        slices: parameter name → the slice to read; other parameters are read in full.
         names: the parameters to read; all by default.
         keep_packed: yield weights quantized by bitsandbytes as `NF4Weight` or `Int8Tensor`, with the stored bytes,
             instead of dequantized to fp32. NF4 can then only be sliced by rows that begin with a block.
@@ -187,9 +187,9 @@ def _read_parts(
 
 
 def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
-    """The first parameter of a decoder that differs from its files, converted to its dtype; None if none does.
+    """Returns the first parameter of a decoder that differs from its files, converted to its dtype, or None.
 
-    Reads one tensor at a time; changes nothing.
+    Reads one tensor at a time; does not change the decoder.
     """
     destinations = _Comparison(decoder)
     _load(destinations, decoder.shape, path)
@@ -209,15 +209,15 @@ class WeightDestinations:
         for name, _ in decoder.shape.parameters():
             if name not in self._parameters:
                 layer = decoder.get_submodule(name.removesuffix(".weight"))
-                # Not isinstance, which misses in newer Pythons that an adapted layer forwards `set_weight`.
+                # Not isinstance: in newer Pythons it does not see that an adapted layer forwards `set_weight`.
                 assert hasattr(layer, "set_weight"), (
                     f"{name} has neither a parameter nor a layer that stores it"
                 )
                 self._setters[name] = cast(WeightSetter, layer)
 
     def load(self, name: str, reader: WeightReader) -> None:
-        """Reads a tensor into its parameter, some rows at a time, or all of it for its layer; raises ModelError if it
-        is not finite, or not packed as the layer requires."""
+        """Reads a tensor into its parameter, some rows at a time, or in full into its layer; raises ModelError if it is
+        not finite, or not packed as the layer requires."""
         dims, file = reader.dims[name], reader.file_of(name)
         if name in self._parameters:
             assert self._parameters[name].shape == dims, (name, dims)
@@ -229,7 +229,7 @@ class WeightDestinations:
             self.copy(name, reader.read(name, Slice.whole(dims)), file)
 
     def copy(self, name: str, tensor: torch.Tensor, where: str) -> None:
-        """Copies a whole tensor into its parameter or layer; raises ModelError if it is not finite."""
+        """Copies a full tensor into its parameter or layer; raises ModelError if it is not finite."""
         if name in self._parameters:
             assert self._parameters[name].shape == tensor.shape, (name, tensor.shape)
             self.copy_rows(name, Slice.whole(tuple(tensor.shape)), tensor, where)

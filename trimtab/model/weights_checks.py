@@ -9,7 +9,7 @@ from trimtab.facts.shapes import ModelShape
 
 
 def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> None:
-    """Raises ModelError for more layers than tensors; every later check loops over all layers."""
+    """Raises ModelError for more layers than tensors, before other checks loop over all layers."""
     if shape.num_layers > num_tensors:
         raise ModelError(
             f"{where} has {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
@@ -41,10 +41,10 @@ def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> 
 def check_dims(
     name: str, found: tuple[int, ...], wanted: tuple[int, ...], where: str, shape: ModelShape
 ) -> None:
-    """Raises ModelError for a tensor of another size than the model's, with the config values that determine it."""
+    """Raises ModelError for a tensor whose size differs from the model's, with the config values that determine it."""
     if found != wanted:
         raise ModelError(
-            f"{where}: {name} is {list(found)} where the model has {list(wanted)}"
+            f"{where}: {name} has shape {list(found)}, but the model has {list(wanted)}"
             + _origin(name, found, wanted, shape),
             "get the weights and config.json of one model, from the same place",
         )

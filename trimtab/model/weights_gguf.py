@@ -32,14 +32,14 @@ _CHUNK = 2**22
 class _Survey:
     header: GGUFHeader
     wanted: dict[str, str]
-    """The file's names to trimtab's."""
+    """Maps the file's tensor names to trimtab's."""
     layouts: dict[str, tuple[Any, int]]
-    """The file's names to (gguf's quantization type, bytes stored)."""
+    """Maps the file's tensor names to (gguf's quantization type, stored bytes)."""
     ignored: list[str]
 
 
 class GGUFReader(WeightReader):
-    """The tensors of a GGUF file in fp32, rows of q and k in Hugging Face's order; see `open_weights`."""
+    """Reads the tensors of a GGUF file in fp32, rows of q and k in Hugging Face's order; see `open_weights`."""
 
     def __init__(self, shape: ModelShape, path: Path) -> None:
         found = survey_gguf(shape, path)
@@ -93,7 +93,7 @@ class GGUFReader(WeightReader):
         return torch.from_numpy(out_RC)
 
     def _rows(self, name: str, start: int, stop: int) -> slice | np.ndarray:
-        """The file's indices of rows `start` to `stop` of a parameter."""
+        """The indices in the file of rows `start` to `stop` of a parameter."""
         return stored_rows(name, self._shape, start, stop) if self._is_paired else slice(start, stop)
 
 
@@ -135,7 +135,7 @@ def _dequantize(blocks_RB: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
-    """The header's tensors; validates that they match the shape, are within the file and do not overlap."""
+    """Reads the header's tensors; validates that they match the shape, are within the file and do not overlap."""
     header = read_gguf_header(path)
     maps = family(shape.family)
     check_layers(shape, len(header.tensors), "block_count", str(path))
@@ -155,7 +155,7 @@ def survey_gguf(shape: ModelShape, path: Path) -> _Survey:
     declared = sum(num_bytes for _, num_bytes in layouts.values())
     if declared > header.file_size:
         raise ModelError(
-            f"{path} declares tensors of {declared} bytes and has {header.file_size}: some overlap", _DAMAGED
+            f"{path} declares tensors of {declared} bytes but has {header.file_size}: some overlap", _DAMAGED
         )
     return _Survey(header, wanted, layouts, ignored)
 

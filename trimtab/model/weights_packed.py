@@ -1,4 +1,4 @@
-"""Reads weights that were saved quantized by bitsandbytes, by slices, still packed; each is several tensors.
+"""Reads slices of weights that bitsandbytes quantized, packed or dequantized; a weight consists of several tensors.
 
 NF4 has `weight` (packed codes) plus `weight.absmax`, `weight.quant_map`, … (`trimtab.kernels.nf4.layout`);
 INT8 has `weight` (codes) plus `SCB`, the largest magnitude of each row, and `weight_format`.
@@ -40,7 +40,7 @@ class StoredPacking(NamedTuple):
     kind: str
     """nf4 or int8."""
     block: int
-    """NF4: values that share a scale."""
+    """NF4: number of elements that share a scale."""
     double: bool
     """NF4: double quantization."""
 
@@ -102,7 +102,7 @@ def read(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> PackedWe
 
 def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str) -> torch.Tensor:
     """Reads a slice of a quantized weight, dequantized to fp32 [rows, columns]; any slice, bitwise identical to
-    dequantizing the whole weight. NF4's columns are cut from dequantized rows, some rows at a time."""
+    dequantizing the full weight. Columns of NF4 are cut from dequantized rows, some rows at a time."""
     weight = _read_stored(state, where)
     if isinstance(weight, Int8Tensor):
         cut = _cut_int8(weight, part)
@@ -118,7 +118,7 @@ def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str)
 
 
 def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tensor:
-    """Rows of an NF4 weight in fp32, from the first nested block that they overlap."""
+    """Dequantizes rows of an NF4 weight to fp32, starting at the first nested block that they overlap."""
     columns = weight.shape[1]
     first, stop = rows.start * columns, rows.stop * columns
     grid = _slice_step(weight)
@@ -129,7 +129,7 @@ def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tenso
 
 
 def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
-    """A slice of an NF4 weight, with its stored codes and scales."""
+    """Returns a slice of an NF4 weight, with its stored codes and scales."""
     if part.dim == 1:
         raise ModelError(
             f"{where}: an NF4 weight is packed row by row and cannot be sliced by columns {part.start}:{part.stop}",
@@ -143,7 +143,7 @@ def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
         scales = f" whose scales are quantized in blocks of {weight.nested_block}" if weight.double else ""
         step = grid // math.gcd(grid, columns)
         raise ModelError(
-            f"{where}: rows {part.start}:{part.stop} of {columns} values cut the NF4 blocks of {weight.block}{scales}",
+            f"{where}: rows {part.start}:{part.stop} of {columns} elements split NF4 blocks of {weight.block}{scales}",
             f"slice at multiples of {step} rows, or read the dequantized weight (keep_packed=False)"
             if step < rows
             else "read all rows, or the dequantized weight (keep_packed=False)",
@@ -152,12 +152,12 @@ def _cut_rows(weight: NF4Weight, part: Slice, where: str) -> NF4Weight:
 
 
 def _slice_step(weight: NF4Weight) -> int:
-    """Values per nested block, or per block without double quantization."""
+    """Elements per nested block, or per block without double quantization."""
     return weight.block * (weight.nested_block if weight.double else 1)
 
 
 def _values(weight: NF4Weight, first: int, stop: int) -> NF4Weight:
-    """Values `first` (a multiple of `_slice_step`) to `stop` of a flattened weight."""
+    """Returns elements `first` (a multiple of `_slice_step`) to `stop` of a flattened weight."""
     block, nested = weight.block, weight.nested_absmax
     first_scale, stop_scale = first // block, -(-stop // block)
     if nested is not None:
@@ -173,14 +173,14 @@ def _values(weight: NF4Weight, first: int, stop: int) -> NF4Weight:
 
 
 def _cut_int8(weight: Int8Tensor, part: Slice) -> Int8Tensor:
-    """A slice of an INT8 weight."""
+    """Returns a slice of an INT8 weight."""
     (first, last), (left, right) = (part.along(dim, tuple(weight.codes.shape)) for dim in (0, 1))
     codes_NK = weight.codes[first:last, left:right].contiguous()
     return replace(weight, codes=codes_NK, scale=weight.scale[first:last], length=right - left)
 
 
 def _read_stored(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
-    """The stored weight, with every size validated. Reads no codes or scales yet except INT8's scales."""
+    """Opens the stored weight and validates every size. Reads no codes or scales yet, except INT8's scales."""
     if INT8_SCALES not in state:
         try:
             return NF4Weight.from_bitsandbytes(state)
@@ -196,11 +196,11 @@ def _read_stored(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:
         raise ModelError(
-            f"{where}: an INT8 weight that is not row-major",
+            f"{where}: the INT8 weight is not row-major",
             "save it again with a newer bitsandbytes",
         )
     none = codes_NK.new_empty(0)
-    # theirs is w ≈ code · SCB / 127, ours code · scale
+    # bitsandbytes: w ≈ code · SCB / 127; trimtab: w ≈ code · scale
     return Int8Tensor(codes_NK, largest_N / 127.0, none, codes_NK.shape[1], torch.float16)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a model's weights came from.
+    """Origin of a model's weights.
 
     Example:
         >>> load_weights(decoder, "SmolLM2.gguf").formats  # doctest: +SKIP
@@ -32,12 +32,12 @@ class Provenance:
     kind: str
     """"hf" or "gguf"."""
     files: dict[str, int]
-    """File name to bytes."""
+    """Maps file names to sizes in bytes."""
     formats: dict[str, int]
-    """Stored dtype to number of tensors."""
+    """Maps stored dtypes to numbers of tensors."""
     num_tensors: int
     ignored: list[str] = field(default_factory=list)
-    """Ignored tensors: those that the decoder computes itself, and copies of tied embeddings."""
+    """Ignored tensors: tensors that the decoder computes, and copies of tied embeddings."""
 
     def checksums(self) -> dict[str, str]:
         """sha256 of every file, computed on call: a second or two per GB."""
@@ -72,15 +72,15 @@ class WeightReader(ABC):
 
     @abstractmethod
     def read(self, name: str, part: Slice) -> torch.Tensor:
-        """A slice of a parameter as floating-point values, on the CPU: in the stored dtype, dequantized to fp32 if it
-        is packed. It may be a view of the memory-mapped file, and not contiguous."""
+        """Reads a slice of a parameter as floating-point values on the CPU: in the stored dtype, or dequantized to fp32
+        if it is packed. The result may be a view of the memory-mapped file, and not contiguous."""
 
     def is_packed(self, name: str) -> bool:
         """Whether the parameter was saved quantized by bitsandbytes."""
         return False
 
     def read_packed(self, name: str, part: Slice) -> PackedWeight:
-        """A slice of a packed weight, still packed; raises ModelError where it would split a block."""
+        """Reads a slice of a packed weight without dequantizing it; raises ModelError if it would split a block."""
         raise AssertionError(f"{name} is not packed")
 
 

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder's safetensors files, one or several with an index, by slices of their tensors."""
+"""Reads slices of tensors from a Hugging Face folder's safetensors files, one or several with an index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FLOATS = {"F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16"}
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor as a header declares it."""
+    """A tensor as declared in a file's header."""
 
     file: str
     name: str
@@ -40,7 +40,7 @@ class _Stored:
 
 
 class FolderReader(WeightReader):
-    """The tensors of a folder in their stored dtype, packed ones dequantized by default; see `open_weights`."""
+    """Reads the tensors of a folder in their stored dtype, packed ones dequantized by default; see `open_weights`."""
 
     def __init__(self, shape: ModelShape, folder: Path) -> None:
         files = weight_files(folder)
@@ -60,7 +60,7 @@ class FolderReader(WeightReader):
         )
 
     def __enter__(self) -> Self:
-        # All at once: a quantized weight's tensors may be in several files.
+        # All files are opened: a quantized weight's tensors may be in several of them.
         with ExitStack() as stack:
             for file in self.provenance.files:
                 self._opened[file] = stack.enter_context(_open(self._folder / file))
@@ -88,7 +88,7 @@ class FolderReader(WeightReader):
         return packed.read(self._tensors(self._stored[name]), part, f"{self.file_of(name)}: {name}")
 
     def _tensors(self, entry: _Stored) -> dict[str, torch.Tensor]:
-        """All tensors of a quantized weight, named as if the weight were called "weight": views of the mapped files."""
+        """Returns all tensors of a quantized weight, as views of the mapped files, with names relative to "weight"."""
         found = {"weight": self._opened[entry.file].get_tensor(entry.name)}
         for part, other in entry.parts.items():
             found[packed.part_name(part)] = self._opened[other.file].get_tensor(other.name)
@@ -96,7 +96,7 @@ class FolderReader(WeightReader):
 
 
 def stored_packing(folder: Path) -> packed.StoredPacking | None:
-    """The quantization of the folder's weights, from the first quantized one; None without any. Reads a few bytes."""
+    """Returns the quantization of the first quantized weight in a folder; None if there is none. Reads a few bytes."""
     if is_checkpoint(folder):
         return None
     for file in weight_files(folder):
@@ -113,7 +113,7 @@ def stored_packing(folder: Path) -> packed.StoredPacking | None:
 
 
 def packed_names(folder: Path) -> set[str]:
-    """Names of the quantized weights. Reads the files' headers."""
+    """Returns the names of the quantized weights. Reads only headers."""
     found: set[str] = set()
     if is_checkpoint(folder):
         return found
@@ -131,7 +131,7 @@ def _format(entry: _Stored) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Names of the folder's safetensors files, in order; raises ModelError if there are none."""
+    """Returns the names of the folder's safetensors files, in order; raises ModelError if there are none."""
     if is_checkpoint(folder):
         return _checkpoint_files(folder)
     if (folder / INDEX).is_file():
@@ -151,7 +151,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _checkpoint_files(folder: Path) -> list[str]:
-    """The files of a run's checkpoint, which contain weights under a prefix, and optimizer states."""
+    """Returns the files of a run's checkpoint, which contain weights under a prefix, and optimizer states."""
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names or any(not name.startswith("shard-00001-") for name in names):
         raise ModelError(
@@ -162,7 +162,7 @@ def _checkpoint_files(folder: Path) -> list[str]:
 
 
 def _stored_keys(opened: Any, folder: Path) -> list[tuple[str, str]]:
-    """(key in the file, name of the weight) of all weights in a file."""
+    """Returns (key in the file, name of the weight) of all weights in a file."""
     if not is_checkpoint(folder):
         return [(key, key) for key in opened.keys()]  # noqa: SIM118  (safe_open is no dict)
     return [
@@ -193,7 +193,7 @@ def _indexed_files(folder: Path) -> list[str]:
 
 
 def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
-    """The result of `_declared`, with names, sizes and dtypes validated against the shape; reads headers only."""
+    """Like `_declared`, and validates names, sizes and dtypes against the shape; reads only headers."""
     stored, ignored = _declared(shape, folder)
     check_layers(shape, len(stored), "num_hidden_layers", str(folder))
     wanted = dict(shape.parameters())
@@ -214,23 +214,23 @@ def survey_folder(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], 
 
 
 def _packed_dims(entry: _Stored, folder: Path) -> tuple[int, ...]:
-    """The dimensions of a quantized weight, from its metadata."""
-    telling = next((part for part in entry.parts if part in packed.METADATA_PARTS), None)
-    if telling is None:
+    """Reads the dimensions of a quantized weight from its metadata."""
+    metadata = next((part for part in entry.parts if part in packed.METADATA_PARTS), None)
+    if metadata is None:
         raise ModelError(
             f"{folder / entry.file}: {entry.name} is quantized without quantization metadata",
             "complete the download",
         )
-    if telling == packed.INT8_SCALES:
+    if metadata == packed.INT8_SCALES:
         return entry.dims
-    other = entry.parts[telling]
+    other = entry.parts[metadata]
     packed.check_metadata_size(other.dims, other.name)
     with _open(folder / other.file) as opened:
-        return packed.dims_of({packed.part_name(telling): opened.get_tensor(other.name)})
+        return packed.dims_of({packed.part_name(metadata): opened.get_tensor(other.name)})
 
 
 def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list[str]]:
-    """Every stored tensor by trimtab's name, and the names of ignored tensors."""
+    """Returns all stored tensors by trimtab's names, and the names of ignored tensors."""
     maps = family(shape.family)
     stored: dict[str, _Stored] = {}
     parts: dict[str, dict[str, _Stored]] = {}

@@ -22,7 +22,7 @@ STREAMS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}
 
 
 def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
-    """Groups of named parameters; states are keyed by name, so unnamed parameters raise.
+    """Converts named parameters to groups; raises for unnamed ones, since states are keyed by name.
 
     Example:
         >>> as_groups(torch.nn.Linear(2, 2, bias=False).named_parameters())[0]["params"][0][0]
@@ -33,14 +33,14 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
         return members
     if not isinstance(members[0], tuple):
         raise RecipeError(
-            f"the optimizer keys its states by parameter name, and got a {type(members[0]).__name__}",
+            f"the optimizer needs parameter names, and got a {type(members[0]).__name__} without a name",
             "pass model.named_parameters()",
         )
     return [{"params": members}]
 
 
 class AdamWBase(NamedOptimizer):
-    """Hyperparameters and the update of unquantized moments, shared with the 8-bit optimizer."""
+    """Hyperparameters and the update with unquantized moments; base of AdamW and AdamW8bit."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class AdamWBase(NamedOptimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """torch's fused kernel (CPU, CUDA) on tensors of one device and dtype."""
+        """Runs torch's fused kernel (CPU, CUDA) on tensors of one device and dtype."""
         device = params[0].device
         divisor = None
         if isinstance(grad_scale, torch.Tensor):
@@ -111,14 +111,14 @@ class AdamWBase(NamedOptimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """fp32 arithmetic in chunks, whatever the dtypes; each result is written back once."""
+        """Updates a parameter of any dtype in chunks, with fp32 arithmetic; each result is written back once."""
         weight_N, grad_N = p.view(-1), gradient_of(p).reshape(-1)
         stored = {"weight": weight_N} | {key: t.view(-1) for key, t in self.state[p].items()}
         size = CHUNK["cpu" if p.device.type == "cpu" else "cuda"]
         for start in range(0, weight_N.numel(), size):
             piece = slice(start, start + size)
             kept = Snapshot([t[piece] for t in stored.values()], skip)
-            # .float() of an fp32 tensor is the tensor itself: then the arithmetic is in place
+            # .float() of an fp32 tensor returns the tensor itself, so that its update is in place
             values = {key: t[piece].float() for key, t in stored.items()}
             gradient = grad_N[piece].float() * grad_scale
             moments_(
@@ -151,11 +151,10 @@ def gradient_of(param: torch.Tensor) -> torch.Tensor:
 class AdamW(AdamWBase):
     """AdamW: decoupled weight decay, moments in fp32 or bf16, arithmetic in fp32, one write-back per step.
 
-    fp32 weights with fp32 moments use torch's own fused kernel: bitwise identical to
-    `torch.optim.AdamW(fused=True)`. bf16 weights and bf16 moments are rounded stochastically unless
-    `stochastic_rounding=False`. `fused=True` uses torch's kernel for everything, which requires moments in
-    the weights' own dtype (`state_dtype="weights"`) and rounds bf16 to nearest: at small learning rates bf16
-    weights then do not change.
+    fp32 weights with fp32 moments use torch's fused kernel: bitwise identical to `torch.optim.AdamW(fused=True)`. bf16
+    weights and bf16 moments are rounded stochastically unless `stochastic_rounding=False`. `fused=True` uses torch's
+    kernel for all parameters, which requires moments in the weights' dtype (`state_dtype="weights"`) and rounds bf16 to
+    nearest: at small learning rates bf16 weights then do not change.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)

@@ -12,16 +12,16 @@ from trimtab.optim.adamw import AdamWBase, NamedParameters, gradient_of
 from trimtab.optim.base import group_learning_rate
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
-"""States of a parameter with 8-bit moments, in State8bit's order; "root" is the square root of the second moment."""
+"""Names of a parameter's 8-bit states, in State8bit's order; "root" is the square root of the second moment."""
 
 
 class AdamW8bit(AdamWBase):
     """AdamW with 8-bit moments in blocks of 256: about 2 bytes per parameter instead of 8.
 
     Tensors of fewer than 4096 elements have fp32 moments. The layout and the quantization maps are described in
-    `trimtab.kernels.adamw8bit`. `impl` is "reference" (torch, any device), "triton" (CUDA: all parameters in a
-    few launches) or "triton_exact" (the same, bitwise identical to the reference, in more instructions); the states are
-    the same, so that a run may continue with another.
+    `trimtab.kernels.adamw8bit`. `impl` is "reference" (torch, any device), "triton" (CUDA: all parameters in a few
+    launches) or "triton_exact" (slower, and bitwise identical to the reference). All have the same states, so that a
+    run may continue with another implementation.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
@@ -58,7 +58,7 @@ class AdamW8bit(AdamWBase):
         return dict(zip(KEYS, new_state(param), strict=True))
 
     def _build_table_groups(self) -> list[_TableGroup]:
-        """The tables of all parameters, one per device."""
+        """Builds the tables of all parameters, one per device."""
         devices: dict[torch.device, list[tuple[str, torch.Tensor, dict[str, Any]]]] = {}
         for name, p, group in self._named():
             if p.numel():
@@ -137,8 +137,8 @@ class _TableGroup:
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """Updates parameters that have a gradient. Does not store the optimizer: a reference cycle would delay freeing
-        GPU memory until Python's garbage collection."""
+        """Updates parameters that have a gradient. The optimizer is an argument, not an attribute: a reference cycle
+        would delay freeing GPU memory until Python's garbage collection."""
         self.table.step(
             [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
             lr=[group_learning_rate(group, lr) for _, _, group in self.members],

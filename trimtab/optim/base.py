@@ -1,8 +1,8 @@
-"""Base of all optimizers here: named states that exist from the start, and how they are saved.
+"""Base of all optimizers: named states, allocated on construction, that can be saved and restored.
 
-A checkpoint needs tensors with stable names and a few scalars. `tensors()` returns the former, keyed by the
-parameter's name instead of its position in a group; `scalars()` the latter. Random bits derive from the seed,
-the step and the name, so a stopped and resumed run is bitwise identical.
+A checkpoint needs tensors with stable names and a few scalars. `tensors()` returns the former, keyed by the parameter's
+name instead of its position in a group, `scalars()` the latter. Random bits derive from seed, step and name, so that a
+resumed run is bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trimtab.facts.randomness import derive
 
 
 def group_learning_rate(group: dict[str, Any], lr: float | None) -> float:
-    """A group's learning rate: `lr`, or its own if None, times its `lr_scale`."""
+    """Returns a group's learning rate: `lr`, or the group's "lr" if None, times its "lr_scale"."""
     rate: float = group["lr"] if lr is None else lr
     return rate * group.get("lr_scale", 1.0)
 
@@ -50,7 +50,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
-        """Updates one group; where `skip` is true the device must leave weights and states unchanged."""
+        """Updates one group; if `skip` is true, the device must not change weights and states."""
         raise NotImplementedError
 
     def _update_one(
@@ -86,9 +86,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         if it has one. `grad_scale` multiplies the gradients (clip factor, inverse of a loss scale); a 0-dim tensor
         stays on its device, without synchronization. Gradients may be overwritten by the scaled ones.
 
-        `skip` (a 0-dim bool tensor) leaves weights and states unchanged where it is true, also without synchronization.
-        The step is then still counted, since the host does not know the flag; on a CPU, where reading it is free, it is
-        not.
+        If `skip` (a 0-dim bool tensor) is true, weights and states do not change, also without synchronization. The
+        step is still counted, since the host does not read the flag, except on a CPU, where reading it is free.
         """
         assert closure is None, "closures are not supported: compute the gradients before the step"
         if skip is not None and skip.device.type == "cpu":
@@ -105,11 +104,11 @@ class NamedOptimizer(torch.optim.Optimizer):
             self._update(group, group_learning_rate(group, lr), grad_scale, skip)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All states by name ("exp_avg.<parameter>" …): the live tensors, to be saved or loaded in place."""
+        """Returns all states by name ("exp_avg.<parameter>" …): the live tensors, to be saved or loaded in place."""
         return {f"{key}.{name}": t for name, p, _ in self._named() for key, t in self.state[p].items()}
 
     def scalars(self) -> dict[str, int]:
-        """The non-tensor state, for JSON."""
+        """Returns the non-tensor state, for JSON."""
         return {"step": self.count, "seed": self.seed}
 
     def restore_scalars(self, scalars: dict[str, Any]) -> None:
@@ -123,7 +122,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         self.count, self.seed = count, seed
 
     def state_dict(self) -> dict[str, Any]:
-        """{"tensors", "scalars"}: torch's own format would cast 8-bit and fp32 states to the weights' dtype."""
+        """Returns {"tensors", "scalars"}: torch's format would cast 8-bit and fp32 states to the weights' dtype."""
         return {"tensors": self.tensors(), "scalars": self.scalars()}
 
     @torch.no_grad()
@@ -135,7 +134,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         ]
         if different:
             raise CheckpointError(
-                f"the optimizer state is of another model or optimizer: {different[0]} differs "
+                f"the optimizer state belongs to another model or optimizer: {different[0]} differs "
                 f"({len(different)} in total)",
                 "load it into the optimizer and the model that it was saved from",
             )

@@ -27,7 +27,7 @@ def build(
     impl: str = "reference",
     lr_scales: Mapping[str, float] | None = None,
 ) -> NamedOptimizer:
-    """Builds optimizer `name` for the trainable parameters, in Hugging Face's groups.
+    """Builds the optimizer `name` for the trainable parameters, grouped as in Hugging Face's Trainer.
 
     `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others use torch. `lr_scales`
     maps parameter names to factors on the learning rate.

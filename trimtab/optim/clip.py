@@ -30,7 +30,7 @@ def _norms_on_cpu(grad: torch.Tensor) -> list[torch.Tensor]:
 
 
 def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """√Σ g² over the gradients of all parameters, accumulated in fp32: a 0-dim fp32 tensor on their device.
+    """Returns √Σ g² over the gradients of all parameters, accumulated in fp32: a 0-dim fp32 tensor on their device.
 
     Dtypes may differ; a parameter without a gradient counts as zero; NaN and infinity propagate.
 
@@ -60,10 +60,10 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """min(1, max_norm / norm) as a 0-dim tensor, for `optimizer.step(grad_scale=…)`; 1 where max_norm is 0.
+    """Returns min(1, max_norm / norm) as a 0-dim tensor, for `optimizer.step(grad_scale=…)`; 1 if max_norm is 0.
 
-    The formula (with 1e-6 added to the norm) is `torch.nn.utils.clip_grad_norm_`'s. A norm that is not finite
-    gives a factor of 0 or NaN: check it before stepping.
+    The formula (with 1e-6 added to the norm) is that of `torch.nn.utils.clip_grad_norm_`. For a norm that is not finite
+    the factor is 0 or NaN: check the norm before stepping.
 
     Example:
         >>> round(clip_factor(torch.tensor(4.0), 1.0).item(), 4)

@@ -1,4 +1,4 @@
-"""Parameter groups: with and without weight decay, and with their own learning rates."""
+"""Parameter groups: with and without weight decay, and with separate learning rates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def parameter_groups(
     decay_all: bool = False,
     lr_scales: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer: named trainable parameters, with and without weight decay.
+    """Groups the named trainable parameters for an optimizer, with and without weight decay.
 
-    Hugging Face's convention: matrices (including embeddings) have weight decay, norms and biases do not. They are
-    distinguished by `ndim < 2`. `decay_all=True` decays everything. Frozen parameters are excluded. `lr_scales` maps
-    parameter names to factors on the learning rate.
+    As in Hugging Face's Trainer, matrices (including embeddings) have weight decay; norms and biases (`ndim < 2`) do
+    not. `decay_all=True` decays everything. Frozen parameters are excluded. `lr_scales` maps parameter names to factors
+    on the learning rate.
 
     Example:
         >>> groups = parameter_groups(torch.nn.Linear(2, 2).named_parameters(), 0.1)

@@ -1,8 +1,8 @@
 """Runs the optimizer step in the backward pass: each gradient is applied and freed as soon as it is complete.
 
-Then the gradients of a step never all exist at once, which saves as much memory as the weights take (twice
-that with fp32 gradients of bf16 weights). Features that need all gradients are excluded: clipping by the global norm,
-and gradient accumulation.
+The gradients of a step are never all allocated, which saves as much memory as the weights take (twice that with fp32
+gradients of bf16 weights). Features that need all gradients are not possible: clipping by the global norm, and gradient
+accumulation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class InBackward:
     """Makes `optimizer` update every parameter during `backward()`, as long as this object is alive; call `begin`
     before each backward.
 
-    A layer's backward still reads the old weights: a parameter's gradient is complete, and the weight is updated, only
-    after the last use of both.
+    A layer's backward pass still reads the old weights: a weight is updated when its gradient is complete, after the
+    last use of the weight.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -66,7 +66,7 @@ class InBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Does not apply gradients inside."""
+        """Gradients are not applied inside this context."""
         self.active = False
         try:
             yield
@@ -87,7 +87,7 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, name: str, param: torch.Tensor, now: dict[str, Any]) -> None:
-        """Updates a weight, unless its gradient is not finite: others may be updated already."""
+        """Updates a weight if its gradient is finite; other weights may have been updated already."""
         norm = global_norm([param]).to(param.device)
         self.norms[name] = norm
         skip: torch.Tensor | None = ~norm.isfinite()
@@ -106,8 +106,8 @@ class InBackward:
 
 
 def _hook(steps: weakref.ref[InBackward], name: str) -> Any:
-    """The hook that a completed gradient calls. Autograd references it outside of the garbage collector's reach: a
-    strong reference to the optimizer would keep all weights alive forever."""
+    """Returns the hook that runs when a gradient is complete. Autograd's reference to it is invisible to the garbage
+    collector: a strong reference to the optimizer would keep all weights alive forever."""
 
     def update(param: torch.Tensor) -> None:
         alive = steps()

@@ -17,9 +17,9 @@ def learning_rate(
     min_ratio: float = 0.0,
     decay_steps: int | None = None,
 ) -> float:
-    """The learning rate of optimizer step `step`, counted from 0 as in transformers' schedules.
+    """Returns the learning rate of optimizer step `step`, counted from 0 as in transformers' schedules.
 
-    So the first warm-up step has a rate of 0 and step `warmup_steps` the full one. `min_ratio` is the final rate of
+    So the first warm-up step has a rate of 0, and step `warmup_steps` the full rate. `min_ratio` is the final rate of
     decaying schedules relative to `base`; `decay_steps` is the length of warmup_stable_decay's last phase (by default a
     tenth of the run). Beyond `total_steps` a decaying schedule stays at its final value.
 

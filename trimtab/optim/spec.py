@@ -15,7 +15,7 @@ SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "warmup_sta
 
 
 def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
-    """Bytes of optimizer state for one trained parameter.
+    """Bytes of optimizer state of one trainable parameter.
 
     Example:
         >>> state_bytes("adamw_torch", (1024, 1024), "bf16"), state_bytes("adamw_8bit", (1024, 1024), "bf16")
@@ -35,7 +35,7 @@ def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
 
 
 def bytes_moved(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_dtype: str) -> int:
-    """Bytes moved by one update: lower bound, weight and states read and written, the gradient read.
+    """Bytes moved by one update, as a lower bound: weight and states read and written, gradient read.
 
     Example:
         >>> bytes_moved("adamw_torch", (1024, 1024), "fp32", "fp32") / 1024**2
@@ -46,7 +46,7 @@ def bytes_moved(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_d
 
 
 BY_CHUNKS = {"adamw_torch": 36, "adamw_bf16": 44}
-"""Temporary bytes per element of a chunk while torch's operations update bf16 weights or moments."""
+"""Temporary bytes per element of a chunk while torch operations update bf16 weights or moments."""
 
 
 def scratch_bytes(
@@ -54,8 +54,8 @@ def scratch_bytes(
 ) -> int:
     """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states.
 
-    On a GPU this includes a snapshot of a chunk's weights and states, since the host does not know whether the step is
-    skipped. `impl` is the 8-bit optimizer's.
+    On a GPU this includes a snapshot of a chunk's weights and states, since the host does not read whether the step is
+    skipped. `impl` is that of the 8-bit optimizer.
 
     Example:
         >>> scratch_bytes("adamw_bf16", (1024, 1024), "bf16"), scratch_bytes("adamw_torch", (1024, 1024), "fp32")

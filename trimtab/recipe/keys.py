@@ -1,8 +1,8 @@
-"""The recipe: every setting of a run, typed, with its documentation next to each key.
+"""The recipe schema: every setting of a run, typed and documented.
 
-Names are Hugging Face's where Hugging Face has one. The docstring of a field is its description: the reference page
-and the JSON schema for editors are generated from it. Types are strict: `yes` is a string and not a boolean, `abc` is
-not a number, `1` and `2e-5` both are.
+Keys have Hugging Face's names where Hugging Face has one. The docstring of a field is its description: the reference
+page and the JSON schema for editors are generated from it. Types are strict: `yes` is a string, not a boolean; `1` and
+`2e-5` are numbers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 
-def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
+def _validate_name(text: str | None, *, names_text: bool = False) -> str | None:
     """Validates a string that names a file, a folder or a repository."""
     wrong = None if text is None else unusable_name(text, names_text=names_text)
     if wrong is not None:
@@ -48,18 +48,18 @@ def _usable_name(text: str | None, *, names_text: bool = False) -> str | None:
     return text
 
 
-def _usable_source(text: str) -> str | None:
-    return _usable_name(text, names_text=True)
+def _validate_source(text: str) -> str | None:
+    return _validate_name(text, names_text=True)
 
 
-Usable = AfterValidator(_usable_name)
-UsableSource = AfterValidator(_usable_source)
-TorchNames = BeforeValidator(dtype_alias)
+FileName = AfterValidator(_validate_name)
+SourceName = AfterValidator(_validate_source)
+TorchDtypeName = BeforeValidator(dtype_alias)
 Count = Annotated[int, Field(ge=1)]
 Device = Literal["auto", "cpu", "cuda"] | Annotated[str, Field(pattern=r"^cuda:(0|[1-9][0-9]{0,3})$")]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 Rank = Annotated[int, Field(ge=1, lt=2**31)]
-Strength = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -98,14 +98,14 @@ class Model(Shorthand):
     """The model to train. `model: NAME` is short for `model: {name: NAME}`."""
 
     name: Annotated[
-        str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), Usable
+        str, Field(min_length=1, examples=["Qwen/Qwen3-0.6B-Base", "./my-model", "model.gguf"]), FileName
     ]
     """Hub id, Hugging Face folder (config.json and safetensors), GGUF file, run folder of a full-parameter run (its
     latest checkpoint; or `RUN/checkpoints/best`, `RUN/checkpoints/step-…`), or `starter` for the small model that
     ships with trimtab."""
     revision: Annotated[str | None, Field(examples=["main"])] = None
     """Branch, tag or commit on the hub. It is resolved to a commit at first use, and the run records that commit."""
-    tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), Usable] = None
+    tokenizer: Annotated[str | None, Field(min_length=1, examples=["./my-tokenizer"]), FileName] = None
     """Folder, hub id or GGUF file of a tokenizer that replaces the model's own. Default: the model's own."""
     chat_template: Annotated[str | None, Field(min_length=1, examples=["./chat.jinja"])] = None
     """Jinja file with a chat template, or the template itself; replaces the tokenizer's own. It is saved with the run
@@ -126,7 +126,7 @@ class Source(Shorthand):
     """A data source. `PATH` is short for `{source: PATH}`."""
 
     source: Annotated[
-        str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), UsableSource
+        str, Field(min_length=1, examples=["./notes", "data/*.jsonl", "org/dataset"]), SourceName
     ]
     """File (text, Markdown, JSON lines, Parquet, CSV), folder, glob or hub dataset id, or a data set that ships with
     trimtab: `starter:math`, `starter:math-heldout`, `starter:chat` (conversations), `starter:general`,
@@ -154,7 +154,7 @@ class Source(Shorthand):
     """What to do with a row that does not match the format or that the chat template rejects: `stop` with its
     location before training starts, or `skip` it and report how many were skipped."""
     first: Annotated[Count | None, Field(examples=[10_000])] = None
-    """Use only the first so many documents. Default: all."""
+    """Use only this many documents, from the start of the source. Default: all."""
     documents: Annotated[Documents, Field(examples=["lines"])] = "file"
     """How a text file is split into documents: one per file (`file`), at blank lines (`blank-lines`), or one per line
     (`lines`). Tables have one document per row."""
@@ -167,22 +167,22 @@ def _as_list(data: Any) -> Any:
     return [data] if isinstance(data, str | dict) else data
 
 
-def _trackers(data: Any) -> Any:
-    """`report_to: none` and `report_to: wandb`, as Hugging Face writes them."""
+def _trackers_as_list(data: Any) -> Any:
+    """Converts Hugging Face's spellings `report_to: none` and `report_to: wandb` to a list."""
     return ([] if data == "none" else [data]) if isinstance(data, str) else data
 
 
 Sources = Annotated[list[Source], BeforeValidator(_as_list, json_schema_input_type=Source | list[Source])]
 Trackers = Annotated[
     list[Tracker],
-    BeforeValidator(_trackers, json_schema_input_type=Literal["none"] | Tracker | list[Tracker]),
+    BeforeValidator(_trackers_as_list, json_schema_input_type=Literal["none"] | Tracker | list[Tracker]),
 ]
 
 
 class Replay(Section):
     """General text mixed into the training data to reduce catastrophic forgetting."""
 
-    share: Annotated[Share, Field(examples=[0.1])] = 0.1
+    share: Annotated[Fraction, Field(examples=[0.1])] = 0.1
     """Fraction of the sequences that is replayed text, between 0 and 1 (exclusive). If the other data is
     conversations, of which only some tokens contribute to the loss, the replayed fraction of the loss is larger."""
     sources: Annotated[Sources, Field(min_length=1, examples=[["./general-text"]])]
@@ -193,8 +193,8 @@ class Evaluation(Section):
     """Evaluation data: the loss on it is measured before, during and after training. It is never trained on."""
 
     domain: Annotated[Sources, Field(examples=[["./heldout-math"]])] = []
-    """In-domain text, to measure what is gained. The loss on it selects the best checkpoint. If empty, a fraction of
-    the training documents is held out (`data.eval_share`)."""
+    """In-domain text, to measure what the model learns. The loss on it selects the best checkpoint. If empty, a
+    fraction of the training documents is held out (`data.eval_share`)."""
     general: Annotated[Sources, Field(examples=[["starter:general"]])] = []
     """Text from other domains, to measure forgetting."""
 
@@ -220,7 +220,9 @@ class Data(Section):
         dict[str, str | int | float | bool], Field(examples=[{"enable_thinking": False}])
     ] = {}
     """Extra variables for the chat template; the model card lists those that it supports."""
-    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), Usable] = None
+    cache_dir: Annotated[str | None, Field(min_length=1, examples=["~/.cache/trimtab/tokens"]), FileName] = (
+        None
+    )
     """Folder of the token cache. Default: the user's cache folder."""
     num_proc: Annotated[Count | None, Field(examples=[8])] = None
     """Number of tokenizer processes. Default: one per core."""
@@ -231,7 +233,7 @@ class Lora(Section):
 
     r: Annotated[Rank, Field(examples=[16])] = 16
     """Rank of the adapters."""
-    lora_alpha: Annotated[Strength, Field(examples=[32])] = 32
+    lora_alpha: Annotated[Positive, Field(examples=[32])] = 32
     """Scaling: the adapter's output is multiplied by `lora_alpha / r`."""
     target_modules: Annotated[
         str | list[str], Field(min_length=1, examples=["all-linear", ["q_proj", "v_proj"]])
@@ -247,13 +249,13 @@ class Lora(Section):
     """DoRA: learn magnitude and direction of each row separately. Often better at low ranks, and slower."""
     rank_pattern: Annotated[dict[str, Rank], Field(examples=[{"down_proj": 32}])] = {}
     """Overrides `r` per module, by name or regular expression."""
-    alpha_pattern: Annotated[dict[str, Strength], Field(examples=[{"down_proj": 64}])] = {}
+    alpha_pattern: Annotated[dict[str, Positive], Field(examples=[{"down_proj": 64}])] = {}
     """Overrides `lora_alpha` per module, by name or regular expression."""
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
     """Modules that are trained in full, in the model's dtype: embeddings and head for added tokens, norms."""
-    dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
+    dtype: Annotated[Literal["fp32", "bf16"], TorchDtypeName, Field(examples=["fp32"])] = "fp32"
     """Dtype of the adapter weights. Matrix products run in the recipe's `dtype` either way."""
-    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), Usable] = None
+    adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), FileName] = None
     """Continue training an existing adapter: a folder written by peft or `trimtab export peft`. Rank, modules and all
     other settings come from it, and no other key may be set in `lora`."""
 
@@ -269,7 +271,7 @@ class Recipe(Section):
     lora: Annotated[Lora | None, Field(examples=[{"r": 16, "lora_alpha": 32}])] = None
     """Train LoRA adapters instead of all parameters. `lora: {}` uses the defaults."""
 
-    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), Usable] = "runs/train"
+    output_dir: Annotated[str, Field(min_length=1, examples=["runs/my-run"]), FileName] = "runs/train"
     """Run folder, for recipe, plan, metrics, checkpoints and report. Default: `runs/` and the name of the recipe
     file."""
     seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
@@ -349,19 +351,23 @@ class Recipe(Section):
     """CPU threads of torch's operations (`torch.set_num_threads`); takes precedence over `OMP_NUM_THREADS`. Default:
     `OMP_NUM_THREADS`, or one thread per core. The run records the number, because another one may change the order of
     reductions and with it the last bits of the losses."""
-    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchNames, Field(examples=["bf16"])] = "auto"
+    dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16"], TorchDtypeName, Field(examples=["bf16"])] = (
+        "auto"
+    )
     """Compute dtype. `auto` is bf16 if the device supports it in hardware, otherwise fp32. All dtype keys also accept
     torch's names (`bfloat16`, `float16`, `float32`)."""
-    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchNames, Field(examples=["bf16"])] = "auto"
+    weights_dtype: Annotated[Literal["auto", "fp32", "bf16"], TorchDtypeName, Field(examples=["bf16"])] = (
+        "auto"
+    )
     """Dtype of the weights. `auto` follows `dtype`: bf16 for bf16 (with stochastic rounding, so that small updates
     are not lost), fp32 for fp32 and fp16."""
-    gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchNames, Field(examples=["fp32"])] = "fp32"
+    gradient_dtype: Annotated[Literal["fp32", "bf16"], TorchDtypeName, Field(examples=["fp32"])] = "fp32"
     """Dtype in which gradients are accumulated. bf16 halves their memory and loses some precision; it requires bf16
     weights."""
     memory_limit: Annotated[str | None, Field(examples=["24GiB", "80%"])] = None
     """Device memory limit of the run, CUDA context included: a size (`24GiB` is 24 × 2³⁰ bytes, `24GB` is 24 × 10⁹;
-    case does not matter, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). Default: what is free when
-    the run starts. On a GPU the limit is enforced by the allocator."""
+    case does not matter, also `24gb`, `24 GB`, `24G`) or a share of the device (`80%`). Default: the memory that is
+    free when the run starts. On a GPU the limit is enforced by the allocator."""
     recompute: Annotated[
         Literal["auto"] | Policy | list[Policy] | dict[Policy, Annotated[int, Field(ge=0)]],
         Field(examples=["auto", "selective", {"block": 20, "none": 8}]),
@@ -383,15 +389,16 @@ class Recipe(Section):
     """QLoRA: freeze the blocks' weights, quantized to 4 bits (NF4, as in bitsandbytes), and train adapters. Requires
     `lora`. Weights are quantized while loading; checkpoints quantized by bitsandbytes are loaded as they are."""
     load_in_8bit: Annotated[bool, Field(examples=[False])] = False
-    """The same in 8 bits, with one scale per row: twice the memory of 4 bits, smaller quantization error."""
+    """Like `load_in_4bit`, with 8 bits and one scale per row: twice the memory, smaller quantization error."""
     bnb_4bit_use_double_quant: Annotated[bool, Field(examples=[True])] = True
-    """With `load_in_4bit`: double quantization, the scales in 8 bits too: 4.13 bits per parameter instead of 4.5."""
+    """With `load_in_4bit`: double quantization. The scales are quantized to 8 bits: 4.13 bits per parameter instead of
+    4.5."""
     dequantized_layers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], Field(examples=["auto"])] = (
         "auto"
     )
-    """With `load_in_4bit` or `load_in_8bit`: the number of layers that also hold a dequantized copy of their weights
+    """With `load_in_4bit` or `load_in_8bit`: the number of layers that also store a dequantized copy of their weights
     in the compute dtype, so that no step dequantizes them: faster, with identical results, for 16 more bits per
-    parameter. `auto` does so on a GPU for as many layers as fit, if no layer recomputes and memory is left."""
+    parameter. On a GPU, `auto` uses as many layers as fit in memory, if no layer is recomputed."""
     deterministic: Annotated[bool, Field(examples=[False])] = False
     """On a GPU: use deterministic algorithms only, so that a resumed run is bitwise identical to an uninterrupted
     one. Runs on a CPU always are."""
@@ -408,22 +415,23 @@ class Recipe(Section):
     results. `auto` captures if a microbatch takes less than about two seconds and nothing rules it out."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
-    """Log the training loss every so many steps."""
+    """Number of steps between two logged training losses."""
     eval_steps: Annotated[Count | None, Field(examples=[100])] = None
-    """Evaluate every so many steps. Default: only before and after training."""
+    """Number of steps between two evaluations. Default: evaluate only before and after training."""
     eval_on_start: Annotated[bool, Field(examples=[True])] = True
     """Evaluate before the first step too; without it the report has no baseline."""
     early_stopping_patience: Annotated[Count | None, Field(examples=[3])] = None
-    """Stop after so many consecutive evaluations without a lower loss on the domain set (`data.eval.domain`, or the
-    held-out `data.eval_share`), which also selects the best checkpoint. Requires `eval_steps`. The state is saved and
-    the best checkpoint kept. The count is part of each checkpoint, so a resumed run stops at the same step."""
+    """Number of consecutive evaluations without a lower loss after which training stops. The loss is that of the domain
+    set (`data.eval.domain`, or the held-out `data.eval_share`), which also selects the best checkpoint. Requires
+    `eval_steps`. A checkpoint is saved and the best one kept. The count is part of each checkpoint, so a resumed run
+    stops at the same step."""
     early_stopping_threshold: Annotated[float, Field(ge=0, examples=[0.001])] = 0.0
-    """With `early_stopping_patience`: the minimum decrease of the loss, relative to the lowest so far, that counts as
-    an improvement."""
+    """With `early_stopping_patience`: the minimum decrease from the lowest loss so far that counts as an
+    improvement."""
     save_steps: Annotated[Count | None, Field(examples=[500])] = 500
-    """Save a checkpoint every so many steps, and always at the end. `null` saves only at the end."""
+    """Number of steps between two checkpoints; one is always saved at the end. `null` saves only at the end."""
     save_total_limit: Annotated[Count, Field(examples=[2])] = 2
-    """Keep the newest so many checkpoints, and the best one in addition."""
+    """Number of checkpoints to keep: the newest ones, and the best one in addition."""
     report_to: Annotated[Trackers, Field(examples=[["tensorboard"]])] = []
     """Experiment trackers, in addition to the run folder. `wandb` sends metrics to Weights & Biases; nothing is sent
     anywhere unless it is listed here."""
@@ -433,14 +441,14 @@ class Recipe(Section):
     probe: Annotated[bool, Field(examples=[True])] = True
     """At each evaluation, score minimal pairs of grammar, transitivity and arithmetic by likelihood."""
     answers_field: Annotated[MathField, Field(examples=["calculus"])] = "math"
-    """Field of mathematics of the problems of `answers`; `math` is all of them."""
+    """Field of mathematics of the problems that `answers` counts; `math` is all fields."""
     answers: Annotated[int, Field(ge=0, examples=[100])] = 0
     """Number of held-out problems whose generated answers are checked for exact match before and after training; 0
     disables it."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, data: Any) -> Any:
+    def _default_epochs(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         if data.get("num_train_epochs") is None and data.get("max_steps", -1) == -1:
@@ -448,7 +456,7 @@ class Recipe(Section):
         return data
 
     @model_validator(mode="after")
-    def _together(self) -> Recipe:
+    def _check_constraints(self) -> Recipe:
         found = problems(self)
         if found:
             raise PydanticCustomError("recipe_rules", "{text}", {"text": "; ".join(found), "problems": found})

@@ -1,4 +1,4 @@
-"""A recipe from a file and `key=value` overrides, and back to text."""
+"""Loads recipes from files and `key=value` overrides, and dumps them as YAML."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from trimtab.recipe.yaml_text import Path, read, write
 PAIRS = {
     ("max_steps", "num_train_epochs"): "both set the length of the run",
     ("warmup_steps", "warmup_ratio"): "both set the warm-up",
-    ("recompute", "gradient_checkpointing"): "both set what is recomputed",
+    ("recompute", "gradient_checkpointing"): "both set the recompute policy",
 }
-"""Pairs of keys for one thing, and what they both do. An override of one replaces what the file says with the other."""
+"""Pairs of mutually exclusive keys, and what both set. Overriding one removes the other from the file's recipe."""
 NULLS = ("null", "~")
-"""How an override takes a key out again."""
+"""Values with which an override removes a key from the recipe."""
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe file, or one that ships with trimtab, by its bare name (`own-text`).
+    """Read and validate a recipe file, or a recipe that ships with trimtab, given by name (`own-text`).
 
-    Every mistake is named at once, with its line and the nearest key.
+    The error lists all mistakes, each with its line and the nearest key.
 
     Example:
         >>> recipe = load("recipes/smollm2-135m-math.yaml", ["learning_rate=1e-4"])  # doctest: +SKIP
@@ -47,7 +47,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
             f"there is no recipe at {file}",
             f"did you mean {near[0]}, which ships with trimtab? For a file check the path"
             if near
-            else f"check the path, or name one that ships with trimtab: {', '.join(ours)}",
+            else f"check the path, or name a recipe that ships with trimtab: {', '.join(ours)}",
         ) from error
     except IsADirectoryError as error:
         raise RecipeError(f"{file} is a folder", "give the recipe file inside it") from error
@@ -59,7 +59,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
 
 
 def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml") -> Recipe:
-    """`load` from text; `name` stands in messages and gives the default `output_dir`.
+    """Like `load`, from text. `name` is used in messages and for the default `output_dir`.
 
     Example:
         >>> loads("model: starter\\ndata: {train: starter:math}", ["max_steps=20"]).max_steps
@@ -73,25 +73,25 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml"
             f"{name} must be a mapping of keys to values", "start with a line such as `model: ...`"
         )
     where = {path: f"line {line}" for path, line in lines.items()}
-    _refuse_contradictions(overrides)
+    _check_conflicts(overrides)
     for override in overrides:
-        _apply(override, data, where)
+        _apply_override(override, data, where)
     if "output_dir" not in data:
         data["output_dir"] = f"runs/{FilePath(name).stem}"
     return build(data, where=where, name=name)
 
 
 def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: str = "the recipe") -> Recipe:
-    """A recipe from plain data, with the same checks and messages as from a file.
+    """Build a recipe from plain data, with the same checks and messages as for a file.
 
     Example:
         >>> build({"model": "starter", "data": {"train": ["notes.txt"]}}).model.name
         'starter'
     """
     data = rename_keys(_plain(data), where if where is not None else {})
-    unwritable = list(problems.unwritable(data, where or {}))
-    if unwritable:
-        raise problems.combine(unwritable, name)
+    unencodable = list(problems.unencodable(data, where or {}))
+    if unencodable:
+        raise problems.combine(unencodable, name)
     try:
         return Recipe.model_validate(data)
     except ValidationError as error:
@@ -108,9 +108,9 @@ def _plain(value: Any) -> Any:
 
 
 def dump(recipe: Recipe) -> str:
-    """The complete recipe, defaults written out, as YAML that loads to an equal recipe.
+    """Dump the complete recipe, including defaults, as YAML that loads to an equal recipe.
 
-    An adapter that a run starts from has its own rank and modules, so their defaults are left out.
+    With `lora.adapter`, rank and modules come from that adapter, so their defaults are omitted.
     """
     data = to_dict(recipe)
     if recipe.lora is not None and recipe.lora.adapter is not None:
@@ -119,19 +119,19 @@ def dump(recipe: Recipe) -> str:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """The complete recipe as plain data, for JSON."""
+    """Return the complete recipe as plain data, for JSON."""
     return recipe.model_dump(mode="json")
 
 
-def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
-    """Set one `a.b.0.c=value` in the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, words.
+def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
+    """Apply one override `a.b.0.c=value` to the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, strings.
 
-    `null` removes the key, so that its default holds; for `save_steps` it is a value of its own.
+    `null` removes the key, so that its default applies, except for `save_steps`, where null is a valid value.
     """
-    path, text = _parsed(override)
+    path, text = _parse(override)
     label = f"from '{_quoted(override)}'"
     if text.strip() in NULLS and problems.is_default_null(path):
-        _remove(path, data)
+        _remove_key(path, data)
         return
     value: Any = text
     if not problems.expects_text(path) or text in (*NULLS, ""):
@@ -151,12 +151,12 @@ def _apply(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
 
 
 def _quoted(override: str) -> str:
-    """An override as messages repeat it: as it was written, unless it is long."""
+    """Returns an override as messages quote it, shortened if it is long."""
     return override if len(override) <= 100 else shortened(override, 100)
 
 
-def _remove(path: Path, data: dict[str, Any]) -> None:
-    """Take a key out of the data; nothing happens where it is not in it."""
+def _remove_key(path: Path, data: dict[str, Any]) -> None:
+    """Removes a key from the data if it is present."""
     current: Any = data
     for part in path[:-1]:
         if isinstance(current, list):
@@ -167,8 +167,8 @@ def _remove(path: Path, data: dict[str, Any]) -> None:
         current.pop(str(path[-1]), None)
 
 
-def _parsed(override: str) -> tuple[Path, str]:
-    """(path of the key, text of the value) of one override."""
+def _parse(override: str) -> tuple[Path, str]:
+    """Splits an override into (path of the key, text of the value)."""
     keys, equals, text = override.partition("=")
     parts = keys.strip().split(".")
     if not equals or not all(parts):
@@ -179,7 +179,7 @@ def _parsed(override: str) -> tuple[Path, str]:
 
 
 def _path(parts: Sequence[str]) -> Path:
-    """The parts of a dotted key; what follows a key of free names (`lora.rank_pattern`) is one name, dots and all."""
+    """The path of a dotted key. After a key with arbitrary names (`lora.rank_pattern`), the rest is one name."""
     path = problems.as_path(".".join(parts))
     for length in range(1, len(path)):
         if problems.values_at(path[:length]) is not None:
@@ -187,15 +187,15 @@ def _path(parts: Sequence[str]) -> Path:
     return path
 
 
-def _refuse_contradictions(overrides: Sequence[str]) -> None:
-    """Overrides of which one would undo another: the same key twice, a part before the whole, both of a pair."""
+def _check_conflicts(overrides: Sequence[str]) -> None:
+    """Raises for conflicting overrides: a key given twice, a key before its whole section, both keys of a pair."""
     given: dict[Path, str] = {}
     for override in overrides:
-        path, text = _parsed(override)
+        path, text = _parse(override)
         section = problems.section_at(path)
         if section is not None and issubclass(section, Shorthand) and not problems.is_list(path):
             path = (*path, section.main_key()) if text[:1] not in "{" else path
-        twice = next((old for old in given if old == path or _sets(given[old], old, path)), None)
+        twice = next((old for old in given if old == path or _sets_key(given[old], old, path)), None)
         if twice is not None:
             raise RecipeError(
                 f"'{_quoted(given[twice])}' and '{_quoted(override)}' set the same key twice",
@@ -211,18 +211,18 @@ def _refuse_contradictions(overrides: Sequence[str]) -> None:
     for pair in PAIRS:
         first, second = (_value_of(given.get((key,))) for key in pair)
         if first is not None and second is not None:
-            raise _both_given(pair, first, second)
+            raise _conflict(pair, first, second)
 
 
-def _sets(override: str, whole: Path, path: Path) -> bool:
-    """Whether an override of a whole (`data.train=[a, b]`) sets a key inside it (`data.train.0.source`)."""
+def _sets_key(override: str, whole: Path, path: Path) -> bool:
+    """Whether an override of a section or list (`data.train=[a, b]`) sets a key inside it (`data.train.0.source`)."""
     if len(path) <= len(whole) or path[: len(whole)] != whole:
         return False
-    value = read(_parsed(override)[1], f"from '{_quoted(override)}'")[0]
+    value = read(_parse(override)[1], f"from '{_quoted(override)}'")[0]
     for depth in range(len(whole), len(path)):
         part, section = path[depth], problems.section_at(path[:depth])
         if isinstance(part, int):
-            items = value if isinstance(value, list) else [value]  # one source is a list of one
+            items = value if isinstance(value, list) else [value]  # a single source is a list of length 1
             if part >= len(items):
                 return False
             value = items[part]
@@ -236,21 +236,21 @@ def _sets(override: str, whole: Path, path: Path) -> bool:
 
 
 def _value_of(override: str | None) -> str | None:
-    """The value of an override; None where there is none or it takes the key out."""
+    """The value of an override; None if there is no override or if it removes the key."""
     text = (override or "").partition("=")[2].strip()
     return None if text in (*NULLS, "") else text
 
 
-def _both_given(pair: tuple[str, str], first: str, second: str) -> RecipeError:
+def _conflict(pair: tuple[str, str], first: str, second: str) -> RecipeError:
     how = PAIRS[pair]
     if pair[0] == "recompute":
         same = first == {"true": "block", "false": "none"}.get(second)
-        how = "say the same thing in two ways" if same else "contradict each other"
+        how = "set the same policy in two ways" if same else "contradict each other"
     return RecipeError(f"'{pair[0]}={first}' and '{pair[1]}={second}' {how}", "give one of them")
 
 
 def _descend(path: Path, data: dict[str, Any], label: str) -> Any:
-    """The mapping or list that holds the last part of the path, made where it is missing."""
+    """Returns the mapping or list that contains the last part of the path; creates it if it is missing."""
     current: Any = data
     for depth, part in enumerate(path[:-1], start=1):
         key = _index(part, current, path[:depth], label) if isinstance(current, list) else str(part)
@@ -261,15 +261,15 @@ def _descend(path: Path, data: dict[str, Any], label: str) -> Any:
             current[str(key)] = None
         child = current[key]
         if not isinstance(child, dict | list):
-            child = current[key] = _expanded(path[:depth], child, label)
+            child = current[key] = _expand(path[:depth], child, label)
         if isinstance(path[depth], int) and isinstance(child, dict) and child:
             child = current[key] = [child]
         current = child
     return current
 
 
-def _expanded(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
-    """`model: NAME` opened to `model: {name: NAME}` so that a key inside it can be set."""
+def _expand(path: Path, value: Any, label: str) -> dict[str, Any] | list[Any]:
+    """Expands `model: NAME` to `model: {name: NAME}`, so that a key inside it can be set."""
     section = problems.section_at(path)
     if section is None and problems.values_at(path) is None:
         raise RecipeError(

@@ -1,15 +1,15 @@
-"""Names that other tools use for what a recipe has, and for what it has not: for error messages only."""
+"""Names that other tools use for recipe keys and for features without a key; used only in error messages."""
 
 from __future__ import annotations
 
-REFUSED = {
+UNSUPPORTED_NAMES = {
     "trust_remote_code": "code from a model repository is never run; delete the line",
-    "token": "a token does not belong in a recipe, which is kept with the run; log in with `hf auth login`",
-    "hub_token": "a token does not belong in a recipe, which is kept with the run; log in with `hf auth login`",
+    "token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
+    "hub_token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
     "bf16": "write dtype: bf16",
     "fp16": "write dtype: fp16",
     "fp32": "write dtype: fp32",
-    "tf32": "leave it out: which formats a run uses, `trimtab plan` lists with --dtypes",
+    "tf32": "leave it out: `trimtab plan --dtypes` lists the dtypes of a run",
     "quantization": "write load_in_4bit: true or load_in_8bit: true, with lora: {r: 16}",
     "quantization_config": "write load_in_4bit: true or load_in_8bit: true, with lora: {r: 16}",
     "bnb_config": "write load_in_4bit: true or load_in_8bit: true, with lora: {r: 16}",
@@ -17,35 +17,35 @@ REFUSED = {
     "peft": "write lora: {r: 16, lora_alpha: 32}",
     "use_lora": "write lora: {r: 16, lora_alpha: 32}",
     "use_peft": "write lora: {r: 16, lora_alpha: 32}",
-    "finetuning_type": "write lora: {r: 16} for adapters, or nothing to train every weight",
+    "finetuning_type": "write lora: {r: 16} for adapters, or nothing to train all parameters",
     "adapter": "write lora: {r: 16}, for QLoRA with load_in_4bit: true; to start from an adapter, "
     "lora: {adapter: FOLDER}",
     "save_strategy": "set save_steps; save_steps=null saves only at the end",
-    "eval_strategy": "set eval_steps; eval_steps=null measures only before and after training",
-    "evaluation_strategy": "set eval_steps; eval_steps=null measures only before and after training",
+    "eval_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
+    "evaluation_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
     "logging_strategy": "set logging_steps",
     "evals_per_epoch": "set eval_steps, which counts steps",
     "saves_per_epoch": "set save_steps, which counts steps",
-    "load_best_model_at_end": "leave it out: the best checkpoint is kept besides the newest ones, and "
+    "load_best_model_at_end": "leave it out: the best checkpoint is kept in addition to the newest ones, and "
     "`--checkpoint best` uses it",
-    "per_device_eval_batch_size": "leave it out: per_device_train_batch_size holds for measuring too",
-    "eval_batch_size": "leave it out: per_device_train_batch_size holds for measuring too",
-    "do_train": "leave it out: `trimtab train` trains and `trimtab eval` measures",
-    "do_eval": "leave it out: `trimtab train` trains and `trimtab eval` measures",
+    "per_device_eval_batch_size": "leave it out: evaluation uses per_device_train_batch_size too",
+    "eval_batch_size": "leave it out: evaluation uses per_device_train_batch_size too",
+    "do_train": "leave it out: `trimtab train` trains and `trimtab eval` evaluates",
+    "do_eval": "leave it out: `trimtab train` trains and `trimtab eval` evaluates",
     "resume_from_checkpoint": "continue a run with `trimtab train --resume RUN`",
-    "overwrite_output_dir": "give another output_dir: a run is never overwritten",
-    "push_to_hub": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder that `hf upload` takes",
-    "hub_model_id": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder that `hf upload` takes",
+    "overwrite_output_dir": "set another output_dir: a run is never overwritten",
+    "push_to_hub": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder for `hf upload`",
+    "hub_model_id": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder for `hf upload`",
     "wandb_project": "write report_to: wandb; Weights & Biases reads the environment variable WANDB_PROJECT",
     "wandb_entity": "write report_to: wandb; Weights & Biases reads the environment variable WANDB_ENTITY",
     "deepspeed": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
     "fsdp": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
-    "rl": "leave it out: preference training is not there; train on the chosen answers",
-    "beta": "leave it out: preference training is not there; AdamW's are adam_beta1 and adam_beta2",
+    "rl": "leave it out: preference training is not supported; train on the chosen answers",
+    "beta": "leave it out: preference training is not supported; AdamW's betas are adam_beta1 and adam_beta2",
 }
-"""Names without a single counterpart, and what to do instead."""
+"""Names without an equivalent key, and what to do instead."""
 
-ELSEWHERE = {
+OTHER_NAMES = {
     "lr": "learning_rate",
     "batch_size": "per_device_train_batch_size",
     "micro_batch_size": "per_device_train_batch_size",
@@ -164,4 +164,4 @@ ELSEWHERE = {
     "peft_use_dora": "lora.use_dora",
     "peft_use_rslora": "lora.use_rslora",
 }
-"""Other tools' names (transformers, trl, peft, Unsloth, Axolotl, LLaMA-Factory) for keys that a recipe has."""
+"""Names in transformers, trl, peft, Unsloth, Axolotl and LLaMA-Factory, and the recipe key for each."""

@@ -12,10 +12,10 @@ from pydantic.fields import FieldInfo
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
-from trimtab.recipe.other_names import ELSEWHERE, REFUSED
+from trimtab.recipe.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
 from trimtab.recipe.yaml_text import Path
 
-_SIMPLE = {
+_MESSAGES = {
     "bool_type": "must be true or false",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
@@ -31,15 +31,15 @@ _SIMPLE = {
 
 
 def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -> RecipeError:
-    """One RecipeError for everything pydantic found. `where` says for a path where it was written."""
+    """Convert pydantic's errors into one RecipeError. `where` maps paths to their places in the input."""
     details = error.errors()
-    # A misspelt required key is one mistake, not an unknown key and a missing one.
+    # A misspelt required key is reported once, not as an unknown key and a missing one.
     found = [nearest_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
     meant = {path[:length] for path in found if path for length in range(1, len(path) + 1)}
     details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
     alternatives = {_key_of(d["loc"]): d["input"] for d in reversed(details) if _key_of(d["loc"]) != d["loc"]}
     problems = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
-    problems += [_none_of(path, value, where) for path, value in alternatives.items()]
+    problems += [_no_matching_type(path, value, where) for path, value in alternatives.items()]
     return combine(problems, name)
 
 
@@ -48,39 +48,39 @@ def _key_of(path: Path) -> Path:
     for length, part in enumerate(path):
         last = length == len(path) - 1 > 0
         if isinstance(part, str) and (
-            "[" in part or part.startswith("constrained-") or (last and part in _PLAIN)
+            "[" in part or part.startswith("constrained-") or (last and part in _SCALAR_TYPES)
         ):
             return path[:length]
     return path
 
 
-_PLAIN = ("bool", "float", "int", "str")
+_SCALAR_TYPES = ("bool", "float", "int", "str")
 
 
-def _written(value: Any) -> str:
-    """A value as it stands in a recipe, on one line."""
+def _as_yaml(value: Any) -> str:
+    """Formats a value as YAML on one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_as_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(_written, value)) + "]"
+        return "[" + ", ".join(map(_as_yaml, value)) + "]"
     return value if isinstance(value, str) else _inline(value)
 
 
-def _none_of(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
-    """(cause, remedy) for a value that is none of the several things that a key may be."""
+def _no_matching_type(path: Path, value: Any, where: dict[Path, str]) -> tuple[str, str | None]:
+    """(cause, remedy) for a value that matches none of the types of its key."""
     if value is None:
-        return _no_value(path, where)
+        return _missing_value(path, where)
     field = _field(path)
     examples = (field.examples if field else None) or []
-    shown = " or ".join(f"`{path[-1]}: {_written(example)}`" for example in examples)
-    cause = f"{dotted(path)} cannot be {_written(value)[:80]}{_place(path, where)}"
+    shown = " or ".join(f"`{path[-1]}: {_as_yaml(example)}`" for example in examples)
+    cause = f"{dotted(path)} cannot be {_as_yaml(value)[:80]}{_place(path, where)}"
     return cause, f"write it like {shown}" if shown else None
 
 
-def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
-    """(cause, remedy) for a key that needs a value and has none: nothing is written after it, or `null`."""
+def _missing_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
+    """(cause, remedy) for a key that needs a value and has none: nothing after the colon, or `null`."""
     field = _field(path)
-    example = f", for example `{path[-1]}: {_written(field.examples[0])}`" if field and field.examples else ""
+    example = f", for example `{path[-1]}: {_as_yaml(field.examples[0])}`" if field and field.examples else ""
     if field is not None and field.is_required():
         leave = ""
     else:
@@ -89,7 +89,7 @@ def _no_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
-    """A single problem as it is; several as a short list."""
+    """Combines problems into one error; several are listed, one per line."""
     if len(found) == 1:
         return RecipeError(*found[0])
     listed = "".join(f"\n  - {cause}{'; ' + remedy if remedy else ''}" for cause, remedy in found)
@@ -108,7 +108,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
     elif kind == "extra_forbidden":
         yield unknown_key(path, place)
     elif value is None and path:
-        yield _no_value(path, where)
+        yield _missing_value(path, where)
     elif kind == "missing":
         field = _field(path)
         assert field is not None
@@ -121,16 +121,16 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         near = difflib.get_close_matches(str(value), choices, n=1)
         yield cause, f"did you mean '{near[0]}'?" if near else None
     else:
-        sentence = _SIMPLE.get(kind) or detail["msg"].replace("Input should", "must")
+        sentence = _MESSAGES.get(kind) or detail["msg"].replace("Input should", "must")
         yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
 
 
 def unknown_key(path: Path, place: str) -> tuple[str, str]:
-    """(cause, remedy) for a key that does not exist at its level, with the nearest one that does."""
+    """(cause, remedy) for a key that does not exist at its level; the remedy suggests the nearest key."""
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
-    if key in REFUSED and parent != ("lora",):
-        return cause, REFUSED[key]
+    if key in UNSUPPORTED_NAMES and parent != ("lora",):
+        return cause, UNSUPPORTED_NAMES[key]
     near = nearest_key(path)
     if near is not None:
         if near[:-1] == parent:
@@ -149,8 +149,8 @@ def nearest_key(path: Path) -> Path | None:
     key, parent = str(path[-1]), path[:-1]
     model = section_at(parent)
     here = list(model.model_fields) if model else []
-    if key in ELSEWHERE:
-        target = as_path(ELSEWHERE[key])
+    if key in OTHER_NAMES:
+        target = as_path(OTHER_NAMES[key])
         # Items of `data.replay.sources` and `data.eval.domain` have the keys of `data.train.0` too.
         return (*parent, target[-1]) if target[-1] in here else target
     elsewhere = [full for full in all_keys() if full[-1] == key]
@@ -171,7 +171,7 @@ def as_path(text: str) -> Path:
 
 
 def section_at(path: Path) -> type[BaseModel] | None:
-    """The schema section that a path leads to, or None if it is not a section."""
+    """The section of the schema at this path; None if the path is not a section."""
     current: type[BaseModel] | None = Recipe
     for part in path:
         if current is None:
@@ -184,7 +184,7 @@ def section_at(path: Path) -> type[BaseModel] | None:
 
 
 def values_at(path: Path) -> Any:
-    """What the values are where the key at this path holds free names (`lora.rank_pattern`); None where it does not."""
+    """The value type of a mapping with arbitrary names (`lora.rank_pattern`) at this path; None for any other key."""
     annotation = _annotation(path)
     for inner in (annotation, *typing.get_args(annotation)):
         if typing.get_origin(inner) is dict:
@@ -193,15 +193,15 @@ def values_at(path: Path) -> Any:
 
 
 def is_default_null(path: Path) -> bool:
-    """Whether `key=null` stands for the default of the key at this path, as it does wherever there is one.
+    """Whether `key=null` selects the default of the key at this path: true for every key that has a default.
 
-    `save_steps` is the exception: its default is a number, and null a value of its own.
+    `save_steps` is the exception: its default is a number, and null is another valid value.
 
     Example:
         >>> [is_default_null((key,)) for key in ("learning_rate", "eval_steps", "save_steps", "model")]
         [True, True, False, False]
     """
-    if values_at(path[:-1]) is not None:  # a free name, such as `lora.rank_pattern.down_proj`
+    if values_at(path[:-1]) is not None:  # an arbitrary name, such as `lora.rank_pattern.down_proj`
         return True
     field = _field(path)
     if field is None or field.is_required():
@@ -210,48 +210,48 @@ def is_default_null(path: Path) -> bool:
 
 
 def is_list(path: Path) -> bool:
-    """Whether the key at this path holds a list."""
+    """Whether the value of the key at this path is a list."""
     return typing.get_origin(_annotation(path)) is list
 
 
 def expects_text(path: Path) -> bool:
-    """Whether the key at this path holds text, so that `model.revision=123` needs no quotes."""
+    """Whether the value of the key at this path is a string, so that `model.revision=123` needs no quotes."""
     return _annotation(path) in (str, str | None) or values_at(path[:-1]) is str
 
 
 def _annotation(path: Path) -> Any:
-    """The type of the key at this path; None where there is no such key."""
+    """The type of the key at this path; None if there is no such key."""
     field = _field(path)
     return field.annotation if field else None
 
 
 def _field(path: Path) -> FieldInfo | None:
-    """The key at this path; None where there is no such key."""
+    """The key at this path; None if there is no such key."""
     parent = section_at(path[:-1]) if path else None
     return parent.model_fields.get(str(path[-1])) if parent else None
 
 
-def unwritable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
-    """(cause, remedy) for each text that UTF-8 cannot write, and so no file of a run can hold."""
+def unencodable(value: Any, where: dict[Path, str], path: Path = ()) -> Iterator[tuple[str, str | None]]:
+    """(cause, remedy) for each string that UTF-8 cannot encode, so that it cannot be saved with the run."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if isinstance(key, str) and not _is_writable(key):
+            if isinstance(key, str) and not _is_encodable(key):
                 what = f"a name in {dotted(path) or 'the recipe'}"
                 yield _not_utf8(key, what, _place((*path, key), where))
-            yield from unwritable(inner, where, (*path, key))
+            yield from unencodable(inner, where, (*path, key))
     elif isinstance(value, list | tuple):
         for i, inner in enumerate(value):
-            yield from unwritable(inner, where, (*path, i))
-    elif isinstance(value, str) and not _is_writable(value):
+            yield from unencodable(inner, where, (*path, i))
+    elif isinstance(value, str) and not _is_encodable(value):
         yield _not_utf8(value, dotted(path), _place(path, where))
 
 
 def _not_utf8(text: str, what: str, place: str) -> tuple[str, str]:
-    cause = f"{what} holds a character that UTF-8 cannot write: {_inline(text)}{place}"
+    cause = f"{what} contains a character that UTF-8 cannot encode: {_inline(text)}{place}"
     return cause.encode(errors="backslashreplace").decode(), "correct it, or leave it out"
 
 
-def _is_writable(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -260,7 +260,7 @@ def _is_writable(text: str) -> bool:
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[Path]:
-    """Every key of the schema; items of a list appear as item 0."""
+    """Yields the path of every key of the schema; items of a list appear as item 0."""
     for key, field in section.model_fields.items():
         yield (*prefix, key)
         inner = _section_in(field.annotation)
@@ -270,7 +270,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: Path = ()) -> Iterator[P
 
 
 def dotted(path: Path) -> str:
-    """`('data', 'train', 0)` in dotted form: `data.train.0`."""
+    """Returns a path in dotted form: `('data', 'train', 0)` becomes `data.train.0`."""
     return ".".join(str(part) for part in path)
 
 

@@ -1,4 +1,4 @@
-"""Former names of recipe keys, which keep working."""
+"""Former names of recipe keys, which are still accepted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ RENAMED: dict[tuple[str, ...], str] = {
     ("unpacked_layers",): "dequantized_layers",
     ("data", "eval_windows"): "eval_sequences",
 }
-"""Path of the former name to the last part of the new one."""
+"""Maps the path of the former name to the last part of the new one."""
 _DEFAULTS: dict[tuple[str, ...], object] = {("unpacked_layers",): "auto", ("data", "eval_windows"): 64}
-"""Values that recipe.yaml in run folders of earlier versions writes out; they need no note."""
+"""Defaults that earlier versions wrote into recipe.yaml of every run folder; no warning is issued for them."""
 
 
 def current_path(path: Path) -> Path:
@@ -29,7 +29,7 @@ def current_path(path: Path) -> Path:
 
 
 def rename_keys(data: dict[str, Any], where: dict[Path, str]) -> dict[str, Any]:
-    """A copy of a recipe's data in which former names of keys are replaced; a FutureWarning names each of them.
+    """Replaces former names of keys in a copy of the recipe's data, with a FutureWarning for each.
 
     Args:
         data: the recipe as plain data.

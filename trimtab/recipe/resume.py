@@ -36,9 +36,9 @@ CHANGEABLE_ON_RESUME: dict[str, str] = {
     "probe": "probe scores do not affect training",
     "answers": "answers do not affect training",
     "answers_field": "answers do not affect training",
-    "gradient_checkpointing": "gradients do not depend on what is recomputed",
-    "recompute": "gradients do not depend on what is recomputed",
-    "memory_limit": "gradients do not depend on what is recomputed",
+    "gradient_checkpointing": "gradients do not depend on the recompute policy",
+    "recompute": "gradients do not depend on the recompute policy",
+    "memory_limit": "gradients do not depend on the recompute policy",
     "dequantized_layers": "results do not depend on dequantized copies",
     "cuda_graphs": "the same kernels run, launched one by one or as a graph",
 }
@@ -50,9 +50,9 @@ WITH_DEVICE = ("model.attn_implementation", "optim_implementation", "torch_compi
 
 
 def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Sequence[str] = ()) -> None:
-    """Raise a RecipeError that lists every changed key which may not change; return if there is none.
+    """Raise a RecipeError that lists every changed key that may not change on resume.
 
-    `run` and `overrides`, as the user gave them, are for the command that the error names.
+    `run` and `overrides` are what the user gave; the error uses them in the suggested command.
 
     Example:
         >>> from trimtab.recipe import loads
@@ -77,14 +77,14 @@ def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Seque
 
 
 def _anew(old: Recipe, run: str, overrides: Sequence[str]) -> str:
-    """The command that starts a new run with other keys from the weights of a run."""
+    """The command that starts a new run with other settings from the weights of a run."""
     words = [f"{run}/recipe.yaml", f"output_dir={run}-2"]
     first = ""
     if old.lora is not None and not any(word.startswith("lora.") for word in overrides):
         command = shlex.join(["trimtab", "export", "peft", run, f"{run}-adapter"])
         words.append(f"lora={{adapter: {run}-adapter}}")
         return f"`{command}`, then `{shlex.join(['trimtab', 'train', *words, *overrides])}`"
-    if old.lora is not None:  # a fresh adapter on what the old one has learnt
+    if old.lora is not None:  # a new adapter on the merged weights
         first = f"`{shlex.join(['trimtab', 'merge', run, f'{run}-merged'])}`, then "
         words += [f"model.name={run}-merged", *(["lora.adapter=null"] if old.lora.adapter else [])]
     else:
@@ -103,7 +103,7 @@ def _covered(key: str, allowed: set[str]) -> bool:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"data": {"train": [{"source": "x"}]}}` as `{"data.train.0.source": "x"}`."""
+    """Flattens `{"data": {"train": [{"source": "x"}]}}` to `{"data.train.0.source": "x"}`."""
     items: list[tuple[Any, Any]]
     if isinstance(value, dict):
         items = list(value.items())

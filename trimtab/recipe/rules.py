@@ -14,9 +14,9 @@ FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 """Schedules whose learning rate does not depend on the total number of steps."""
 
 MAX_TOKENS = 10**15
-"""Upper bound on the tokens of an optimizer step; integer arithmetic on them stays exact in a double."""
+"""Maximum number of tokens per optimizer step; integers up to it are exact in a double."""
 MAX_WEIGHT = 1000
-"""Maximum passes over a source per epoch. The order of an epoch is kept in memory, and a larger weight is a typo."""
+"""Maximum passes over a source per epoch. The order of an epoch is stored in memory, and a larger weight is a typo."""
 
 TEMPLATE_NAMES = (
     "messages",
@@ -28,14 +28,14 @@ TEMPLATE_NAMES = (
     "strftime_now",
     "self",
 )
-"""Variables that every chat template gets from the rows, from trimtab and from Jinja."""
+"""Variables that every chat template receives from the rows, from trimtab or from Jinja."""
 
 
 def problems(recipe: Recipe) -> list[str]:
-    """One sentence, `cause; remedy`, for each pair of keys that contradict each other; empty if none do."""
+    """Returns one sentence, `cause; remedy`, for each violated constraint."""
     return [
-        *_length(recipe),
-        *_size(recipe),
+        *_num_steps(recipe),
+        *_batch_size(recipe),
         *_weights(recipe),
         *_grouping(recipe),
         *_schedule(recipe),
@@ -43,14 +43,14 @@ def problems(recipe: Recipe) -> list[str]:
         *_optimizer(recipe),
         *_memory(recipe),
         *_template(recipe),
-        *_measuring(recipe),
+        *_evaluation(recipe),
         *_early_stopping(recipe),
         *_lora(recipe),
         *_quantized(recipe),
     ]
 
 
-def _length(recipe: Recipe) -> Iterator[str]:
+def _num_steps(recipe: Recipe) -> Iterator[str]:
     if recipe.max_steps == 0:
         yield "max_steps is 0; set a positive number of steps, or -1 to train for num_train_epochs"
     if recipe.max_steps > 0 and recipe.num_train_epochs is not None:
@@ -62,12 +62,12 @@ def _length(recipe: Recipe) -> Iterator[str]:
         yield "data.streaming: true leaves the number of steps unknown; set max_steps"
 
 
-def _size(recipe: Recipe) -> Iterator[str]:
+def _batch_size(recipe: Recipe) -> Iterator[str]:
     tokens = recipe.per_device_train_batch_size * recipe.gradient_accumulation_steps * recipe.max_seq_length
     if tokens > MAX_TOKENS:
         yield (
-            f"per_device_train_batch_size × gradient_accumulation_steps × max_seq_length are {float(tokens):.3g} "
-            f"tokens per step, more than any model is trained on; lower them to {MAX_TOKENS:.0e} together"
+            f"per_device_train_batch_size × gradient_accumulation_steps × max_seq_length is {float(tokens):.3g} "
+            f"tokens per step, more than any model is trained on; reduce the product to {MAX_TOKENS:.0e} or less"
         )
 
 
@@ -79,8 +79,8 @@ def _weights(recipe: Recipe) -> Iterator[str]:
         for i, source in enumerate(items):
             if source.weight > MAX_WEIGHT:
                 yield (
-                    f"{key}.{i}.weight: {source.weight:g} is above {MAX_WEIGHT}, the most passes over a source in an "
-                    f"epoch; set {key}.{i}.weight={MAX_WEIGHT} or less (1 is one pass)"
+                    f"{key}.{i}.weight: {source.weight:g} is above {MAX_WEIGHT}, the maximum number of passes over a "
+                    f"source per epoch; set {key}.{i}.weight={MAX_WEIGHT} or less (1 is one pass)"
                 )
 
 
@@ -118,7 +118,7 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
     if recipe.min_lr_ratio and recipe.lr_scheduler_type in FLAT_SCHEDULES:
         yield (
             f"min_lr_ratio: {recipe.min_lr_ratio:g} has no meaning for lr_scheduler_type: "
-            f"{recipe.lr_scheduler_type}, which does not fall; leave it out (min_lr_ratio=null), or set "
+            f"{recipe.lr_scheduler_type}, which does not decay; leave it out (min_lr_ratio=null), or set "
             "lr_scheduler_type=cosine"
         )
 
@@ -203,11 +203,11 @@ def _not_a_limit(limit: str) -> str:
 
 
 def _tiles(recipe: Recipe) -> Iterator[str]:
-    windows, length = recipe.per_device_train_batch_size, recipe.max_seq_length
-    if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > windows * length:
+    batch, length = recipe.per_device_train_batch_size, recipe.max_seq_length
+    if recipe.mlp_tiles != "auto" and recipe.mlp_tiles > batch * length:
         yield (
             f"mlp_tiles: {recipe.mlp_tiles} is more than the tokens of a microbatch "
-            f"(per_device_train_batch_size: {windows} × max_seq_length: {length}); give at most {windows * length}"
+            f"(per_device_train_batch_size: {batch} × max_seq_length: {length}); give at most {batch * length}"
         )
 
 
@@ -217,12 +217,12 @@ def _template(recipe: Recipe) -> Iterator[str]:
         them = "it" if len(taken) == 1 else "them"
         keys = " ".join(f"data.chat_template_kwargs.{name}=null" for name in taken)
         yield (
-            f"data.chat_template_kwargs names {', '.join(taken)}, which every chat template gets anyway; "
+            f"data.chat_template_kwargs sets {', '.join(taken)}, which every chat template receives anyway; "
             f"leave {them} out ({keys})"
         )
 
 
-def _measuring(recipe: Recipe) -> Iterator[str]:
+def _evaluation(recipe: Recipe) -> Iterator[str]:
     held_out = recipe.data.eval_share and not recipe.data.streaming
     sets = recipe.data.eval.domain or recipe.data.eval.general or held_out
     if recipe.eval_steps and not (sets or recipe.probe or recipe.answers or recipe.prompts):
@@ -259,7 +259,7 @@ def _early_stopping(recipe: Recipe) -> Iterator[str]:
 
 
 def has_domain_set(recipe: Recipe) -> bool:
-    """Whether there is a domain set: the one whose loss decides the best checkpoint and early stopping."""
+    """Whether there is a domain evaluation set; its loss selects the best checkpoint and controls early stopping."""
     held_out = recipe.data.eval_share > 0 and not recipe.data.streaming
     return bool(recipe.data.eval.domain) or held_out
 
@@ -313,5 +313,5 @@ def _quantized(recipe: Recipe) -> Iterator[str]:
 
 
 def _changed(lora: Lora, key: str) -> bool:
-    """Whether a key differs from its default: a resolved recipe writes defaults out."""
+    """Whether a key differs from its default; a dumped recipe contains the defaults too."""
     return bool(getattr(lora, key) != type(lora).model_fields[key].default)

@@ -1,4 +1,4 @@
-"""Recipes that come with trimtab and can be named without a path: `trimtab train own-text data.train=./my-texts`."""
+"""Recipes that ship with trimtab and are given by name: `trimtab train own-text data.train=./my-texts`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """Names and files of the shipped recipes: inside an installed package, next to it in a clone.
+    """Maps names to files of the shipped recipes: inside an installed package, next to it in a clone.
 
     Example:
         >>> "own-text" in shipped(), "qwen3-8b-qlora" in shipped()

@@ -1,7 +1,7 @@
-"""YAML 1.2 as recipes use it: plain data with the line of every key, and back to text.
+"""Reads YAML 1.2 as plain data with the line of every key, and writes it.
 
-`2e-5` is a number, `on` and `yes` are words, a key given twice is an error. Tags, anchors, aliases and
-directives are refused: a recipe is read top to bottom, and no text of a few lines may unfold to gigabytes.
+`2e-5` is a number, `on` and `yes` are strings, duplicate keys are an error. Tags, anchors, aliases and directives are
+rejected: a recipe is readable from top to bottom, and a few lines cannot expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
-    """(plain data, line number of each key and list item by its path). `name` is for messages.
+    """Parses YAML into (plain data, line number of each key and list item by path). `name` is used in messages.
 
     Example:
         >>> read("optim: adamw_8bit", "r.yaml")
@@ -42,14 +42,14 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     if len(text) > MAX_CHARACTERS:
         raise RecipeError(f"{name} has {len(text):,} characters", "give a recipe: a YAML file of a few lines")
     try:
-        _refuse_tricks(text, name)
+        _reject_unsupported(text, name)
         node = _yaml().compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" (line {mark.line + 1})" if mark is not None else ""
         raise RecipeError(
             f"{name} is not YAML: {(error.problem or 'cannot be read').strip()}{line}",
-            "correct it there; what holds : or # or begins with a sign goes in quotes",
+            "correct that line; put text that contains : or # or begins with a sign in quotes",
         ) from error
     except (YAMLError, ValueError) as error:
         raise RecipeError(
@@ -60,7 +60,7 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
 
 
 def write(data: Any) -> str:
-    """Plain data as YAML that `read` turns back into the same data."""
+    """Writes plain data as YAML that `read` parses to the same data."""
     yaml: Any = _yaml()
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
@@ -73,9 +73,9 @@ def write(data: Any) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Strings with line breaks of any kind or unprintable characters are quoted and escaped.
+    """Quotes and escapes strings with line breaks of any kind or unprintable characters.
 
-    In plain or single-quoted style a reader folds them: U+0085, once a line break, came back as a space.
+    In plain or single-quoted style a reader folds them: U+0085, a line break, would be read as a space.
     """
 
     def represent_str(self, data: str) -> Any:
@@ -90,7 +90,7 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
-def _refuse_tricks(text: str, name: str) -> None:
+def _reject_unsupported(text: str, name: str) -> None:
     depth = 0
     for event in _yaml().parse(text):
         line = event.start_mark.line + 1
@@ -131,7 +131,7 @@ def _plain(node: Node, path: Path, lines: dict[Path, int], name: str) -> Any:
                 f"{name} has a key that is not a word (line {line})",
                 "write keys as words, such as `optim: adamw_8bit`",
             )
-        key = _whole(key_node.value)
+        key = _join_surrogates(key_node.value)
         if key in mapping:
             first = lines[(*path, key)]
             raise RecipeError(f"key '{key}' is given twice (lines {first} and {line})", "keep one of them")
@@ -151,10 +151,10 @@ def _scalar(node: ScalarNode) -> Any:
         return int(digits, 0) if digits.lower().lstrip("+-")[:2] in ("0x", "0o", "0b") else int(digits)
     if kind == "float":
         return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
-    # Words, and what YAML 1.1 would have made a date or a merge key of.
-    return _whole(text)
+    # Strings, including those that YAML 1.1 would parse as a date or a merge key.
+    return _join_surrogates(text)
 
 
-def _whole(text: str) -> str:
-    """A text in which two escapes that are one character, as JSON has them beyond U+FFFF, are that character."""
+def _join_surrogates(text: str) -> str:
+    """Joins surrogate pairs, as JSON escapes characters beyond U+FFFF, into one character."""
     return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)

@@ -70,10 +70,10 @@ def adamw8bit_step(
 
     `step` counts from 1. `grad_scale` multiplies the gradient and may be a 0-dim tensor on the device, without
     synchronization. `seed`, `step`, `param_index` and `offset` (index of the first element in the unsharded tensor)
-    determine the random bits of a bf16 weight's rounding; `stochastic_rounding=False` rounds to nearest. Where
-    `skip`, a 0-dim bool tensor on the device, is true, nothing changes. `impl="triton_exact"` is bitwise identical
-    to "reference" on the same GPU; "triton" fuses operations, in two fifths of the instructions. For many tensors in
-    one launch see `table.Table`.
+    determine the random bits of a bf16 weight's rounding; `stochastic_rounding=False` rounds to nearest. If `skip`, a
+    0-dim bool tensor on the device, is true, nothing changes. `impl="triton_exact"` is bitwise identical to
+    "reference" on the same GPU; "triton" fuses operations and executes two fifths of the instructions.
+    `table.Table` updates many tensors in one launch.
 
     Example:
         >>> import torch
@@ -119,7 +119,7 @@ def adamw8bit_step(
 
 
 def moments(state: State8bit) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and second moments in fp32, shape of the parameter: for inspection and tests."""
+    """Returns the first and second moments in fp32, in the parameter's shape, for inspection and tests."""
     from trimtab.kernels.adamw8bit import impl_reference
 
     return impl_reference.moments(state)

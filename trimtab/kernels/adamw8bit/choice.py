@@ -1,4 +1,4 @@
-"""Chooses the 8-bit AdamW implementation of a run, with the reason. Does not import torch."""
+"""Selects the 8-bit AdamW implementation of a run, with the reason. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trimtab.kernels.choice import ImplChoice
 
 
 def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto") -> ImplChoice:
-    """Chooses the implementation, or confirms the requested one; raises if that cannot run.
+    """Selects the implementation, or confirms the requested one; raises if it cannot run.
 
     Example:
         >>> choose_adamw8bit(device="cpu").impl, choose_adamw8bit(device="cuda").impl

@@ -3,11 +3,11 @@
     first moment    m  = s₁ · sign(k) (|k| / p₁)⁴          k = code − 127 in −127 … 127,    p₁ = 127 − 1/64
     second moment   √v = s₂ · ((k + 16) / p₂)⁴             k = code in 0 … 255,             p₂ = 271 − 1/64
 
-s is the largest magnitude of the block; it is scaled a little below the top level, so that rounding never exceeds
-that. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's maximum and by only twice as much at a
-tenth of it. √v has no zero: its smallest entry is 1.2e-5 of the block's maximum, so the denominator is never zero
-while the first moment is not. Why this map, and why rounding to nearest fails: README.md, which also derives the
-threshold that `encode` compares with.
+s is the largest magnitude of the block; it is scaled to slightly below the top level, so that rounding never exceeds
+it. Neighbouring entries differ by 3 % (m) and 1.5 % (√v) at the block's maximum, and by only twice as much at a tenth
+of it. √v has no zero: its smallest entry is 1.2e-5 of the block's maximum, so that the denominator is not zero unless
+the first moment is. README.md explains the choice of this map and why rounding to nearest fails, and derives the
+threshold in `encode`.
 """
 
 # N elements in any shape
@@ -77,13 +77,13 @@ class QuarticCode:
     def encode(self, value_N: torch.Tensor, fraction_N: torch.Tensor) -> torch.Tensor:
         """fp32 → integers in fp32, unbiased: E[decode(encode(x))] = x.
 
-        The level L below x, plus one where x is at least L⁴ + fraction · ((L + 1)⁴ − L⁴), everything times
-        16: with j = 2L + 1 and T = j² + 1 that threshold is T · (T + 4 + (8 · fraction − 4) · j) − 4. Rounding
-        x's fourth root instead would be simpler, but biased by the curvature at every step.
+        The result is the level L below x, plus one if x is at least L⁴ + fraction · ((L + 1)⁴ − L⁴), everything times
+        16: with j = 2L + 1 and T = j² + 1 that threshold is T · (T + 4 + (8 · fraction − 4) · j) − 4. Rounding x's
+        fourth root instead would be simpler, but biased by the curvature at every step.
         """
         size_N = value_N.abs() if self.signed else value_N.clamp_min((2.0 * self.first) ** 4)
-        # the root to a multiple of 1/128 (values that close to a level may count as the level), truncated to an
-        # even number by its bits
+        # rounds the root to a multiple of 1/128 (values that close to a level may count as the level), then clears
+        # its low bits to truncate it to an even number
         odd_N = size_N.sqrt().sqrt_().add_(GRID)
         odd_N.view(torch.int32).bitwise_and_(-256)
         odd_N.sub_(GRID - 1)
@@ -98,12 +98,12 @@ class QuarticCode:
 
 @dataclass(frozen=True)
 class Format:
-    """The quantization maps of both moments; benchmarks try others."""
+    """The quantization maps of both moments; benchmarks also use others."""
 
     first: Code
     second: Code
     root: bool
-    """√v is stored instead of v"""
+    """Whether √v is stored instead of v."""
 
 
 DEFAULT_FORMAT = Format(

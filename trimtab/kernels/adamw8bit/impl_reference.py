@@ -1,4 +1,4 @@
-"""The 8-bit AdamW step in torch, in chunks, so that few elements are dequantized at once."""
+"""The 8-bit AdamW step in torch, in chunks that bound the memory of dequantized elements."""
 
 # R rows, C columns (last dimension), K blocks per row; _RC a chunk, _RKB the same padded to whole blocks of 256
 
@@ -28,7 +28,7 @@ def new_state(param: torch.Tensor, fmt: Format = DEFAULT_FORMAT) -> State8bit:
 
 
 def _chunks(rows: int, columns: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yields whole rows, or whole blocks of one row: in both cases contiguous elements."""
+    """Yields chunks of contiguous elements: full rows, or full blocks of one row."""
     if columns <= size:
         height = max(1, size // columns)
         for top in range(0, rows, height):
@@ -68,12 +68,12 @@ def _quantize(
 def _dequantize(codes_RC: torch.Tensor, scale_RK: torch.Tensor, code: Code, beta: float) -> torch.Tensor:
     """β times the moment, in blocks."""
     unit_RK = (scale_RK * (1 / code.peak)).mul_(beta)
-    # padded after decoding: code 0 does not decode to zero, and padding must not be a block's maximum
+    # padded after decoding: code 0 does not decode to zero, and padding must not become a block's maximum
     return _blocks(code.decode(codes_RC)).mul_(unit_RK.unsqueeze(-1))
 
 
 def _words(rows: int, columns: int, where: dict[str, int], device: torch.device) -> torch.Tensor:
-    """int32 [rows, columns], one random word per element: one hash per eight elements, then a multiplier each."""
+    """int32 [rows, columns], a random word per element: one hash per eight elements, times a multiplier per element."""
     start = torch.arange(0, columns, GROUP, device=device)
     index_RG = torch.arange(rows, device=device).unsqueeze(1) * columns + start + where["offset"]
     hashed_RG = words_at(index_RG, **{key: where[key] for key in ("seed", "step", "param_index")})
@@ -86,7 +86,7 @@ def _words(rows: int, columns: int, where: dict[str, int], device: torch.device)
 
 def _write_back(target_RC: torch.Tensor, weight_RKB: torch.Tensor, words_RC: torch.Tensor | None) -> None:
     if weight_RKB.data_ptr() == target_RC.data_ptr():
-        return  # fp32 in whole blocks: the parameter itself was updated in place
+        return  # fp32 in full blocks: the parameter was updated in place
     updated_RC = _unblock(weight_RKB, target_RC.shape[1])
     if target_RC.dtype == torch.bfloat16 and words_RC is not None:
         round_with_(target_RC, updated_RC, words_RC)
@@ -114,7 +114,7 @@ def _apply(
     weight_decay: float,
     step: int,
 ) -> None:
-    """As `update.apply_`, in single operations: fused ones round differently on a GPU and a CPU."""
+    """Like `update.apply_`, in single operations: fused ones round differently on a GPU and a CPU."""
     update_N = first_N / root_N.mul(1 / math.sqrt(1 - beta2**step)).add_(eps)
     weight_N.mul_(1 - lr * weight_decay).sub_(update_N.mul_(lr / (1 - beta1**step)))
 
@@ -134,7 +134,7 @@ def fp32_step(
     skip: torch.Tensor | None = None,
     **hyper: float,
 ) -> None:
-    """The step of a tensor with both moments in fp32: those of fewer than 4096 elements."""
+    """The step of a tensor with both moments in fp32, for tensors of fewer than 4096 elements."""
     kept = Snapshot([param, *state], skip)
     first, second = state
     factor1, factor2 = _factors(grad_scale, beta1, beta2, param.device)
@@ -169,7 +169,7 @@ def adamw8bit_step(
     skip: torch.Tensor | None = None,
     fmt: Format = DEFAULT_FORMAT,
 ) -> None:
-    """See the package; benchmarks pass other maps as `fmt`."""
+    """See `trimtab.kernels.adamw8bit.adamw8bit_step`; benchmarks pass other maps as `fmt`."""
     assert param.is_contiguous(), param.stride()
     assert param.shape == grad.shape, (param.shape, grad.shape)
     rows, columns, _ = grid(tuple(param.shape))

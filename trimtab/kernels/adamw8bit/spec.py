@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 IMPLS = ("reference", "triton", "triton_exact")
 
 BLOCK = 256
-"""Values that share a scale."""
+"""Number of elements that share a scale."""
 
 TOP1, TOP2, FIRST_LEVEL = 127, 271, 16
-"""Top levels of the two maps (code.py), and the lowest level of √v's."""
+"""Top levels of the two quantization maps (code.py), and the lowest level of the second."""
 
 GRID = 65536.0
 """Adding and subtracting this rounds a value below 65536 to a multiple of 1/128."""
@@ -22,7 +22,7 @@ TINY = 2.0**-90
 """A block whose maximum is smaller counts as zero: the scale's reciprocal would not be finite."""
 
 GROUP = 8
-"""Neighbours in a row whose random words derive from one hash."""
+"""Number of neighbouring elements in a row whose random words derive from one hash."""
 
 MULTIPLIER = 0x915F77F5
 """The k-th word of a group is hash · MULTIPLIERᵏ mod 2³²: a generator with a good spectrum up to eight dimensions
@@ -32,9 +32,8 @@ SMALL = 4096
 """Tensors of fewer elements have fp32 moments: norms and biases, where 8 bits would save nothing."""
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
-"""Elements per chunk, whose fp32 copies are live at once. On a CPU calls into torch cost more than leaving the cache
-(2¹⁴ takes twice as long as 2¹⁸); on a GPU it bounds temporary memory at 0.2 GB, and fewer would not fill a large GPU.
-"""
+"""Elements per chunk, of which fp32 copies are live. On a CPU calls into torch cost more than cache misses (2¹⁴ takes
+twice as long as 2¹⁸). On a GPU it bounds temporary memory at 0.2 GB; smaller chunks would not fill a large GPU."""
 
 CASES: tuple[tuple[int, ...], ...] = (
     (64, 256),  # whole blocks
@@ -70,7 +69,7 @@ def grid(shape: tuple[int, ...]) -> tuple[int, int, int]:
 def width(columns: int) -> int:
     """Width of a block in the kernel: 256, less for shorter rows.
 
-    The rows of a LoRA adapter's second matrix are as long as its rank: 240 of 256 lanes would be idle.
+    The rows of a LoRA adapter's B are as long as its rank: with rank 16, 240 of 256 lanes would be idle.
 
     Example:
         >>> width(4096), width(16), width(5), width(100)
@@ -103,8 +102,8 @@ def state_bytes(shape: tuple[int, ...]) -> int:
 def scratch_bytes(
     shape: tuple[int, ...], device: str = "cpu", weight_bytes: int = 2, impl: str = "reference"
 ) -> int:
-    """Peak temporary bytes. In torch 57 per element of a chunk, padded to whole blocks, and on a GPU a snapshot of the
-    chunk in case the step is skipped. In Triton none.
+    """Peak temporary bytes: with torch 57 per element of a chunk, padded to full blocks, and on a GPU a snapshot of the
+    chunk in case the step is skipped; none with Triton.
 
     Example:
         >>> scratch_bytes((1024, 1024)), scratch_bytes((1024, 1024), impl="triton")
@@ -141,17 +140,17 @@ class Configuration(NamedTuple):
     """Launch configuration of the Triton kernel."""
 
     blocks: int
-    """Blocks per tile of a program; narrow blocks: as many as have the same number of elements."""
+    """Blocks of 256 per tile; with narrow blocks, tiles have the same number of elements."""
     times: int
-    """Tiles per program, one after another."""
+    """Tiles per program, processed in a loop."""
     warps: int
     stages: int = 1
 
 
 def configuration(capability: int) -> Configuration:
-    """Launch configuration for a GPU: a pure function, so that results do not depend on a measurement.
+    """Returns the launch configuration for a GPU: a pure function, so that results do not depend on a measurement.
 
-    The best of 36 on an H200; 32 tiles per program are 0.6 % faster, but leave too few programs for a single tensor.
+    The best of 36 on an H200, except that 32 tiles per program are 0.6 % faster but too few programs for one tensor.
     """
     return Configuration(blocks=2, times=16, warps=2, stages=3)
 

@@ -1,9 +1,9 @@
 """Multi-tensor launches: a device table of the tensors' addresses and of each program's work.
 
-A tensor is a row of eight int64 (`records`); a program's work is one int64 (`tiles`): the tensor in its lower
-half, the first block (or element) in its upper one. Both are built once. What changes with the step (addresses of
-gradients, random keys, learning rates, weight decay) is three int64 per tensor, copied to the device at once and
-asynchronously.
+A tensor is a row of eight int64 (`records`); a program's work is one int64 (`tiles`): the tensor in its lower half, the
+first block (or element) in its upper half. Both are built once. The values that change with every step (addresses of
+gradients, random keys, learning rates, weight decay) are three int64 per tensor, copied to the device in one
+asynchronous copy.
 """
 
 # n tensors
@@ -50,7 +50,7 @@ class Member:
         return [*places, *[0] * (5 - len(places)), count, columns, self.offset]
 
     def whole(self) -> bool:
-        """Whether rows are whole blocks (narrow ones are full too) and begin at multiples of 16 bytes."""
+        """Whether all blocks are full and rows begin at multiples of 16 bytes, so that loads need no masks."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
         )
@@ -133,7 +133,7 @@ class Table:
         self._prepare(kept)
         live = self._live(kept, lr, weight_decay, beta1, step, seed)
         hyper = self._hyper(beta1, beta2, eps, step, grad_scale, skip, stochastic_rounding)
-        # a single tensor, as in backward: its three values are kernel arguments and nothing is copied
+        # for a single tensor, as with `InBackward`, the three values are kernel arguments and nothing is copied
         one = tuple(int(x) for x in live[:, 0]) if len(self.members) == 1 else (0, 0, 0)
         where = None if len(self.members) == 1 else live.to(self.device, non_blocking=True)
         for launch in self.launches:
@@ -227,7 +227,7 @@ class Table:
     ) -> torch.Tensor:
         """int64 [3, n]: gradients' addresses (0: none), random keys, learning rate and weight decay as fp32."""
         count = len(self.members)
-        # a new pinned buffer each time: torch's allocator does not reuse it before the copy is done
+        # a new pinned buffer per step: torch's allocator does not reuse it before the copy is done
         pinned = self.device.type == "cuda" and count > 1
         host = torch.empty(3, count, dtype=torch.int64, pin_memory=pinned)
         rows = host.numpy()

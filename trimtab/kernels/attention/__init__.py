@@ -10,8 +10,8 @@ with g = h·K // H the key/value head it shares and A(i) the keys that it attend
 with cap(s) = softcap · tanh(s / softcap), or s without a soft cap. With sinks the softmax has one more logit, sink_h,
 whose value is 0.
 
-Every backend is exact, and a fully masked query gives zeros. `impl` selects the backend; `choose_attention` chooses one
-and returns the reason.
+Every backend is exact, and the output of a fully masked query is zero. `impl` names the backend; `choose_attention`
+selects one and returns the reason.
 """
 
 # B batch, T queries, S keys and values, H query heads, K key/value heads, D head size
@@ -93,10 +93,11 @@ def attention(
         k_BSKD, v_BSKD: Keys and values; K divides H.
         layout: `Layout.causal()`, or `Layout.packed(documents_BT)` for sequences of several packed documents.
             Create it once per batch and pass it to every layer.
-        window: Sliding window: most keys on each side, its own included, that a query attends to; None for all.
+        window: Sliding window: maximum number of keys on each side, its own included, that a query attends to; None
+            for all.
         scale: Scale of the scores; 1/√D by default.
         softcap: Soft cap of the scores: softcap · tanh(score / softcap); None for none.
-        causal: Whether to apply a causal mask. Otherwise a query attends to its whole document, or to its keys less
+        causal: Whether to apply a causal mask. Otherwise a query attends to all keys of its document, or to those less
             than `window` tokens away.
         offset: Position of the first query relative to the first key; S − T by default. Arbitrary without packed
             documents: queries may be before the first key or after the last one.
@@ -126,13 +127,13 @@ def attention(
     assert sinks_H is None or sinks_H.shape == q_BTHD.shape[2:3], "sinks must be [query heads]"
     offset = S - T if offset is None else offset
     # Causal queries before the first key are fully masked. They are removed here and their zeros prepended below, so
-    # that hardly any backend gets a softmax over nothing.
+    # that few backends have to handle a softmax without keys.
     num_masked = T if S == 0 else min(max(-offset, 0), T) if causal else 0
     if num_masked:
         q_BTHD, T, offset = q_BTHD[:, num_masked:], T - num_masked, offset + num_masked
     window = effective_window(window, T, S, offset, causal)
     if not causal and window is None and not layout.is_packed:
-        offset = S - T  # nothing is masked, whatever their positions
+        offset = S - T  # nothing is masked, so positions do not matter
     if q_BTHD.numel() == 0:
         # Empty sums, so that keys, values and sinks get zero gradients.
         o_BTHD = q_BTHD.clone() + (k_BSKD[:0].sum() + v_BSKD[:0].sum())
@@ -140,8 +141,8 @@ def attention(
         lse_BTH = o_BTHD.sum(-1, dtype=_statistics_dtype(q_BTHD)) if return_lse else None
     else:
         scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
-        # Tiled kernels take a row's maximum before they scale: with a negative scale it would be the minimum (torch's
-        # gives NaN on a CPU), and 0 times the −∞ of a masked score is NaN. So the queries are scaled beforehand.
+        # Tiled kernels compute a row's maximum before they scale: with a negative scale it would be the minimum (the
+        # CPU kernel returns NaN), and 0 times the −∞ of a masked score is NaN. So the queries are scaled first.
         if scale < 0:
             q_BTHD, scale = -q_BTHD, -scale
         if scale < SMALLEST_NORMAL:
@@ -160,7 +161,7 @@ def attention(
 def _prepend_masked_queries(
     num_masked: int, o_BTHD: torch.Tensor, lse_BTH: torch.Tensor | None, sinks_H: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Prepends the results of `num_masked` fully masked queries, which attend to nothing or to their sink alone."""
+    """Prepends the results of `num_masked` fully masked queries, which attend to no key, or only to their sink."""
     import torch
     import torch.nn.functional as F
 
@@ -182,7 +183,7 @@ def _statistics_dtype(q_BTHD: torch.Tensor) -> torch.dtype:
 def _check_supported(
     impl: str, softcap: float | None, causal: bool, at_end: bool, sinks: bool, return_lse: bool
 ) -> None:
-    """Raises where a backend does not support a call's arguments."""
+    """Raises if a backend does not support a call's arguments."""
     for asked, able, lack in (
         (softcap is not None, CAPPED, "does not support softcap"),
         (not causal, BIDIRECTIONAL, "supports causal attention only"),

@@ -1,4 +1,4 @@
-"""Chooses the attention backend from the device and the requirements, with the reason. Does not import torch."""
+"""Selects the attention backend from the device and the requirements, with the reason. Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trimtab.kernels.choice import ImplChoice
 
 @dataclass(frozen=True)
 class _Requirements:
-    """What the backend must support: the device, the tensors, the masks."""
+    """Requirements on the backend: device, tensors, masks."""
 
     device: str
     capability: tuple[int, int] | None
@@ -60,24 +60,24 @@ def choose_attention(
     sinks: bool = False,
     lse: bool = False,
 ) -> ImplChoice:
-    """Chooses the attention backend for these requirements, or confirms the requested one.
+    """Selects the attention backend for these requirements, or confirms the requested one.
 
     Args:
         device: "cpu", "cuda", or another torch device type.
-        capability: A CUDA device's, such as (9, 0); None elsewhere.
-        dtype: Of queries, keys and values: "fp32", "bf16" or "fp16".
+        capability: Compute capability of a CUDA device, such as (9, 0); None for other devices.
+        dtype: Dtype of queries, keys and values: "fp32", "bf16" or "fp16".
         head_dim: Size of a head.
         packed: Whether sequences contain several packed documents.
-        window: The sliding window; None where it is not smaller than the sequence length.
+        window: The sliding window; None if it is not smaller than the sequence length.
         training: Whether gradients are needed.
         requested: "auto", or one of `IMPLS`; raises `ModelError` with the reason if it does not meet the requirements.
-        deterministic: Whether the backward must be deterministic.
-        tokens: The smallest number of queries in a call, where known.
+        deterministic: Whether the backward pass must be deterministic.
+        tokens: The minimum number of queries in a call, if known.
         softcap: The soft cap of scores, if the model has one.
         triton: Whether Triton is installed.
         causal: Whether the mask is causal.
         sinks: Whether the model has learned logits in the denominator of the softmax.
-        lse: Whether the log-sum-exp is needed, as where results over parts of the keys are combined.
+        lse: Whether the log-sum-exp is needed, for example to combine results over parts of the keys.
 
     Example:
         >>> choose_attention(
@@ -112,7 +112,7 @@ def choose_attention(
 
 
 def _preference(needs: _Requirements) -> tuple[str, ...]:
-    """Backends, fastest first, by this package's README; `_unsupported_reason` decides which are supported."""
+    """Backends, fastest first, as measured in this package's README; `_unsupported_reason` rejects unsupported ones."""
     if needs.device == "cuda":
         hopper = needs.capability is not None and needs.capability >= (9, 0)
         first = ("sdpa_cudnn", "sdpa_flash") if hopper else ("sdpa_flash", "sdpa_cudnn")
@@ -238,7 +238,7 @@ def _reason_for(impl: str, needs: _Requirements) -> str:
 
 
 def _reason_against(other: str, chosen: str, needs: _Requirements) -> str:
-    """Why a supported backend was not chosen."""
+    """Why a supported backend was not selected."""
     if other == "reference":
         return "for reading and testing: it materializes the attention weights"
     if other == "sdpa_math":

@@ -1,7 +1,7 @@
 """FlexAttention: a kernel generated from the mask function; a block mask skips empty tiles.
 
-Always compiled: uncompiled it would materialize the scores, like the reference. Outside a compiled
-region the first call takes seconds. On a CPU torch has only the forward.
+Always compiled: in eager mode it would materialize the scores, like the reference. Outside a compiled region the first
+call takes seconds. On a CPU torch implements only the forward pass.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size
@@ -70,13 +70,13 @@ def _capped(softcap: float) -> Callable[..., torch.Tensor]:
 def block_mask(
     first_BT: torch.Tensor | None, T: int, S: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    """The mask of `Layout.visible` as blocks of 128 × 128: skipped, full, or partially masked.
+    """Returns the mask of `Layout.visible` as blocks of 128 × 128: skipped, full, or partially masked.
 
-    Built from the first visible key of each query, which never decreases within a row, and so without evaluating every
-    pair: the queries of a block attend to one run of keys, from the first query's first key to the last query's own.
+    It is built from the first visible key of each query, which never decreases within a row, without evaluating every
+    pair: a block of queries attends to an interval of keys, from the first query's first key to the last query's own.
 
     Args:
-        first_BT: Start of each token's document; None where a row is one document.
+        first_BT: Start of each token's document; None if each row is one document.
         T, S: Queries and keys; the queries are the last T positions.
         window: Sliding window, in keys.
     """
@@ -116,7 +116,7 @@ def _first_key(
 
 
 def _ordered(blocks_BQK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (number of key blocks, their indices first), each with an axis for heads."""
+    """Returns (number of key blocks, block indices with these first), each with a dimension for heads."""
     blocks_B1QK = blocks_BQK[:, None].to(torch.int8)
     order_B1QK = blocks_B1QK.argsort(dim=-1, descending=True, stable=True)
     return blocks_B1QK.sum(-1, dtype=torch.int32), order_B1QK.to(torch.int32).contiguous()

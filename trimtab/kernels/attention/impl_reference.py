@@ -27,7 +27,7 @@ def attention_reference(
     group = q_BTHD.shape[2] // k_BSKD.shape[2]
     k_BSHD = k_BSKD.repeat_interleave(group, dim=2)
     v_BSHD = v_BSKD.repeat_interleave(group, dim=2)
-    dtype = torch.promote_types(q_BTHD.dtype, torch.float32)  # fp64 stays fp64: it is the truth of tests
+    dtype = torch.promote_types(q_BTHD.dtype, torch.float32)  # fp64 stays fp64, for the ground truth of tests
 
     scores_BHTS = torch.einsum("bthd,bshd->bhts", q_BTHD, k_BSHD).to(dtype) * scale
     if softcap is not None:

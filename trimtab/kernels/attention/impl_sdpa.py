@@ -44,8 +44,8 @@ def attention_sdpa(
                 f"{impl} on a GPU supports no mask, so causal queries must be the last positions, not from {offset}",
                 "use triton or sdpa_efficient",
             )
-        # These support no mask, and SDPA's is_causal aligns the first query with the first key. Several queries
-        # after a cache therefore get dummy ones in front; a single query attends to all keys and needs no mask.
+        # These backends support no mask, and SDPA's is_causal aligns the first query with the first key. So queries
+        # after a cache are padded in front; a single query attends to all keys and needs no mask.
         num_padding = S - T if T > 1 and causal else 0
     elif impl in ("sdpa_efficient", "sdpa_cudnn") and not q_BTHD.is_cuda:
         raise ModelError(f"{impl} requires a GPU", "use sdpa_flash on a CPU")
@@ -57,7 +57,7 @@ def attention_sdpa(
         impl, q_BTHD.device, T, window, S=S, dtype=q_BTHD.dtype, causal=causal, offset=offset
     )
     grouped = q_BTHD.shape[2] != k_BSKD.shape[2]
-    if grouped and impl == "sdpa_efficient":  # the one backend without GQA support
+    if grouped and impl == "sdpa_efficient":  # the only backend without GQA support
         group = q_BTHD.shape[2] // k_BSKD.shape[2]
         k_BSKD, v_BSKD = k_BSKD.repeat_interleave(group, dim=2), v_BSKD.repeat_interleave(group, dim=2)
         grouped = False

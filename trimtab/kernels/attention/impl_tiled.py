@@ -1,8 +1,8 @@
 """A readable FlashAttention-2: the tiled algorithm in plain PyTorch, with its own backward.
 
-The forward loops over tiles of keys and holds, per query, the running maximum m, the sum l of exp(s − m) and the
-output so far; when the maximum grows, the previous sums are rescaled by exp(m_old − m_new). In addition to inputs and
-output the backward needs only L = m + log l, one value per query: p = exp(s − L) is the softmax itself, and with
+The forward pass loops over tiles of keys and updates, per query, the running maximum m, the sum l of exp(s − m) and the
+output; when the maximum grows, the previous sums are rescaled by exp(m_old − m_new). In addition to inputs and output
+the backward pass needs only L = m + log l, one value per query: p = exp(s − L) is the softmax, and with
 D = rowsum(O ∘ dO)
 
     dV = pᵀ dO,   dp = dO Vᵀ,   ds = p ∘ (dp − D),   dQ = ds K / √d,   dK = dsᵀ Q / √d.
@@ -43,8 +43,8 @@ class FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Q (batch, n_q, d), K and V (batch, n_k, d) → O (batch, n_q, d).
 
-        With `is_causal` the queries are the last n_q positions of the n_k keys; a fully masked one
-        (n_q > n_k) gives zeros.
+        With `is_causal` the queries are the last n_q positions of the n_k keys; the output of a fully masked query
+        (n_q > n_k) is zero.
         """
         O, L = _forward(Q, K, V, is_causal)  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
@@ -70,7 +70,7 @@ class FlashAttentionWithLSE(torch.autograd.Function):
     def forward(
         ctx: Any, Q: torch.Tensor, K: torch.Tensor, V: torch.Tensor, is_causal: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `FlashAttention.forward`, with L."""
+        """Like `FlashAttention.forward`; also returns L."""
         O, L = _forward(Q, K, V, is_causal)  # noqa: E741
         ctx.save_for_backward(Q, K, V, O, L)
         ctx.is_causal = is_causal

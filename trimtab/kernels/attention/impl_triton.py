@@ -18,7 +18,7 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.layout import Layout
 
 _SHARED = "Tensor? first, Tensor? last, int window, float scale, float softcap, bool causal"
-# Optional arguments have defaults, which the dispatcher omits from graphs: a call without them is traced as before.
+# Optional arguments have defaults, which the dispatcher omits from graphs.
 _OPTIONAL = "Tensor? query_last=None, Tensor? key_first=None, SymInt? offset=None, Tensor? sinks=None"
 _library = torch.library.Library("trimtab", "FRAGMENT")
 _library.define(
@@ -76,7 +76,7 @@ def _backward(
     return dq, dk, dv, dsinks[0] if dsinks else q.new_empty(0)
 
 
-for _device in ("CUDA", "CPU"):  # on a CPU only Triton's interpreter runs them; else the launch raises
+for _device in ("CUDA", "CPU"):  # on a CPU they run only in Triton's interpreter; otherwise the launch raises
     _library.impl("attention_forward", _forward, _device)
     _library.impl("attention_backward", _backward, _device)
 
@@ -177,7 +177,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dO: torch.Tensor) -> tuple[Any, ...]:
-        """(dQ, dK, dV, None)."""
+        """Returns (dQ, dK, dV, None)."""
         Q, K, V, O, L = (x.unsqueeze(2) for x in ctx.saved_tensors)  # noqa: E741
         grads = launch_triton.backward(dO.unsqueeze(2), Q, K, V, O, L, None, None, ctx.arguments)
         return *(x.squeeze(2) for x in grads), None

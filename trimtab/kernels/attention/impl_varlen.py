@@ -1,6 +1,6 @@
 """FlashAttention over the flattened batch with cumulative document offsets (torch.nn.attention.varlen).
 
-No attention across documents, tiles between them are skipped, and memory is linear in length: there is no mask.
+Tiles across documents are skipped, and without a materialized mask memory is linear in the sequence length.
 """
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size, N = B·T, M = B·S

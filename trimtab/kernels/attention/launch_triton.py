@@ -1,4 +1,4 @@
-"""Launches the Triton kernels: strides, tiles, outputs. Works with interpreted kernels too."""
+"""Launches the Triton kernels: strides, tiles, outputs. Also works with interpreted kernels."""
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head size, G = H / K
 
@@ -30,11 +30,11 @@ class KernelArguments:
     window: int
     scale: float
     softcap: float
-    """0 for none."""
+    """0 for no soft cap."""
     causal: bool
-    """Without causality a window extends as far to the right as to the left."""
+    """Without a causal mask, a window extends as far to the right as to the left."""
     offset: int | None = None
-    """Position of the first query among the keys; None where the queries are the last ones."""
+    """Position of the first query among the keys; None if the queries are the last positions."""
 
 
 def forward(
@@ -50,7 +50,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (o_BTHD, lse_BTH): the output, and log Σ exp of each row's scores, −∞ for fully masked rows.
 
-    `first_BT` and, without causality, `query_last_BT` are the bounds of each query's document (`layout.Bounds`).
+    `first_BT` and, for non-causal attention, `query_last_BT` are the bounds of each query's document (`layout.Bounds`).
     """
     q, k, v = (_with_supported_strides(x) for x in (q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
@@ -91,10 +91,10 @@ def backward(
     key_first_BS: torch.Tensor | None = None,
     with_tiles: tuple[Tiles, Tiles] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns (dq, dk, dv), contiguous and deterministic; `dlse_BTH` where the log-sum-exp has a gradient too.
+    """Returns (dq, dk, dv), contiguous and deterministic; `dlse_BTH` is the gradient of the log-sum-exp, if any.
 
-    With sinks their gradient is the fourth. The kernels do not read the sinks: they are in the log-sum-exp.
-    `last_BS` and, without causality, `key_first_BS` are the bounds of each key's document.
+    With sinks, their gradient is the fourth result; the kernels do not read them: the log-sum-exp includes them.
+    `last_BS` and, for non-causal attention, `key_first_BS` are the bounds of each key's document.
     """
     do, q, k, v = (_with_supported_strides(x) for x in (do_BTHD, q_BTHD, k_BSKD, v_BSKD))
     (B, T, H, D), (S, K) = q.shape, k.shape[1:3]
@@ -171,7 +171,7 @@ def _as_kernel_arguments(
 ) -> tuple[Any, Any, bool]:
     """Two tensors as kernel arguments: TMA descriptors where possible, else pointers.
 
-    Tiles are `rows` of (token, head), `heads` per token. Both are bitwise identical.
+    Tiles are `rows` of (token, head), `heads` per token. Results are bitwise identical.
     """
     if capability < 90 or rows % heads or not (_supports_tma(x) and _supports_tma(y)):
         return x, y, False

@@ -1,11 +1,11 @@
 """The attention mask of a batch: computed once, then shared by every layer.
 
-A document is a run of equal ids in a row of the batch. Each backend needs the mask in its own form: an additive mask,
+A document is a run of equal ids in a row of the batch. The backends read the mask in different forms: an additive mask,
 cumulative offsets of the documents in the flattened batch, bounds of each token's document, or a block mask. `Layout`
 builds a form at the first call and caches it.
 """
 
-# B batch, T queries, S keys, Q documents in the whole batch
+# B batch, T queries, S keys, Q documents in the batch
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from trimtab.facts.errors import ModelError
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# A key/value cache grows by one token per step, and each length is a form of its own: cache the latest few.
+# A key/value cache grows by one token per step, and each length needs another form: only the latest are cached.
 MAX_CACHED_FORMS = 8
 
 
 @dataclass(frozen=True)
 class Mask:
-    """For masked backends. With `bias` None, either plain causal attention or no mask."""
+    """Form for masked backends. With `bias` None, either plain causal attention or no mask."""
 
     bias: torch.Tensor | None
     """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key is visible, −∞ elsewhere."""
     is_causal: bool
     fully_masked_BT: torch.Tensor | None = None
-    """[B or 1, T] bool: fully masked queries; None where there cannot be any. `bias` is 0 for them, so that no softmax
-    is over nothing, and their results must be replaced."""
+    """[B or 1, T] bool: fully masked queries; None if there cannot be any. `bias` is 0 for them, so that their softmax
+    is finite, and their results must be replaced."""
 
 
 @dataclass(frozen=True)
 class Offsets:
-    """For `varlen`: cumulative start of each document in the batch's flattened tokens."""
+    """Form for `varlen`: cumulative start of each document in the batch's flattened tokens."""
 
     starts_q: torch.Tensor
-    """[Q + 1] int32 on the device; the last one is the number of tokens."""
+    """[Q + 1] int32 on the device; the last entry is the number of tokens."""
     starts_k: torch.Tensor
     longest_q: int
     """An upper bound, a power of two: few distinct values, so that a compiled region is not recompiled."""
@@ -50,21 +50,21 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Bounds:
-    """For `triton`: the first and the last token of a token's document, counted from the first key.
+    """Form for `triton`: the first and the last token of a token's document, counted from the first key.
 
-    int32 on the device, None where a row is one document. Causal attention reads the first two.
+    int32 on the device, None if each row is one document. Causal attention reads the first two.
     """
 
     first_BT: torch.Tensor | None
-    """Of each query's document."""
+    """First token of each query's document."""
     last_BS: torch.Tensor | None
-    """Of each key's document."""
+    """Last token of each key's document."""
     last_BT: torch.Tensor | None = None
     first_BS: torch.Tensor | None = None
 
 
 def effective_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
-    """The window, or None where it masks no key of any query."""
+    """Returns the window, or None if it masks no key of any query."""
     reach = offset + T if causal else max(offset + T, S - offset)
     return None if window is None or window >= reach else window
 
@@ -80,20 +80,20 @@ class Layout:
 
     def __init__(self, documents_BT: torch.Tensor | None, first_key: int | None = None) -> None:
         self.documents_BT = documents_BT
-        """Index of each position's run of equal ids within its row, int32; None where a row is one document. Usually
+        """Index of each position's run of equal ids within its row, int32; None if each row is one document. Usually
         the keys are at all of these positions, and the queries at the last ones."""
         self.first_key = first_key
-        """Position of the first key, where the keys are a part of these positions (`from_key`); else None."""
+        """Position of the first key, if the keys are only a part of these positions (`from_key`); else None."""
         self._forms: dict[tuple[Any, ...], Any] = {}
 
     @staticmethod
     def causal() -> Layout:
-        """Every row is one document. With more keys than queries, the queries are the last positions."""
+        """Returns the layout of one document per row; with more keys than queries, queries are the last positions."""
         return Layout(None)
 
     @staticmethod
     def packed(documents_BT: torch.Tensor) -> Layout:
-        """Tokens attend only to their own document.
+        """Returns the layout of packed documents: tokens attend only to their own document.
 
         Args:
             documents_BT: Integer ids; a document is a run of equal ids, so an id that recurs later in the row is
@@ -107,12 +107,12 @@ class Layout:
 
     @staticmethod
     def left_padded(padding_B: Sequence[int], length: int) -> Layout:
-        """Left-padded rows: each is preceded by its number of padding tokens.
+        """Returns the layout of left-padded rows.
 
-        Padding attends to padding only, so that it stays finite and no text token attends to it.
+        Padding attends only to padding, so that it stays finite and no text token attends to it.
 
         Args:
-            padding_B: Padding tokens before each row.
+            padding_B: Number of padding tokens before each row.
             length: Keys per row, padding included. There may be fewer queries: the last positions of a cache.
 
         Example:
@@ -125,7 +125,7 @@ class Layout:
         return Layout((torch.arange(length) >= starts_B1).int())
 
     def last(self, keys: int) -> Layout:
-        """The layout of the last `keys` keys: those of a cache that dropped keys outside the sliding window.
+        """Returns the layout of the last `keys` keys, for a cache that dropped keys outside the sliding window.
 
         Example:
             >>> Layout.left_padded([0, 2], 4).last(3).visible(1, 3, None).int().tolist()
@@ -139,10 +139,10 @@ class Layout:
         return self._forms["last", keys]
 
     def from_key(self, first_key: int) -> Layout:
-        """The same rows for keys that start at this position, as many as a call has.
+        """Returns the layout for keys that start at this position; their number is that of the call.
 
-        For attention over a part of the keys, whose results are combined by their log-sum-exp. The `offset` of the
-        queries is relative to the first key, as always; they may be before or after these keys.
+        For attention over a part of the keys, with results that are combined by their log-sum-exp. The `offset` of the
+        queries is relative to the first key; queries may be before or after these keys.
 
         Example:
             >>> rows = Layout.packed(torch.tensor([[0, 0, 1, 1, 1, 1]]))
@@ -169,16 +169,15 @@ class Layout:
         causal: bool = True,
         offset: int | None = None,
     ) -> Any:
-        """The form that `impl` reads, built at the first call with these arguments and cached.
+        """Returns the form that `impl` reads, built at the first call with these arguments and cached.
 
-        `attention` calls this itself; calling it before the first layer moves the work out of a
-        compiled or timed region.
+        `attention` calls this; calling it before the first layer moves the work out of a compiled or timed region.
 
         Args:
-            T, S: Number of queries and of keys (T where not given).
+            T, S: Number of queries and of keys (T if not given).
             window: As in `attention`.
             B: Rows of the batch; only required by `varlen` without packed documents.
-            dtype: Of the queries; masks are additive and have it.
+            dtype: Dtype of the queries, and of additive masks.
             causal, offset: As in `attention`.
         """
         S = T if S is None else S
@@ -232,10 +231,10 @@ class Layout:
         dtype: torch.dtype = torch.float32,
         causal: bool = True,
     ) -> PreparedLayout:
-        """This layout in the one form that `impl` reads, to pass to a compiled region.
+        """Returns this layout with only the form that `impl` reads, to pass to a compiled region.
 
         The forms cached here are keyed by lengths and windows in a dict, and a compiled region would guard on all of
-        them; a prepared one is tensors and a flag, so that other lengths and documents do not recompile.
+        them. A prepared layout is tensors and a flag, so that other lengths and documents do not recompile.
 
         Example:
             >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).ready("triton", "cpu", 3)
@@ -258,7 +257,7 @@ class Layout:
         causal: bool = True,
         offset: int | None = None,
     ) -> torch.Tensor:
-        """[B or 1, T, S] bool: whether query t attends to key s. The definition that every form must agree with."""
+        """[B or 1, T, S] bool: whether query t attends to key s. The definition of all forms."""
         offset = S - T if offset is None else offset
         i_T1 = torch.arange(offset, offset + T, device=device)[:, None]
         j_S = torch.arange(S, device=device)
@@ -293,7 +292,7 @@ class Layout:
         if offset < 0 or offset + T > S:  # other queries attend at least to the key at their own position
             fully_masked_BT = ~seen_BTS.any(-1)
             seen_BTS = seen_BTS | fully_masked_BT[:, :, None]
-        # Rows padded to 8 elements: CUDA's memory-efficient kernel would else copy the mask in each layer.
+        # Rows are padded to 8 elements: otherwise CUDA's memory-efficient kernel would copy the mask in each layer.
         room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
         bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
         return Mask(bias_BTS[:, None], is_causal=False, fully_masked_BT=fully_masked_BT)
@@ -316,7 +315,7 @@ class Layout:
         return Offsets(starts_q, starts_k, min(longest, T), longest)
 
     def _bounds(self, T: int, S: int, offset: int, device: torch.device) -> Bounds:
-        """Does not synchronize with a GPU, whatever the documents' device."""
+        """Builds `Bounds` without a GPU synchronization, also if the documents are on a GPU."""
         if self.documents_BT is None:
             return Bounds(None, None)
         documents_BL = self.documents_BT
@@ -344,7 +343,7 @@ class Layout:
 
 
 class PreparedLayout(Layout):
-    """A layout in one prepared form (`Layout.ready`), for one backend, window and length."""
+    """A layout with a single prepared form (`Layout.ready`), for one backend, window and length."""
 
     def __init__(self, form: Any, documents_BT: torch.Tensor | None) -> None:
         super().__init__(documents_BT)
@@ -369,5 +368,5 @@ class PreparedLayout(Layout):
         causal: bool = True,
         offset: int | None = None,
     ) -> Any:
-        """Returns the prepared form, whatever the arguments."""
+        """Returns the prepared form; arguments are ignored."""
         return self.form

@@ -24,13 +24,13 @@ CAPPED = ("reference", "flex", "triton")
 BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
 """Backends that support non-causal attention."""
 WITH_OFFSET = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton")
-"""Backends that support queries at other than the last positions; sdpa_flash on a CPU, where it reads a mask."""
+"""Backends that support queries at other than the last positions; sdpa_flash only on a CPU, where it reads a mask."""
 WITH_SINKS = ("reference", "triton")
 """Backends that support attention sinks: learned logits in the denominator of the softmax."""
 WITH_LSE = ("reference", "triton")
 """Backends that return a differentiable log-sum-exp."""
 MIN_FLEX_QUERIES = 128
-"""Minimum queries of FlexAttention on a GPU: below one block its generated kernels failed on an H200."""
+"""Minimum number of queries of FlexAttention on a GPU: below one block its generated kernels failed on an H200."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def make_inputs(
 
 
 def make_sinks(case: Case, dtype: str, device: str = "cpu", seed: int = 2) -> torch.Tensor | None:
-    """sinks_H in a dtype, of the magnitude of some scores; None where a case has none."""
+    """Returns sinks_H in a dtype, of the magnitude of the scores; None for a case without sinks."""
     import torch
 
     sinks_H = torch.randn(case.H, generator=torch.Generator().manual_seed(seed)).bfloat16() + 1.0
@@ -143,7 +143,7 @@ def make_sinks(case: Case, dtype: str, device: str = "cpu", seed: int = 2) -> to
 
 
 def make_lse_gradient(case: Case, dtype: str, device: str = "cpu", seed: int = 1) -> torch.Tensor:
-    """dlse_BTH, an upstream gradient of the log-sum-exp: fp32, or fp64 for fp64 inputs."""
+    """Returns dlse_BTH, an upstream gradient of the log-sum-exp: fp32, or fp64 for fp64 inputs."""
     import torch
 
     dlse_BTH = torch.randn(case.B, case.T, case.H, generator=torch.Generator().manual_seed(seed))

@@ -1,9 +1,9 @@
-"""The gate of a feed-forward layer: act(gate) · up, in one pass forward and one backward.
+"""The gated activation of a feed-forward layer: act(gate) · up, one kernel in each direction.
 
     SwiGLU: act(x) = x · σ(x)                          GeGLU: act(x) = x · Φ(x), or its tanh form
     ∂L/∂up = g · act(gate)                             ∂L/∂gate = g · up · act'(gate)
 
-Only gate and up are saved for the backward, which recomputes act(gate): torch's own also saves act(gate).
+Only gate and up are saved for the backward pass, which recomputes act(gate); plain torch also saves act(gate).
 """
 
 # gate and up have the same, arbitrary shape
@@ -28,7 +28,7 @@ def gated_activation(
     impl: str = "reference",
     overwrite_inputs: bool = False,
 ) -> torch.Tensor:
-    """act(gate) · up, elementwise.
+    """Computes act(gate) · up, elementwise.
 
     Args:
         gate, up: The same shape and dtype; views into the output of one fused projection are not copied.
@@ -38,7 +38,7 @@ def gated_activation(
         overwrite_inputs: Whether the backward pass of "triton" may write the gradients over gate and up, which lowers
             the peak by one tensor of this shape. For activation checkpointing, where gate and up are recomputed for a
             single backward pass and nothing else reads them; a second backward pass over the same tensors raises.
-            Views of one tensor, and tensors that are being traced, are never overwritten. "reference" ignores it.
+            Views of one tensor and traced tensors are never overwritten. "reference" ignores this option.
 
     Returns:
         A contiguous tensor of that shape and dtype.

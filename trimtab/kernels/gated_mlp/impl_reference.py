@@ -1,4 +1,4 @@
-"""The gate in torch, as the decoder computes it; autograd computes the gradients."""
+"""The gated activation in torch; autograd computes the gradients."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ LARGE_CASES = (
 
 
 def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> dict[str, torch.Tensor]:
-    """gate_NW and up_NW, the same bf16 values in every dtype."""
+    """Returns gate_NW and up_NW, the same bf16 values in every dtype."""
     import torch
 
     generator = torch.Generator(device).manual_seed(seed)

@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
     """Resolves "auto" to an implementation, and raises for unknown names.
 
-    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both are bitwise identical.
+    "auto" is Triton if it runs on the tensor's device, else torch: both are bitwise identical.
     """
     if impl == "auto":
         from trimtab.kernels.triton_support import runs_triton
@@ -60,7 +60,7 @@ def quantize(
     Args:
         x: [..., C].
         granularity: one scale for the "tensor", each "row" (all but the last dimension), or each "group" of a row.
-        group: values per group; a row's last group may be shorter.
+        group: elements per group; a row's last group may be shorter.
         scheme: "absmax" or "affine".
         check: raise if a value is NaN or infinite; synchronizes with the device once.
         impl: auto, reference or triton.

@@ -1,4 +1,4 @@
-"""8-bit quantization in torch: the definition that the kernels must equal bit for bit."""
+"""8-bit quantization in torch: the kernels must be bitwise identical to it."""
 
 # R rows, C columns, S scales, G values per group
 

@@ -65,11 +65,11 @@ class Int8Tensor:
     codes: torch.Tensor
     """int8, the original's shape."""
     scale: torch.Tensor
-    """fp32 [S]: row by row, a row's groups in order."""
+    """fp32 [S]: row by row, and in each row group by group."""
     zero_point: torch.Tensor
     """int8 [S]; [0] with absmax."""
     length: int
-    """Values that share a scale; 0 for all."""
+    """Number of elements that share a scale; 0 if all do."""
     dtype: torch.dtype
     """The original's dtype."""
 

@@ -28,7 +28,7 @@ CASES: tuple[tuple[tuple[int, ...], int], ...] = (
 
 
 def group_length(shape: tuple[int, ...], granularity: str, group: int) -> int:
-    """Values of a row that share a scale; 0 for the whole tensor.
+    """Number of elements of a row that share a scale; 0 if the tensor has a single scale.
 
     Example:
         >>> group_length((4, 300), "row", 128), group_length((4, 300), "group", 128)
@@ -39,7 +39,7 @@ def group_length(shape: tuple[int, ...], granularity: str, group: int) -> int:
 
 
 def num_scales(shape: tuple[int, ...], length: int) -> int:
-    """Number of scales of a tensor whose groups have `length` values (0: one scale). Groups never span rows.
+    """Number of scales of a tensor whose groups have `length` elements (0: one scale). Groups never span rows.
 
     Example:
         >>> num_scales((4, 300), 128), num_scales((4, 300), 0)
@@ -50,7 +50,7 @@ def num_scales(shape: tuple[int, ...], length: int) -> int:
 
 
 def tensor_bytes(shape: tuple[int, ...], length: int, affine: bool) -> int:
-    """Bytes of the quantized tensor: one per value, four per scale, one per zero point."""
+    """Bytes of the quantized tensor: one per element, four per scale, one per zero point."""
     return math.prod(shape) + num_scales(shape, length) * (5 if affine else 4)
 
 

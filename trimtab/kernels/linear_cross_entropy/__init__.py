@@ -5,7 +5,7 @@
     ∂loss_n/∂logits_nv = softmax(logits_n)_v − [v = label(n)]
 
 The logits are the largest tensor of a training step: 4096 tokens × 151,936 entries are 2.3 GiB in fp32, and plain
-autograd holds two or three copies.
+autograd allocates two or three copies.
 """
 
 # N tokens, C hidden size, V vocabulary
@@ -52,13 +52,13 @@ def linear_cross_entropy(
         token_weights_N: Weights of the tokens' losses, not differentiated. "mean" still divides by the number
             of tokens with a target, not by the sum of the weights. For training loops that users write themselves; no
             recipe sets it.
-        label_smoothing: Share of the target that is spread evenly over the vocabulary.
+        label_smoothing: Fraction of the target distribution that is uniform over the vocabulary.
         z_loss: Coefficient of the squared log-sum-exp that is added to each token's loss.
         softcap: Logit soft cap: `softcap · tanh(logits / softcap)`. For models that users write
             themselves; no recipe sets it.
-        chunk_tokens: Rows of logits per chunk; by default `spec.chunk_tokens(N, V)` for "chunked" and
-            what `memory_bytes` allows for "triton". Where this makes more than 48 chunks, "triton" sums the gradient
-            of a 16-bit weight in fp32, which takes 4 bytes per element of weight while it is computed.
+        chunk_tokens: Rows of logits per chunk; by default `spec.chunk_tokens(N, V)` for "chunked", and the maximum that
+            `memory_bytes` allows for "triton". With more than 48 chunks, "triton" accumulates the gradient of a 16-bit
+            weight in fp32, which needs 4 bytes per element of weight temporarily.
         memory_bytes: For "triton": memory budget in addition to inputs and gradients. By default small (a twelfth of
             the gradients, at least 24 MiB); more is faster until all logits fit, in the inputs' dtype.
             `choice.choose_loss` sets it for all steps of a run. The same budget gives bitwise identical results.

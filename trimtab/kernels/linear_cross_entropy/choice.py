@@ -1,4 +1,4 @@
-"""Chooses the loss implementation of a run and its memory budget, with the reason. Does not import torch."""
+"""Selects the loss implementation of a run and its memory budget, with the reason. Does not import torch."""
 
 # N tokens, C hidden size, V vocabulary
 
@@ -10,7 +10,7 @@ from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy.schedule import MIN_BYTES, row_stride
 
 SHARE = 16
-"""The loss may use this share of a device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
+"""Fraction of the device's memory that the loss may use: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LossChoice:
 
 
 def choose_loss(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, vocabulary: int) -> LossChoice:
-    """Chooses the loss of a run.
+    """Selects the loss implementation of a run.
 
     Args:
         triton: whether the device runs Triton kernels.

@@ -1,12 +1,12 @@
-"""Loss and gradients from a part of the logits at a time, in plain torch, with one of two strategies.
+"""Loss and gradients in plain torch from a part of the logits at a time, with one of two strategies.
 
-Small vocabularies: gradients are computed in the forward, while a chunk's logits are live. Three
-products, as many as plain autograd; the backward only scales by the upstream gradient.
+Small vocabularies: the forward pass computes gradients while a chunk's logits are live. Three products, as many as
+plain autograd; the backward pass only scales by the upstream gradient.
 
-Large ones, and losses per token (whose upstream gradients are not known in the forward): the backward recomputes
-the logits, one block of the vocabulary at a time, so that each part of weight's gradient is finished and
-written once. Four products, but only a log-sum-exp per token is saved, and there is no fp32 copy of
-weight's gradient to accumulate into.
+Large vocabularies, and losses per token (whose upstream gradients are not known in the forward pass): the backward pass
+recomputes the logits, one block of the vocabulary at a time, so that each part of weight's gradient is computed and
+written once. Four products, but only a log-sum-exp per token is saved, and no fp32 accumulator for weight's gradient is
+needed.
 """
 
 # N tokens, n tokens of a chunk, C hidden size, V vocabulary, v entries of a block
@@ -63,7 +63,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 class _Rows:
     """Computes log-probabilities chunk by chunk, in buffers that all chunks share.
 
-    Shared, because on a CPU new memory for every chunk costs page faults, as much time as its softmax.
+    On a CPU, newly allocated memory for every chunk would cost page faults, as much time as its softmax.
     """
 
     def __init__(

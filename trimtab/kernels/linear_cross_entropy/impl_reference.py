@@ -22,7 +22,9 @@ def reference(
 ) -> torch.Tensor:
     """weight · loss per token, 0 where ignored. See `linear_cross_entropy`."""
     logits_NV = F.linear(hidden_NC, weight_VC, bias_V)
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))  # fp64 stays: tests' truth
+    logits_NV = logits_NV.to(
+        torch.promote_types(logits_NV.dtype, torch.float32)
+    )  # fp64 stays fp64, for tests
     if objective.softcap:
         logits_NV = objective.softcap * torch.tanh(logits_NV / objective.softcap)
     losses_N = F.cross_entropy(

@@ -38,7 +38,7 @@ def check_inputs(
 
 
 def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts the tensor to autocast's dtype where autocast is enabled, as for any other matrix product."""
+    """Casts the tensor to autocast's dtype if autocast is enabled, as for any other matrix product."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor

@@ -15,10 +15,10 @@ REMEDY = (
 
 
 def check_labels(labels_N: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raises `DataError` naming the first label outside the vocabulary.
+    """Raises `DataError` with the first label outside the vocabulary.
 
-    On a GPU, and inside a compiled region, this would synchronize in every step: there the check is a device-side
-    assertion, which stops the run with the same message but without the position.
+    On a GPU, and inside a compiled region, this would synchronize in every step; there the check is a device-side
+    assertion, which stops the run with the same message, but without the position.
     """
     bad_N = ((labels_N < 0) | (labels_N >= vocabulary)) & (labels_N != ignore_index)
     if torch.compiler.is_compiling() or labels_N.device.type != "cpu":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 LOWEST = -3.0e38
-"""The largest z of an empty part: finite, so that the difference of two of them is not NaN."""
+"""The largest z of an empty part: finite, so that differences are not NaN."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Objective:
 
 
 def combine(partials_4NS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (lse_N, nll_N, label_N, sum_N) of whole rows from their parts.
+    """Returns (lse_N, nll_N, label_N, sum_N) of full rows from their parts.
 
-    nll = lse − z at the label, computed as log Σ − (label − largest): this stays accurate where the model is
-    nearly certain, and lse and the label's logit are two large, almost equal values.
+    nll = lse − z at the label, computed as log Σ − (label − largest): this stays accurate if the model is nearly
+    certain, so that lse and the label's logit are large and almost equal.
     """
     import torch
 

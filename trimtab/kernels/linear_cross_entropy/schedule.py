@@ -14,18 +14,18 @@ MiB = 2**20
 MIN_BYTES = 24 * MiB
 LOW_SHARE = 12
 MIN_ROWS = 384
-"""Fewer rows are slower than blocks: the third product then mostly reads and writes weight's gradient. On an H200 with
-384 rows 8.0, 48, 61 ms against 8.2, 54, 61 for blocks, with 256 rows 8.9, 55, 66 (first three shapes of the
+"""With fewer rows "rows" is slower than "blocks": its third product mostly reads and writes weight's gradient. On an
+H200 with 384 rows 8.0, 48, 61 ms against 8.2, 54, 61 for blocks, with 256 rows 8.9, 55, 66 (first three shapes of the
 README)."""
 MAX_ENTRIES = 8448
-"""Of a block: larger ones are evicted from the cache before their products read them (8.2 ms against 8.6 without a
-limit, at 4096 × 1024 × 151,936; half of it 8.5), and 8448 × 1024 elements are two waves of 128 × 256 tiles on 132
-multiprocessors."""
+"""Maximum size of a block: larger ones are evicted from the cache before their products read them (8.2 ms against 8.6
+without a limit, at 4096 × 1024 × 151,936; half of it 8.5), and 8448 × 1024 elements are two waves of 128 × 256 tiles on
+132 multiprocessors."""
 MAX_CHUNKS = 48
 """A 16-bit gradient is rounded once per chunk: 48 roundings have an error of 0.4 % rms, within the tolerance. Where
 `chunk_tokens` makes more chunks, weight's gradient is summed in fp32 and rounded once."""
 ROW_STEP = 128
-"""With several chunks, rows per chunk are a multiple of a product's tile, where memory allows."""
+"""Tile size of a product: with several chunks, rows per chunk are a multiple of it, if memory allows."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def schedule(
         width, gradient_width: Bytes per element of the inputs and of weight's gradient.
         memory_bytes: Memory budget in addition to inputs and gradients; by default `default_memory_bytes`.
         by_token: Whether the gradient of each token's loss is only known in the backward (reduction "none").
-        weight_grad: Whether weight's gradient is wanted.
+        weight_grad: Whether weight's gradient is computed.
     """
     if memory_bytes is None:
         memory_bytes = default_memory_bytes(N, C, V, width, gradient_width)

@@ -1,6 +1,6 @@
 """Vocabulary-parallel cross-entropy: per-shard statistics, their combination, and per-shard gradients.
 
-    partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank: no logits leave it
+    partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank; logits are not sent
     statistics  = combine_partials(torch.stack(all ranks' partials))            16 bytes per token and rank, gathered
     losses_N    = statistics.losses(objective)
     gradients   = shard_gradients(upstream_N, hidden, weight_shard, labels, statistics, …)
@@ -39,7 +39,7 @@ class RowStatistics:
     sum_N: torch.Tensor
 
     def losses(self, vocabulary: int, objective: Objective = PLAIN) -> torch.Tensor:
-        """loss_N, before token weights; ignored tokens have a value too: exclude them by an upstream gradient of 0."""
+        """loss_N, before token weights. Ignored tokens have a value too: exclude them by an upstream gradient of 0."""
         return losses_of(objective, vocabulary, self.lse_N, self.nll_N, self.label_N, self.sum_N)
 
 
@@ -58,7 +58,7 @@ def shard_partials(
 
     Args:
         weight_VC: Entries [first, first + V) of the vocabulary, with their `bias_V`.
-        labels_N: Ids in the whole vocabulary.
+        labels_N: Ids in the full vocabulary.
 
     Example:
         >>> hidden, head, labels = torch.zeros(2, 4), torch.zeros(8, 4), torch.tensor([1, 7])
@@ -130,14 +130,14 @@ def shard_gradients(
     weight_gradient_dtype: torch.dtype | None = None,
     memory_bytes: int | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of hidden (this shard's summand), weight and bias; None where not wanted.
+    """Returns the gradients of hidden (this shard's summand), weight and bias; None for those not requested.
 
     Args:
         upstream_N: fp32 upstream gradients of the tokens' losses, including token weights and divisor; 0
             where a token is ignored.
         vocabulary: Entries of all shards together.
-        wanted: Which of the three to compute.
-        weight_gradient_dtype: By default weight's.
+        wanted: Whether to compute each of the three.
+        weight_gradient_dtype: Dtype of weight's gradient; by default that of weight.
     """
     (N, C), V = hidden_NC.shape, weight_VC.shape[0]
     kind = weight_gradient_dtype or weight_VC.dtype

@@ -25,9 +25,9 @@ SMALL_VOCABULARY = 32_768
 def chunk_tokens(N: int, V: int) -> int:
     """Rows of logits per chunk of "chunked".
 
-    As many as make 8 MiB in fp32 (fewer make the product slow, more exceed the cache: measured at 2048 × 256 ×
-    4096 on one CPU core), or, with large vocabularies, a sixteenth of the rows but no more than 512: every chunk
-    reads the weight and adds to its gradient once, and from some 500 rows on the arithmetic outweighs that.
+    8 MiB of logits in fp32 (less makes the product slow, more exceeds the cache: measured at 2048 × 256 × 4096 on one
+    CPU core), or, with large vocabularies, a sixteenth of the rows but at most 512: every chunk reads the weight and
+    adds to its gradient once, and from about 500 rows on the arithmetic dominates.
 
     Example:
         >>> chunk_tokens(2048, 4096), chunk_tokens(4096, 151_936), chunk_tokens(32_768, 151_936)
@@ -38,7 +38,7 @@ def chunk_tokens(N: int, V: int) -> int:
 
 
 def block_entries(rows: int, N: int, V: int) -> int:
-    """Vocabulary entries per block of the backward: as many logits as a chunk of `rows` has.
+    """Vocabulary entries per block of the backward pass, with as many logits as a chunk of `rows`.
 
     Example:
         >>> block_entries(256, 4096, 151_936)
@@ -48,17 +48,17 @@ def block_entries(rows: int, N: int, V: int) -> int:
 
 
 def recomputes(V: int, reduction: str) -> bool:
-    """Whether "chunked" recomputes the logits in the backward instead of computing gradients in the forward.
+    """Whether "chunked" recomputes the logits in the backward pass instead of computing gradients in the forward pass.
 
-    It must for losses per token. It does so for large vocabularies, where an fp32 accumulator for weight's gradient,
-    read and written by every chunk, costs more memory and, on a GPU, more time than one more product.
+    Losses per token require it. For large vocabularies it is cheaper: an fp32 accumulator for weight's gradient, read
+    and written by every chunk, costs more memory and, on a GPU, more time than one more product.
     """
     return reduction == "none" or V > SMALL_VOCABULARY
 
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested; `ignored` is the share of labels without a target."""
+    """A test case; `ignored` is the fraction of labels without a target."""
 
     name: str
     N: int
@@ -70,7 +70,7 @@ class Case:
     spread: float = 1.0
     """Standard deviation of the logits: 1 is flat, 20 puts all probability on one entry."""
     aligned: float = 0.0
-    """How much hidden states are aligned with their label: 1 raises its logit by `spread`²."""
+    """Alignment of hidden states with their label: 1 raises the label's logit by `spread`²."""
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None

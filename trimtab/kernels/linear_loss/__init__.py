@@ -33,7 +33,7 @@ def linear_loss(
     reduction: str = "sum",
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """Σ_n fn(logits_n, …), differentiable in hidden, weight, bias and the per-token tensors.
+    """Computes Σ_n fn(logits_n, …), differentiable in hidden, weight, bias and the per-token tensors.
 
     For training loops that users write themselves, with a loss of their own; no recipe uses it.
 
@@ -44,7 +44,7 @@ def linear_loss(
             and the same tokens of each per-token tensor. It must treat tokens independently: chunk boundaries are
             arbitrary. It is called with autograd enabled, and again in the backward for "none". Captured tensors are
             constants; one that requires a gradient raises.
-        per_token: Tensors whose first axis is N.
+        per_token: Tensors whose first dimension is N.
         bias_V: Added to the logits.
         impl: "chunked", or "reference" (the full logits).
         reduction: "sum", or "none" for one loss per token (whose backward recomputes the logits). Divide as the method

@@ -1,4 +1,4 @@
-"""The function of all logits at once, differentiated by autograd."""
+"""The function of the full logits, differentiated by autograd."""
 
 # N tokens, C hidden size, V vocabulary
 

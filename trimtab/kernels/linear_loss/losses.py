@@ -33,7 +33,7 @@ def distillation_loss(
     forward: KL(teacher ‖ student) = Σ_v p · (log p − log q)        mode-covering
     reverse: KL(student ‖ teacher) = Σ_v q · (log q − log p)        mode-seeking
 
-    T² keeps the gradients' magnitude as at T = 1.
+    The factor T² makes the gradients' magnitude independent of T.
 
     Args:
         teacher_hidden_ND, teacher_weight_VD: The teacher's last hidden states and head: its logits are computed for one

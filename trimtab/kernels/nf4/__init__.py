@@ -1,12 +1,12 @@
 """NF4, the 4-bit format of QLoRA, bitwise compatible with bitsandbytes.
 
-A tensor is flattened and split into blocks. A block stores its largest magnitude s = max |w|, and each value the
+A tensor is flattened and split into blocks. A block stores its largest magnitude s = max |w|, and for each element the
 index c of the table entry nearest to w / s, so that
 
     w ≈ TABLE[c] · s
 
 Double quantization stores the scales in 8 bits as well, centered on their mean: s ≈ MAP[a] · t + mean(s) with one t per
-256 scales. That is 4.13 bits per value with blocks of 64.
+256 scales. With blocks of 64 that is 4.13 bits per parameter.
 """
 
 # M rows of x, N output features, K input features
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 def resolve_impl(impl: str, tensor: torch.Tensor) -> str:
     """Resolves "auto" to an implementation, and raises for unknown names.
 
-    "auto" is Triton where it runs on the tensor's device and torch elsewhere: both are bitwise identical.
+    "auto" is Triton if it runs on the tensor's device, else torch: both are bitwise identical.
     """
     if impl == "auto":
         from trimtab.kernels.triton_support import runs_triton
@@ -58,10 +58,10 @@ def quantize(
 
     Args:
         weight: any shape; copied if not contiguous.
-        block: values that share a scale: 32, 64, … 4096.
+        block: number of elements that share a scale: 32, 64, … 4096.
         double: quantize the scales to 8 bits, in blocks of 256.
         check: raise if a value is NaN or infinite. Synchronizes with the device once; for many tensors pass False
-            and call `check_finite` on all of them at the end.
+            and call `check_finite` once for all of them.
         zero_code: the code of blocks that contain only zeros. bitsandbytes' CUDA library writes 0, which is −1 times a
             scale of zero; with double quantization the scale dequantizes to nearly zero, and the zeros with it. 7 gives
             exact zeros, can be read by bitsandbytes, and is what it writes on a CPU.
@@ -105,8 +105,8 @@ def dequantize(
 def matmul(x_MK: torch.Tensor, weight: NF4Weight, *, impl: str = "auto") -> torch.Tensor:
     """x · Wᵀ with a frozen weight [N, K] in NF4: [..., K] → [..., N] in x's dtype; differentiable in x.
 
-    The weight is dequantized to x's dtype before the product. For one or two rows the Triton version does so inside
-    the product, without the dequantized weight in memory; for more it is dequantized first.
+    The weight is dequantized to x's dtype before the product. For one or two rows the Triton version dequantizes it
+    inside the product, without writing it to memory.
 
     For layers that users write themselves. trimtab's own (`trimtab.adapt.QuantizedLinear`) call the same kernels
     through operators that share one workspace for dequantized weights.

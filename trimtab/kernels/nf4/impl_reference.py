@@ -1,9 +1,8 @@
-"""NF4 in torch: the definition that the kernels must equal bit for bit.
+"""NF4 in torch: the kernels must be bitwise identical to it.
 
-One difference remains on a GPU: bitsandbytes (and so the Triton version) takes a block's
-reciprocal from the hardware's approximation, which may be an ulp off. Scaled values that then cross a threshold
-get the neighbouring code: never for bf16 (no quotient of two bf16 numbers comes within 9 ulp of a threshold),
-about one in 10⁷ for fp32.
+There is one exception on a GPU: bitsandbytes (and so the Triton version) uses the hardware's approximate reciprocal of
+a block's scale, which may be an ulp off. Scaled values that then cross a threshold get the neighbouring code: never for
+bf16 (no quotient of two bf16 numbers is within 9 ulp of a threshold), about one in 10⁷ for fp32.
 """
 
 # N values, B values per block, K blocks, J blocks of scales

@@ -56,7 +56,7 @@ a decimal constant was rounded the other way than the CPU rounds the midpoint.""
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 NESTED_BLOCK = 256
 FUSED_ROWS = 2
-"""Maximum rows of x for which `matmul` dequantizes inside the product."""
+"""Maximum number of rows of x for which `matmul` dequantizes inside the product."""
 SMALLEST_NORMAL = 2.0**-126
 """bitsandbytes is compiled with subnormals flushed to zero: below this a scale or a result is 0."""
 

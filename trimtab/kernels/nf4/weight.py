@@ -62,12 +62,12 @@ class NF4Weight:
 
     @property
     def double(self) -> bool:
-        """Whether the scales are quantized too."""
+        """Whether the scales are quantized as well (double quantization)."""
         return self.nested_absmax is not None
 
     @property
     def numel(self) -> int:
-        """Number of values."""
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size

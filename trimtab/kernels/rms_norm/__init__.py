@@ -1,4 +1,4 @@
-"""Root-mean-square norm over the last axis, alone or together with the residual addition before or after it.
+"""RMSNorm over the last dimension, alone or fused with the residual addition before or after it.
 
 h   = x + residual                                   (rounded to x's dtype; h = x without a residual)
 r_n = 1 / sqrt(mean_d h_nd² + eps)

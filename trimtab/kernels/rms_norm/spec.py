@@ -206,5 +206,5 @@ def saved_bytes(
 
 
 def scratch_bytes(N: int, D: int, dtype: str, capability: int = 90, *, next_norm: bool = False) -> int:
-    """The programs' partial sums of the weights' gradients, in the backward."""
+    """Bytes of the programs' partial sums of the weights' gradients, in the backward pass."""
     return 4 * D * programs(capability) * (2 if next_norm else 1)

@@ -1,4 +1,4 @@
-"""RoPE for queries and keys in one pass, fused with query and key norms where a model has them.
+"""RoPE for queries and keys in one kernel, fused with query and key norms if a model has them.
 
     a, b = elements f and f + R/2 of a head, or 2 f and 2 f + 1 where pairs are interleaved
     out  = (a · cos − b · sin,  b · cos + a · sin)   with the cosines and sines of the token's position
@@ -42,7 +42,7 @@ def rope(
 
     Args:
         q_BTHD, k_BTKD: Queries and keys, in the same dtype.
-        cos_BTF, sin_BTF: Of each token's position, in fp32 or wider; they get no gradient.
+        cos_BTF, sin_BTF: Cosines and sines of each token's position, in fp32 or wider; not differentiated.
         q_weight_D, k_weight_D: Weights of the norms; both or neither. [D] for a norm over each head, [H·D] and [K·D]
             for one over all heads.
         eps: Epsilon of the norms.

@@ -189,6 +189,6 @@ def scratch_bytes(
     K: int = 1,
     all_heads: bool = False,
 ) -> int:
-    """Partial sums of both weights' gradients, in the backward; H and K count where a norm is over all heads."""
+    """Bytes of partial sums of both weights' gradients, in the backward; H and K matter for a norm over all heads."""
     widths = (H + K) * D if all_heads else 2 * D
     return 4 * widths * programs(capability) if norm else 0

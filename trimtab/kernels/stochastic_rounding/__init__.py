@@ -2,8 +2,8 @@
 
 A value x between its two bf16 neighbours a < b becomes b with probability (x − a)/(b − a), else a, so that
 E[round(x)] = x and updates far smaller than half a bf16 step still change a weight on average. The bits come
-from an integer hash of (seed, step, parameter index, element index): there is no generator state to save, and a
-shard that knows the offset of its first element rounds exactly as the unsharded tensor does.
+from an integer hash of (seed, step, parameter index, element index): there is no generator state to save, and a shard
+with the offset of its first element is rounded exactly as in the unsharded tensor.
 """
 
 # N elements, in any shape; element i of the flattened tensor has index offset + i
@@ -29,8 +29,8 @@ def stochastic_round_(
 ) -> torch.Tensor:
     """Rounds fp32 `value_N` into bf16 `out_N` (same shape, contiguous) stochastically; returns `out_N`.
 
-    Exact values, infinities and NaN are unchanged, and a finite value stays finite: values beyond the largest bf16
-    become the largest bf16. `offset` is the index of the first element in the unsharded tensor;
+    Values that bf16 represents exactly, infinities and NaN are unchanged. A finite value stays finite: values beyond
+    the largest bf16 become the largest bf16. `offset` is the index of the first element in the unsharded tensor;
     `stream` separates tensors that belong to one parameter (weight 0, first moment 1, second moment 2).
 
     Example:

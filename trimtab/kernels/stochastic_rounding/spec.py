@@ -1,7 +1,6 @@
 """Definition, test cases and costs of stochastic rounding; does not import torch.
 
-The hash is written here once, in Python integers, as the definition that the torch and Triton versions must
-equal bit for bit.
+The hash is defined here in Python integers; the torch and Triton versions must be bitwise identical.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def keys(seed: int, step: int, param_index: int, stream: int = 0) -> tuple[int, 
 def word(key0: int, key1: int, index: int) -> int:
     """The 32-bit word of one element: the definition, in Python integers.
 
-    The second key enters between the multiplications: if it entered only through `index ^ key0`, two steps would draw
-    the same sequence in another order.
+    The second key is used between the multiplications: if only `index ^ key0` depended on the keys, two steps would
+    draw the same sequence in another order.
     """
     h = (index & _MASK32) ^ key0
     h ^= h >> SHIFTS[0]

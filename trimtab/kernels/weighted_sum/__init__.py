@@ -21,7 +21,7 @@ __all__ = ["IMPLS", "weighted_sum"]
 
 
 def weighted_sum(x_ND: torch.Tensor, w_D: torch.Tensor, *, impl: str = "reference") -> torch.Tensor:
-    """Σ_d x[…, d] · w[d], accumulated in fp32 or wider and rounded once.
+    """Computes Σ_d x[…, d] · w[d], accumulated in fp32 or wider and rounded once.
 
     Args:
         x_ND: […, D], any strides.

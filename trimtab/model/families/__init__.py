@@ -13,18 +13,18 @@ from trimtab.model.families.config_json import HARMLESS, ConfigValues, check_sup
 from trimtab.model.families.planned import PLANNED, planned_shape
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""
 
 
 def family(name: str) -> Family:
-    """A family by its name."""
+    """Returns a family by its name."""
     if name not in FAMILIES:
         raise ModelError(f"unknown model family {name!r}", f"supported are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that a `config.json` describes.
+    """Returns the shape that a `config.json` describes.
 
     Args:
         config: the parsed file.
@@ -39,7 +39,7 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
 
 
 def described_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that a `config.json` describes, for planning; also of families that cannot be trained yet.
+    """Returns the shape that a `config.json` describes, for planning; also of families that cannot be trained yet.
 
     Args:
         config: the parsed file.
@@ -66,7 +66,7 @@ def described_shape(config: Mapping[str, Any], where: str = "config.json") -> Mo
 
 
 def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[str]:
-    """Keys of a `config.json` that its family neither reads nor lists as harmless.
+    """Returns the keys of a `config.json` that its family neither reads nor lists as harmless.
 
     Example:
         >>> unknown_keys({"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
@@ -102,7 +102,7 @@ def config_from_shape(
     Args:
         shape: the model.
         dtype: torch's name of the stored weights' dtype ("bfloat16").
-        extra: further keys, such as `bos_token_id` and `eos_token_id`; without them those two are null.
+        extra: further keys, such as `bos_token_id` and `eos_token_id`, which are null otherwise.
     """
     found = family(shape.family)
     config = {

@@ -59,17 +59,17 @@ class Family:
     architecture: str
     """transformers' class, as in `architectures`."""
     describe: Callable[[ConfigValues], ModelShape]
-    """The shape that a config.json describes."""
+    """Converts a config.json to a shape."""
     own_keys: Callable[[ModelShape], dict[str, Any]]
-    """The keys of a config.json that only this family has, for a shape."""
+    """Returns the family-specific keys of a shape's config.json."""
     gguf_layer: Mapping[str, str]
     """Tensors of a layer, without their prefix: trimtab's names to GGUF's."""
     gguf_pairs_rotary_rows: bool
     """Whether GGUF files interleave the rows of q and k (elements 0 and D/2 of a head are adjacent)."""
     gguf_architecture: str = ""
-    """`general.architecture` of its GGUF files, where supported."""
+    """`general.architecture` of its GGUF files, if supported."""
     gguf_windowed: bool = False
-    """Whether files with a sliding window are of this family, where several families share an architecture name."""
+    """Whether GGUF files with a sliding window are of this family; for families that share an architecture name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for keys that a config omits (its configuration_<family>.py)."""
     harmless: frozenset[str] = frozenset()
@@ -92,11 +92,11 @@ class Family:
         return f"blk.{match[1]}.{self.gguf_layer[match[2]]}"
 
     def hf_name(self, stored: str) -> str:
-        """trimtab's name of a tensor in a Hugging Face file; folders of a base model omit the `model.` prefix."""
+        """Returns trimtab's name of a tensor in a Hugging Face file; files of a base model lack the `model.` prefix."""
         return stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
 
     def ignores_hf(self, stored: str) -> bool:
-        """Whether the model computes a stored tensor itself."""
+        """Whether a stored tensor is ignored, because the model computes it."""
         return any(re.fullmatch(pattern, stored) for pattern in self.hf_ignored)
 
     def ignores_gguf(self, stored: str) -> bool:

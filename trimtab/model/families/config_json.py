@@ -1,8 +1,8 @@
 """Hugging Face's config.json: typed values, the keys that all families read, and RoPE.
 
-Both forms of RoPE settings are read: `rope_theta` with `rope_scaling` (transformers 4, and what nearly
-every published model has) and `rope_parameters` (transformers 5). The first is written, since transformers 4
-and 5, vLLM and llama.cpp's converter all read it.
+Both forms of RoPE settings are read: `rope_theta` with `rope_scaling` (transformers 4 and nearly every published
+model) and `rope_parameters` (transformers 5). The first is written, since transformers 4 and 5, vLLM and llama.cpp's
+converter all read it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Keys that affect neither parameters nor arithmetic, in all families. trimtab trains without `attention_dropout`."""
+"""Keys that affect neither parameters nor results, in all families. trimtab trains without `attention_dropout`."""
 MAX_LAYERS = 10_000
-"""More than any model has; a damaged file must not make trimtab build a billion layers."""
+"""Upper bound on the number of layers, so that a damaged file does not make trimtab build a billion of them."""
 _MAX_CONFIG_BYTES = 64 * 2**20
 
 
@@ -74,7 +74,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 class ConfigValues:
-    """A config's values with type checks; a missing one without a default raises.
+    """A config's values with type checks; a missing value without a default raises ModelError.
 
     Example:
         >>> config = ConfigValues({"hidden_size": 16, "strange": 1}, "config.json")
@@ -159,7 +159,7 @@ def check_supported(values: ConfigValues) -> None:
     if partial not in (None, 1, 1.0):
         raise ModelError(
             f"{where}: partial_rotary_factor is {partial}",
-            "use a model without partial_rotary_factor: trimtab rotates whole heads",
+            "use a model without partial_rotary_factor: trimtab rotates all dimensions of a head",
         )
 
 
@@ -243,7 +243,7 @@ def decoder_shape(
 
 
 def common_keys(shape: ModelShape) -> dict[str, Any]:
-    """The keys of a config.json that all families have; the inverse of `decoder_shape`."""
+    """Returns the keys of a config.json that all families have; the inverse of `decoder_shape`."""
     block, attention = shape.block, shape.attention
     rope = attention.rope
     return {
@@ -270,7 +270,7 @@ def common_keys(shape: ModelShape) -> dict[str, Any]:
 
 
 def read_rope(values: ConfigValues, max_positions: int) -> Rope:
-    """RoPE from either spelling; `rope_scaling` wins if both are there, as in transformers."""
+    """Reads RoPE settings in either form; `rope_scaling` takes precedence if both are present, as in transformers."""
     old, new = values.get("rope_scaling"), values.get("rope_parameters")
     rope = old or new or {}
     if not isinstance(rope, dict):
@@ -297,7 +297,7 @@ def read_rope(values: ConfigValues, max_positions: int) -> Rope:
 def scaling_from_values(
     kind: str, rope: Mapping[str, Any], original: int | None, max_positions: int, where: str
 ) -> RopeScaling:
-    """Scaling from Hugging Face's keys; YaRN's `mscale` pair is converted to the attention factor."""
+    """Reads RoPE scaling from Hugging Face's keys; YaRN's `mscale` pair is converted to the attention factor."""
     if kind not in ("linear", "dynamic", "yarn", "llama3"):
         raise ModelError(
             f"{where}: unknown scaling {kind!r}", "supported are linear, dynamic, yarn and llama3"

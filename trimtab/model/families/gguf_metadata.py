@@ -24,13 +24,13 @@ def shape_from_gguf(
     rope_divisors: Sequence[float] | None = None,
     where: str = "the GGUF file",
 ) -> ModelShape:
-    """The shape that a GGUF file describes.
+    """Returns the shape that a GGUF file describes.
 
     Args:
         metadata: the header's keys and values.
-        tensor_names: the header's tensors, which show biases and an untied head.
+        tensor_names: names of the header's tensors, to detect biases and an untied head.
         vocab_size: rows of `token_embd.weight`, the only reliable source.
-        rope_divisors: contents of `rope_freqs.weight`, [head_dim / 2], where the file has it (Llama 3.x).
+        rope_divisors: contents of `rope_freqs.weight`, [head_dim / 2], if the file has it (Llama 3.x).
         where: the file's name in errors.
     """
     arch = metadata.get("general.architecture")
@@ -65,7 +65,7 @@ def shape_from_gguf(
     names = set(tensor_names)
     return check(
         uniform_shape(
-            next((one for one in families if one.gguf_windowed == bool(window)), families[0]).name,
+            next((family for family in families if family.gguf_windowed == bool(window)), families[0]).name,
             vocab_size=vocab_size,
             hidden_size=hidden,
             intermediate_size=keys.integer("feed_forward_length"),
@@ -98,7 +98,7 @@ class GGUFKeys:
         return self.metadata.get(f"{self.arch}.{key}")
 
     def integer(self, key: str, default: int | None = None, most: int = 2**40) -> int:
-        """An integer up to `most`; for a list, the value that all layers share."""
+        """An integer up to `most`; for a list with one value per layer, the common value."""
         value = self.get(key)
         value = default if value is None else value
         if value is None:
@@ -124,7 +124,7 @@ class GGUFKeys:
 
 
 def _single_to_decimal(value: float) -> float:
-    """The shortest decimal with the same fp32 bits: files store 1e-5 as 9.999999747378752e-06."""
+    """Returns the shortest decimal of an fp32 value: files store 1e-5 as 9.999999747378752e-06."""
     return float(f"{value:.7g}")
 
 
@@ -152,7 +152,7 @@ def _scaling(
 
 
 def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
-    """Llama 3.x's divisors of the frequencies, [head_dim / 2], as llama.cpp's converter stores them."""
+    """Returns Llama 3.x's divisors of the frequencies, [head_dim / 2], as llama.cpp's converter stores them."""
     out = []
     for index in range(0, head_dim, 2):
         wavelength = 2 * math.pi * theta ** (index / head_dim)
@@ -169,7 +169,7 @@ def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
 def _llama3_scaling(
     keys: GGUFKeys, theta: float, head_dim: int, divisors: Sequence[float]
 ) -> RopeScaling | None:
-    """Llama 3's scaling, recognized from its divisors and verified by recomputing them."""
+    """Recognizes Llama 3's scaling from its divisors, and verifies it by recomputing them."""
     if all(value == 1.0 for value in divisors):
         return None
     factor = max(divisors)

@@ -44,11 +44,11 @@ PLANNED: dict[str, PlannedFamily] = {
         gpt_oss.FAMILY,
     )
 }
-"""By transformers' `model_type`."""
+"""Families by transformers' `model_type`."""
 
 
 def planned_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that a `config.json` of one of these families describes.
+    """Returns the shape that a `config.json` of one of these families describes.
 
     Quantized weights (`quantization_config`) are described as unquantized: fine-tuning dequantizes them.
 

@@ -1,4 +1,4 @@
-"""Shared by families that can be planned but not trained: reads a config.json into blocks."""
+"""Shared functions of families that can be planned but not trained: convert a config.json to blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlannedFamily:
     name: str
     """transformers' `model_type`."""
     describe: Callable[[ConfigValues], ModelShape]
-    """The shape that a config.json describes."""
+    """Converts a config.json to a shape."""
     gguf_architecture: str = ""
     """`general.architecture` of its GGUF files."""
     gguf_keys: Mapping[str, str] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class PlannedFamily:
 
 
 def read_attention(config: ConfigValues, rope: Rope | None = None, **options: Any) -> AttentionShape:
-    """Softmax attention from the keys that all families share; `options` are fields of `AttentionShape`."""
+    """Reads softmax attention from the keys that all families share; `options` are fields of `AttentionShape`."""
     hidden, heads = config.integer("hidden_size", least=1), config.integer("num_attention_heads", least=1)
     head_dim = config.integer("head_dim", hidden // heads, least=1)
     return AttentionShape(
@@ -46,7 +46,7 @@ def read_attention(config: ConfigValues, rope: Rope | None = None, **options: An
 
 
 def read_planned_rope(config: ConfigValues, head_dim: int, *, interleaved: bool = False) -> Rope:
-    """RoPE as in `read_rope`, plus features of no trainable family: LongRoPE and partial rotation."""
+    """Like `read_rope`, plus features that no trainable family has: LongRoPE and partial RoPE."""
     positions = config.integer("max_position_embeddings", least=1)
     stated = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(stated, dict):
@@ -70,7 +70,7 @@ def read_planned_rope(config: ConfigValues, head_dim: int, *, interleaved: bool 
 
 
 def values_of_kind(config: ConfigValues, kind: str) -> ConfigValues:
-    """The config with the RoPE settings of one kind of layers, where `rope_parameters` has both kinds."""
+    """The config with the RoPE settings of one kind of layers, if `rope_parameters` has settings per kind."""
     stated = config.get("rope_parameters")
     if not isinstance(stated, dict) or kind not in stated:
         return config
@@ -89,7 +89,7 @@ def read_layer_kinds(config: ConfigValues, default: Sequence[str]) -> list[str]:
 
 
 def read_window(config: ConfigValues) -> int | None:
-    """`sliding_window`; None where it is null or 0."""
+    """Reads `sliding_window`; None if it is null or 0."""
     return config.integer("sliding_window", 0) or None
 
 
@@ -100,13 +100,13 @@ def read_experts(config: ConfigValues, key: str) -> tuple[int, int]:
 
 
 def read_feed_forward(config: ConfigValues, **options: Any) -> FeedForwardShape:
-    """A dense feed-forward layer; `options` are fields of `FeedForwardShape`."""
+    """Reads a dense feed-forward layer; `options` are fields of `FeedForwardShape`."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     return FeedForwardShape(config.integer("intermediate_size", least=1), str(activation), **options)
 
 
 def assemble(config: ConfigValues, blocks: Sequence[BlockShape]) -> ModelShape:
-    """The model of these blocks, with the common embedding, final norm and head."""
+    """Returns the model of these blocks, with embedding, final norm and head from the config."""
     return ModelShape(
         family=str(config.get("model_type")),
         vocab_size=config.integer("vocab_size", least=1),
@@ -120,5 +120,5 @@ def assemble(config: ConfigValues, blocks: Sequence[BlockShape]) -> ModelShape:
 
 
 def read_norm(config: ConfigValues, *, unit_offset: bool = False) -> Norm:
-    """The RMSNorm of all blocks."""
+    """Reads the RMSNorm of all blocks."""
     return Norm(config.number("rms_norm_eps", 1e-6), unit_offset)

@@ -1,4 +1,4 @@
-"""Gemma 2: norms before and after each branch, soft-capped attention, every other layer with a sliding window."""
+"""Gemma 2: norms before and after each sublayer, soft-capped attention, every other layer with a sliding window."""
 
 from __future__ import annotations
 

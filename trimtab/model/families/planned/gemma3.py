@@ -1,6 +1,6 @@
-"""Gemma 3's language model: Gemma 2's norms, QK-norm, five sliding-window layers per full one, each kind with its RoPE.
+"""Gemma 3's language model: Gemma 2's norms, QK-norm, five sliding-window layers per full one, RoPE settings per kind.
 
-A config of the whole model, with its vision tower, is read for its `text_config`; the tower is not counted.
+Of a multimodal config, only `text_config` is read; the vision tower is not counted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _attention(config: ConfigValues, kind: str, window: int | None) -> Attention
 
 
 def _rope(config: ConfigValues, kind: str) -> Rope:
-    """transformers 5 has both kinds in `rope_parameters`; earlier, sliding-window layers had `rope_local_base_freq`."""
+    """Reads a kind's RoPE: from `rope_parameters` (transformers 5), or `rope_local_base_freq` for sliding windows."""
     mine = base.values_of_kind(config, kind)
     if mine is not config:
         return read_rope(mine, config.integer("max_position_embeddings"))

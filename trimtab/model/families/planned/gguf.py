@@ -40,7 +40,7 @@ def described_from_gguf(
     rope_divisors: Sequence[float] | None = None,
     where: str = "the GGUF file",
 ) -> ModelShape:
-    """The shape that a GGUF file describes, for planning; arguments as in `shape_from_gguf`.
+    """Returns the shape that a GGUF file describes, for planning; arguments as in `shape_from_gguf`.
 
     Raises:
         ModelError: an unknown architecture, or a header without required keys.
@@ -50,7 +50,7 @@ def described_from_gguf(
     if family is None:
         trained = {found.gguf_architecture for found in FAMILIES.values()}
         if arch not in trained:
-            known = dict.fromkeys([*trained, *(one.gguf_architecture for one in PLANNED.values())])
+            known = dict.fromkeys([*trained, *(planned.gguf_architecture for planned in PLANNED.values())])
             raise ModelError(
                 f"{where} has a model of architecture {arch!r}, which trimtab does not support",
                 f"use one of {', '.join(sorted(name for name in known if name))}",
@@ -67,7 +67,7 @@ def described_from_gguf(
 
 
 def _planned_family(arch: Any, metadata: Mapping[str, Any]) -> PlannedFamily | None:
-    """The family of such files; Mixtral's have architecture "llama" and experts."""
+    """The planned family of a GGUF architecture; Mixtral's files have architecture "llama" and experts."""
     found = [family for family in PLANNED.values() if arch and family.gguf_architecture == arch]
     if arch == "llama" and not metadata.get("llama.expert_count"):
         return None
@@ -102,13 +102,13 @@ def _config(family: PlannedFamily, keys: GGUFKeys, tensor_names: Collection[str]
 
 
 def _latent(keys: GGUFKeys) -> dict[str, int]:
-    """Head sizes of latent attention; newer files have those of the latent under the old keys."""
+    """Head sizes of latent attention; newer files store them under `…_mla` and the latent's under the old keys."""
     mla = "_mla" if keys.get("attention.key_length_mla") is not None else ""
     head_dim, rotated = keys.integer(f"attention.key_length{mla}"), keys.integer("rope.dimension_count")
     if head_dim <= rotated:
         raise ModelError(
             f"{keys.where}: head size {head_dim}, of which {rotated} are rotated",
-            "download it again: some are never rotated",
+            "download it again: latent attention has dimensions without RoPE",
         )
     return {
         "qk_nope_head_dim": head_dim - rotated,

@@ -1,4 +1,4 @@
-"""GLM-4-0414: norms before and after each branch, gate and up in one matrix, half of a head rotated in pairs."""
+"""GLM-4-0414: norms before and after each sublayer, fused gate and up, interleaved RoPE on half of each head."""
 
 from __future__ import annotations
 

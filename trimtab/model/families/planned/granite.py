@@ -1,4 +1,4 @@
-"""Granite 3 and later dense models: Llama with factors on embeddings, branches, scores and logits."""
+"""Granite 3 and later dense models: Llama with multipliers on embeddings, residual branches, scores and logits."""
 
 from __future__ import annotations
 

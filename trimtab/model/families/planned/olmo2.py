@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after each branch instead of before it, and a QK-norm over all heads at once.
+"""OLMo 2 and 3: norms after each sublayer instead of before it, and a QK-norm over all heads together.
 
 In OLMo 3 three layers of four have a sliding window.
 """

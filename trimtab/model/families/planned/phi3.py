@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4: q, k and v in one matrix, gate and up in another; LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4: fused q, k and v, fused gate and up, LongRoPE."""
 
 from __future__ import annotations
 

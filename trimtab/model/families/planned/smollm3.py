@@ -19,7 +19,7 @@ def _describe(config: ConfigValues) -> ModelShape:
     window = base.read_window(config) if config.flag("use_sliding_window") else None
     rotated = BlockShape(attention, feed_forward, norm)
     plain = BlockShape(dataclasses.replace(attention, rope=None, window=window), feed_forward, norm)
-    return base.assemble(config, [rotated if turned else plain for turned in _rotated_layers(config)])
+    return base.assemble(config, [rotated if has_rope else plain for has_rope in _rotated_layers(config)])
 
 
 def _rotated_layers(config: ConfigValues) -> list[int]:
