@@ -39,7 +39,7 @@ sameness-ptx: $(VENV)/.dev  ## compare what this tree and PARENT=commit ask of a
 	@$(BIN)/python -m tools.sameness.ptx $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
 
 check: $(VENV)/.dev  ## lint, types, the import contract and wording, in a minute
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tools.import_contract && $(BIN)/python -m tools.wording --check
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tools.import_contract && $(BIN)/python -m tools.wording
 
 format: $(VENV)/.dev  ## let ruff put the code in order
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -299,7 +299,9 @@ def test_a_constant_run_that_is_extended_equals_one_planned_so_long(
     assert "max_steps=4`" in result.out
     result = cli("train", "--resume", tmp_path / "run", "max_steps=5")
     assert result.code == 0, result.err
-    assert "now ends at step 5 instead of 2; the learning rate does not change" in " ".join(result.out.split())
+    assert "now ends at step 5 instead of 2; the learning rate does not change" in " ".join(
+        result.out.split()
+    )
     assert cli("train", recipe, "max_steps=5", f"output_dir={tmp_path / 'long'}").code == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "long")
 

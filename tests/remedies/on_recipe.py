@@ -425,7 +425,7 @@ case(
     lambda w: path_of(" ", "the model"),
     lambda w, remedy: path_of("runs/a", "the model"),
 )
-for wrong in ("a\0b", "word " * 80, "~nobody-of-this-name/a"):
+for wrong in ("a\0b", "word " * 80, "~no-such-user-name/a"):
     case(
         "facts/names.py:path_of: {}",
         lambda w, wrong=wrong: path_of(wrong, "the model"),
