@@ -27,7 +27,7 @@ from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.adapt.quantized import QuantizedLinear, packed_state
 from trimtab.adapt.spec import LoraSettings
 from trimtab.kernels.gated_mlp import gated_activation
-from trimtab.lab.contests import Bench, Contestant, disagreement, missing
+from trimtab.lab.contests import Candidates, Implementation, disagreement, missing
 from trimtab.lab.memory import peak_bytes
 from trimtab.lab.records import append_record, file_name, provenance
 from trimtab.lab.timing import ceilings, time_together
@@ -228,10 +228,10 @@ def orders(layer: Layer) -> dict[str, Callable[[], object]]:
     }
 
 
-def build(layer: Layer) -> Bench:
+def build(layer: Layer) -> Candidates:
     """The contestants, each with its correctness check."""
     truth, reference = plain(layer, torch.float64), plain(layer, torch.bfloat16)
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Implementation] = {}
     absent: dict[str, str] = {}
 
     def add(name: str, forward: Callable[[dict[str, torch.Tensor]], Outputs], *, own: bool = False) -> None:
@@ -239,19 +239,19 @@ def build(layer: Layer) -> Bench:
             found = [value.detach() for value in step(layer, forward)]
             return disagreement(layer.names(), found, truth, reference, "bf16")
 
-        contestants[name] = Contestant(lambda: step(layer, forward), check, ours=own)
+        contestants[name] = Implementation(lambda: step(layer, forward), check, ours=own)
 
     add("trimtab", ours(layer, fused=True), own=True)
     add("trimtab, one by one", ours(layer, fused=False), own=True)
     if reason := missing("bitsandbytes"):
         absent["bitsandbytes + peft"] = absent["unsloth"] = reason
-        return Bench(contestants, absent)
+        return Candidates(contestants, absent)
     add("bitsandbytes + peft", bitsandbytes_and_peft(layer))
     if reason := missing("unsloth"):
         absent["unsloth"] = reason
     else:
         add("unsloth", unsloth_functions(layer))
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt.spec_recompute import count_policies
 from trimtab.data import Batch
 from trimtab.lab.training_step import build_step
-from trimtab.plan import longest_context
+from trimtab.plan import find_max_seq_length
 from trimtab.plan.memory import OUTSIDE, predict
 from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe import build as build_recipe
@@ -82,7 +82,7 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
     assert case.cap_gb is not None
     short = replace(case, job=replace(case.job, tokens=256))
     prepared = prepared_for(short, folder, adapter, device, None)
-    return longest_context(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
+    return find_max_seq_length(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
 
 
 def part_of(

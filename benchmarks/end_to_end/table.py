@@ -20,9 +20,9 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.lab.records import read_records
 from trimtab.model.families import shape_from_config
 from trimtab.model.spec import flops_per_token
-from trimtab.plan import longest_context
-from trimtab.plan.longest import Longest
+from trimtab.plan import find_max_seq_length
 from trimtab.plan.make import job_of
+from trimtab.plan.max_seq_length import MaxSeqLength
 from trimtab.recipe import build
 from trimtab.report.document_markdown import aligned_table
 from trimtab.run.resolve import resolve_backends
@@ -222,7 +222,7 @@ def _first_steps(records: Records) -> list[list[str]]:
     return rows
 
 
-def by_arithmetic(model: str, cap_gb: float) -> Longest:
+def by_arithmetic(model: str, cap_gb: float) -> MaxSeqLength:
     """The longest context by the planner on a GPU of `cap_gb`, with unlimited host memory.
 
     Example:
@@ -235,7 +235,7 @@ def by_arithmetic(model: str, cap_gb: float) -> Longest:
     shape = shape_from_config(config_of(model), model)
     made = build(recipe)
     job = job_of(made, shape, gpu, resolve_backends(made, shape, gpu, 1))
-    return longest_context(job, gpu, card_bytes(cap_gb, "cuda"))
+    return find_max_seq_length(job, gpu, card_bytes(cap_gb, "cuda"))
 
 
 def _longest(records: Records) -> list[list[str]]:

@@ -10,7 +10,7 @@ import torch
 from benchmarks.models import MODELS
 from trimtab.kernels.adamw8bit import spec
 from trimtab.kernels.adamw8bit.truth import adamw_truth
-from trimtab.lab.contests import Bench, Case, Contestant, floor, missing
+from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
 from trimtab.model.families import shape_from_config
 from trimtab.optim import build
 
@@ -116,7 +116,7 @@ def _check(make: Maker, fp32: bool = False, device: str = "cuda") -> Callable[[]
     return check
 
 
-def _build() -> Bench:
+def _build() -> Candidates:
     makers: dict[str, Maker] = {
         "trimtab triton": _ours("triton"),
         "trimtab triton_exact": _ours("triton_exact"),
@@ -138,8 +138,8 @@ def _build() -> Bench:
     for name, make in makers.items():
         step = make(parameters(shapes(), seed=0), LR)
         check = _check(make, fp32="fp32" in name)
-        contestants[name] = Contestant(step, check, ours=name == "trimtab triton")
-    return Bench(contestants, absent)
+        contestants[name] = Implementation(step, check, ours=name == "trimtab triton")
+    return Candidates(contestants, absent)
 
 
 def cases() -> list[Case]:

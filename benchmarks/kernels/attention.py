@@ -18,7 +18,7 @@ import torch._functorch.config as settings
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention import Layout, attention, choose_attention, spec
 from trimtab.kernels.exactness import SHARE, judge
-from trimtab.lab.contests import Bench, Case, Contestant, floor
+from trimtab.lab.contests import Candidates, Case, Implementation, floor
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
 
@@ -142,7 +142,7 @@ class Inputs:
         return None
 
 
-def build(shape: Shape, backward: bool) -> Bench:
+def build(shape: Shape, backward: bool) -> Candidates:
     """All backends that support the shape, on the same inputs."""
     # a compiled backward that overwrites saved tensors could not be timed repeatedly
     settings.donated_buffer = False
@@ -166,10 +166,10 @@ def build(shape: Shape, backward: bool) -> Bench:
             continue
         inputs.layout.prepare(impl, "cuda", shape.T, B=shape.B, dtype=torch.bfloat16)
         contestants[impl] = _contestant(inputs, impl, backward)
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
-def _contestant(inputs: Inputs, impl: str, backward: bool) -> Contestant:
+def _contestant(inputs: Inputs, impl: str, backward: bool) -> Implementation:
     def forward() -> torch.Tensor:
         return attention(*inputs.leaves, layout=inputs.layout, impl=impl)
 
@@ -186,4 +186,4 @@ def _contestant(inputs: Inputs, impl: str, backward: bool) -> Contestant:
         return inputs.complaint([forward().detach()], ("o",))
 
     run: Callable[[], object] = gradients if backward else forward
-    return Contestant(run, check, ours=impl == "triton")
+    return Implementation(run, check, ours=impl == "triton")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy, schedule, spec
-from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor, missing
+from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor, missing
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -141,7 +141,7 @@ def peers(shape: Shape) -> tuple[dict[str, tuple[Loss, bool, int]], dict[str, st
     return found, absent
 
 
-def build(shape: Shape, peaked: bool) -> Bench:
+def build(shape: Shape, peaked: bool) -> Candidates:
     inputs = draw(shape, peaked)
     pieces = max(shape.N // 1024, 1)
     truth = cache(lambda: accumulated(inputs, pieces, torch.float64))
@@ -149,7 +149,7 @@ def build(shape: Shape, peaked: bool) -> Bench:
     contestants = {}
 
     def enter(name: str, loss: Loss, exact: bool, mine: bool, chunks: int) -> None:
-        contestants[name] = Contestant(
+        contestants[name] = Implementation(
             run=partial(step, loss, inputs),
             check=partial(check, loss, inputs, truth, own, chunks),
             exact=exact,
@@ -164,7 +164,7 @@ def build(shape: Shape, peaked: bool) -> Bench:
     found, absent = peers(shape)
     for name, (loss, exact, chunks) in found.items():
         enter(name, loss, exact, False, chunks)
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
 def cases() -> list[Case]:

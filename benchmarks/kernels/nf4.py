@@ -14,7 +14,7 @@ import torch
 from trimtab.kernels import nf4
 from trimtab.kernels.exactness import SHARE, judge
 from trimtab.kernels.nf4 import NF4Weight, spec
-from trimtab.lab.contests import Bench, Case, Contestant, floor, missing
+from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
 
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (28672, 8192))
 MATMULS = ((1, (4096, 4096)), (2, (4096, 4096)), (16, (4096, 4096)), (1, (14336, 4096)), (2, (14336, 4096)))
@@ -33,21 +33,21 @@ def _differing(got: torch.Tensor, truth: torch.Tensor, what: str) -> str | None:
     return f"{wrong} of {truth.numel()} {what} differ" if wrong else None
 
 
-def _dequantize_bench(shape: tuple[int, int]) -> Bench:
+def _dequantize_bench(shape: tuple[int, int]) -> Candidates:
     packed = nf4.quantize(_weight(shape), impl="triton")
     truth = nf4.dequantize(packed, impl="reference")
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Implementation] = {}
     absent: dict[str, str] = {}
 
     def add(name: str, run: Callable[[], torch.Tensor], ours: bool = False) -> None:
-        contestants[name] = Contestant(run, lambda: _differing(run(), truth, "values"), ours=ours)
+        contestants[name] = Implementation(run, lambda: _differing(run(), truth, "values"), ours=ours)
 
     add("trimtab", lambda: nf4.dequantize(packed, impl="triton"), ours=True)
     transposed = partial(nf4.dequantize, packed, transposed=True, impl="triton")
     add("trimtab transposed", lambda: transposed().t(), ours=True)
     if reason := missing("bitsandbytes"):
         absent["bitsandbytes"] = absent["unsloth"] = reason
-        return Bench(contestants, absent)
+        return Candidates(contestants, absent)
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     entries = packed.to_bitsandbytes()
@@ -63,12 +63,12 @@ def _dequantize_bench(shape: tuple[int, int]) -> Bench:
         from unsloth.kernels.utils import fast_dequantize
 
         add("unsloth", lambda: fast_dequantize(codes, state))
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
-def _quantize_bench(shape: tuple[int, int]) -> Bench:
+def _quantize_bench(shape: tuple[int, int]) -> Candidates:
     weight = _weight(shape)
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Implementation] = {}
     absent: dict[str, str] = {}
     truth = nf4.quantize(weight, impl="reference").to_bitsandbytes()
 
@@ -93,25 +93,25 @@ def _quantize_bench(shape: tuple[int, int]) -> Bench:
 
         # bitsandbytes' result is the ground truth; the reference may differ in the last bit of a reciprocal
         truth = their_entries()
-        contestants["bitsandbytes"] = Contestant(theirs, lambda: compared(their_entries()))
+        contestants["bitsandbytes"] = Implementation(theirs, lambda: compared(their_entries()))
 
     def ours(check: bool) -> NF4Weight:
         return nf4.quantize(weight, check=check, impl="triton")
 
     for name, check in (("trimtab", False), ("trimtab, finite values checked", True)):
-        contestants[name] = Contestant(
+        contestants[name] = Implementation(
             partial(ours, check), lambda: compared(ours(False).to_bitsandbytes()), ours=True
         )
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
-def _matmul_bench(rows: int, shape: tuple[int, int]) -> Bench:
+def _matmul_bench(rows: int, shape: tuple[int, int]) -> Candidates:
     packed = nf4.quantize(_weight(shape), impl="triton")
     x_MK = torch.randn(rows, shape[1], device="cuda", dtype=torch.bfloat16)
     weight_NK = nf4.dequantize(packed, impl="reference")
     truth = x_MK.double() @ weight_NK.double().t()
     reference = x_MK @ weight_NK.t()
-    contestants: dict[str, Contestant] = {}
+    contestants: dict[str, Implementation] = {}
     absent: dict[str, str] = {}
 
     def add(name: str, run: Callable[[], torch.Tensor], ours: bool = False) -> None:
@@ -119,7 +119,7 @@ def _matmul_bench(rows: int, shape: tuple[int, int]) -> Bench:
             verdict = judge(name, run(), truth=truth, reference=reference, share=SHARE["bf16"])
             return None if verdict else str(verdict)
 
-        contestants[name] = Contestant(run, check, ours=ours)
+        contestants[name] = Implementation(run, check, ours=ours)
 
     add("trimtab", lambda: nf4.matmul(x_MK, packed, impl="triton"), ours=True)
     add("dequantized, then torch", lambda: x_MK @ nf4.dequantize(packed, impl="triton").t())
@@ -135,7 +135,7 @@ def _matmul_bench(rows: int, shape: tuple[int, int]) -> Bench:
             {key.removeprefix("weight."): value for key, value in entries.items()}, "cuda"
         )
         add("bitsandbytes", lambda: bitsandbytes.matmul_4bit(x_MK, codes.t(), quant_state=state))
-    return Bench(contestants, absent)
+    return Candidates(contestants, absent)
 
 
 def cases() -> list[Case]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor
+from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -97,7 +97,7 @@ def _build(
     frozen: tuple[str, ...],
     dtype: str,
     backward: bool,
-) -> Bench:
+) -> Candidates:
     known, absent = entries()
     inputs = make()
 
@@ -133,9 +133,9 @@ def _build(
 
         return run
 
-    return Bench(
+    return Candidates(
         {
-            name: Contestant(runner(entry), lambda entry=entry: check(entry), ours=entry.ours)  # type: ignore[misc]
+            name: Implementation(runner(entry), lambda entry=entry: check(entry), ours=entry.ours)  # type: ignore[misc]
             for name, entry in known.items()
         },
         absent,

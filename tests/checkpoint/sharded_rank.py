@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint import SavedCheckpoint, Store
 from trimtab.checkpoint import tensors as files
 from trimtab.facts.errors import CheckpointError, ResourceError
 
@@ -64,7 +64,7 @@ def compare(tensors: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor.to_local(), expected.to_local()), name
 
 
-def step(store: Store) -> Found:
+def step(store: Store) -> SavedCheckpoint:
     found = store.latest()
     assert found is not None
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trimtab.checkpoint import Found, Store, layout
+from trimtab.checkpoint import SavedCheckpoint, Store, layout
 from trimtab.checkpoint.lock import FileLock
 from trimtab.facts.errors import CheckpointError, ResourceError
 
@@ -42,7 +42,7 @@ def save_steps(folder: Path, *steps: int) -> None:
             store.save(step, state_of(step), {"step": step})
 
 
-def open_and_check(folder: Path) -> tuple[Found | None, list[str]]:
+def open_and_check(folder: Path) -> tuple[SavedCheckpoint | None, list[str]]:
     """The latest checkpoint, its content compared with its step, and the reported messages."""
     said: list[str] = []
     with Store(folder, on_event=said.append) as store:
@@ -242,7 +242,7 @@ def test_a_disk_that_fills_up_while_writing(small_disk: Path, monkeypatch: pytes
     assert found.step == 1
     assert said == []  # nothing was left lying
     save_steps(small_disk, 3)
-    assert open_and_check(small_disk)[0] == Found(3, small_disk / "step-00000003", True)
+    assert open_and_check(small_disk)[0] == SavedCheckpoint(3, small_disk / "step-00000003", True)
 
 
 def test_a_full_disk_can_still_be_read(small_disk: Path) -> None:

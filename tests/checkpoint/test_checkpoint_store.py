@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from trimtab.checkpoint import Found, Store, layout, read_manifest
+from trimtab.checkpoint import SavedCheckpoint, Store, layout, read_manifest
 from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
@@ -44,7 +44,7 @@ def store(tmp_path: Path, events: list[str]) -> Iterator[Store]:
         yield opened
 
 
-def found_latest(store: Store) -> Found:
+def found_latest(store: Store) -> SavedCheckpoint:
     found = store.latest()
     assert found is not None
     return found

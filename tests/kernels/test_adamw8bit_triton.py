@@ -22,7 +22,7 @@ from trimtab.kernels.adamw8bit.impl_reference import fp32_step
 from trimtab.kernels.adamw8bit.table import Member, Table, hashing_keys
 from trimtab.kernels.stochastic_rounding import impl_triton as rounding_triton
 from trimtab.kernels.stochastic_rounding import spec as rounding_spec
-from trimtab.optim import AdamW8bit, InBackward
+from trimtab.optim import AdamW8bit, OptimizerInBackward
 
 HYPER: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 SHAPES = [(3, 512), (7, 300), (33, 5), (4097,), (2, 2, 257), (1, 1), (16,), (0,)]
@@ -422,7 +422,7 @@ def test_in_backward_equals_a_step_after_it(device: str, impl: str, triton_on: A
         first, second = (
             AdamW8bit([{"params": list(m.named_parameters())}], lr=1e-2, impl=impl) for m in (mine, theirs)
         )
-        during = InBackward(first)
+        during = OptimizerInBackward(first)
         for step in range(2):
             x = torch.randn(4, 70, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
             during.begin(lr=1e-2)

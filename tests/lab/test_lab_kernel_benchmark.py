@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels import __main__ as runner
 from benchmarks.kernels.table import markdown
 from trimtab.lab import contests
-from trimtab.lab.contests import Bench, Case, Contestant, disagreement, floor
+from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor
 from trimtab.lab.timing import Ceilings, Timing
 
 CEILINGS = Ceilings(1e12, 1e14, "Some GPU", 90, "bfloat16")
@@ -29,10 +29,10 @@ def broken() -> None:
     raise RuntimeError("out of memory\nmore lines")
 
 
-def case(name: str, log: list[str], **contestants: Contestant) -> Case:
-    def build() -> Bench:
+def case(name: str, log: list[str], **contestants: Implementation) -> Case:
+    def build() -> Candidates:
         log.append(name)
-        return Bench(contestants, {"unsloth": "unsloth is not installed"})
+        return Candidates(contestants, {"unsloth": "unsloth is not installed"})
 
     return Case("op", name, build, floor(bytes_moved=2e9))
 
@@ -59,7 +59,7 @@ def run(monkeypatch: pytest.MonkeyPatch, path: Path, cases: list[Case], *words: 
 
 def test_verified_timed_and_resumed(gpu, monkeypatch, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     log: list[str] = []
-    ours, peer = Contestant(right, right, ours=True), Contestant(right, right)
+    ours, peer = Implementation(right, right, ours=True), Implementation(right, right)
     path = tmp_path / "deep" / "data.jsonl"
     first = case("a", log, triton=ours, slow_peer=peer)
     assert run(monkeypatch, path, [first]) == 0
@@ -87,9 +87,9 @@ def test_wrong_results_are_not_timed(gpu, monkeypatch, tmp_path, capsys) -> None
     log: list[str] = []
     path = tmp_path / "data.jsonl"
     contestants = {
-        "triton": Contestant(right, wrong, ours=True),
-        "peer": Contestant(right, right),
-        "broken": Contestant(right, broken),
+        "triton": Implementation(right, wrong, ours=True),
+        "peer": Implementation(right, right),
+        "broken": Implementation(right, broken),
     }
     assert run(monkeypatch, path, [case("a", log, **contestants)]) == 1
     record = json.loads(path.read_text())
@@ -100,7 +100,10 @@ def test_wrong_results_are_not_timed(gpu, monkeypatch, tmp_path, capsys) -> None
     assert "raised RuntimeError: out of memory |" in " ".join(table.split())
     # a failed case is tried again; one that approximates is timed, and passes
     inexact = case(
-        "a", log, triton=Contestant(right, right, ours=True), cce=Contestant(right, wrong, exact=False)
+        "a",
+        log,
+        triton=Implementation(right, right, ours=True),
+        cce=Implementation(right, wrong, exact=False),
     )
     assert run(monkeypatch, path, [inexact]) == 0
     assert "approximate: " in capsys.readouterr().out
@@ -110,7 +113,7 @@ def test_wrong_results_are_not_timed(gpu, monkeypatch, tmp_path, capsys) -> None
 def test_a_failing_case_does_not_stop_the_others(gpu, monkeypatch, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     log: list[str] = []
     bad = Case("op", "bad", broken, floor(bytes_moved=1))  # type: ignore[arg-type]
-    good = case("good", log, triton=Contestant(right, right, ours=True))
+    good = case("good", log, triton=Implementation(right, right, ours=True))
     assert run(monkeypatch, tmp_path / "data.jsonl", [bad, good]) == 1
     out = capsys.readouterr().out
     assert "failed: RuntimeError: out of memory" in out

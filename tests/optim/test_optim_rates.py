@@ -15,7 +15,7 @@ def trained(name: str, scale: float, *, in_backward: bool = False) -> tuple[torc
     optimizer = optim.build(
         name, [("embed", own), ("rest", other)], lr=1.0, weight_decay=0.1, lr_scales={"embed": scale}
     )
-    steps = optim.InBackward(optimizer) if in_backward else None
+    steps = optim.OptimizerInBackward(optimizer) if in_backward else None
     for _ in range(2):
         if steps is not None:
             steps.begin(lr=0.01)

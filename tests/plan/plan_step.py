@@ -66,7 +66,7 @@ class Step:
             impl=job.optimizer_impl,
         )
         if job.in_backward:
-            self.in_backward = optim.InBackward(self.optimizer)
+            self.in_backward = optim.OptimizerInBackward(self.optimizer)
             self.in_backward.begin()
 
     def forward_backward(self) -> None:

@@ -14,7 +14,7 @@ from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.plan import Plan, check_fits, longest_context
+from trimtab.plan import Plan, check_fits, find_max_seq_length
 from trimtab.plan.dequantized_copies import add_dequantized_copies
 from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
@@ -138,7 +138,9 @@ def test_earlier_memory_plans_have_no_copies() -> None:
 
 def test_the_longest_sequence_has_no_copies() -> None:
     limit = 24 * 10**9
-    assert longest_context(JOB.changed(unpacked_layers=32), GPU, limit) == longest_context(JOB, GPU, limit)
+    assert find_max_seq_length(JOB.changed(unpacked_layers=32), GPU, limit) == find_max_seq_length(
+        JOB, GPU, limit
+    )
 
 
 def test_recipes() -> None:

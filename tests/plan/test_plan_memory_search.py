@@ -21,7 +21,7 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import uniform_shape
 from trimtab.facts.units import parse_bytes, parse_share
-from trimtab.plan import check_fits, longest_context
+from trimtab.plan import check_fits, find_max_seq_length
 from trimtab.plan.job import Job
 from trimtab.plan.layers import Layers, segments_of
 from trimtab.plan.limits import limit_of
@@ -143,7 +143,7 @@ def test_a_cpu_does_not_offload() -> None:
 
 
 def test_longer_sequences_with_more_memory() -> None:
-    results = [longest_context(QLORA, GPU, int(g * 1e9)) for g in (6, 12, 16, 24)]
+    results = [find_max_seq_length(QLORA, GPU, int(g * 1e9)) for g in (6, 12, 16, 24)]
     assert results[0].tokens == 0
     assert results[0].setting is None
     lengths = [result.tokens for result in results[1:]]

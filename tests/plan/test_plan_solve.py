@@ -23,7 +23,7 @@ from trimtab.plan import (
     solve_max_seq_length,
     solve_smallest_gpu,
 )
-from trimtab.plan.longest import STEP, largest_within
+from trimtab.plan.max_seq_length import STEP, largest_within
 from trimtab.plan.solve import changed_recipe, check_question
 from trimtab.recipe import Recipe, loads
 from trimtab.run.resolve import resolve_recipe

@@ -30,7 +30,7 @@ from trimtab.kernels.rope import rope
 from trimtab.kernels.weighted_sum import weighted_sum
 from trimtab.optim import AdamW
 from trimtab.optim.by_name import build
-from trimtab.optim.in_backward import InBackward
+from trimtab.optim.in_backward import OptimizerInBackward
 
 GPU_ONLY = re.compile("CUDA|GPU|Triton|interpret|cuda|soft cap")
 
@@ -436,7 +436,7 @@ case(
 
 def twice(*, begun: bool) -> None:
     module = layer()
-    steps = InBackward(adamw(module))
+    steps = OptimizerInBackward(adamw(module))
     for _ in range(2):
         if begun or steps.now is None:
             steps.begin()
@@ -444,8 +444,8 @@ def twice(*, begun: bool) -> None:
 
 
 case(
-    "optim/in_backward.py:InBackward._apply_gradient: call begin() before every backward(); gradient accumulation "
-    "and an optimizer in backward exclude each other",
+    "optim/in_backward.py:OptimizerInBackward._apply_gradient: call begin() before every backward(); gradient "
+    "accumulation and an optimizer in backward exclude each other",
     lambda w: twice(begun=False),
     lambda w, remedy: twice(begun=True),
 )

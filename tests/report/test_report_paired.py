@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.report.distributions import exact_share_interval, incomplete_beta, t_quantile, t_two_sided
-from trimtab.report.paired import ALPHA, FEWEST, Flips, flips, holm, shift, weighted_mean
+from trimtab.report.paired import ALPHA, FEWEST, PairedItemTest, flips, holm, shift, weighted_mean
 from trimtab.report.rundata import RunData
 from trimtab.report.verdicts import Change, changes, verdict
 
@@ -30,12 +30,12 @@ from trimtab.report.verdicts import Change, changes, verdict
     ],
 )
 def test_exact_test_of_changed_items(gained: int, lost: int, p: float) -> None:
-    assert Flips(gained, lost, 14).p == p
-    assert Flips(lost, gained, 14).p == p
+    assert PairedItemTest(gained, lost, 14).p == p
+    assert PairedItemTest(lost, gained, 14).p == p
 
 
 def test_items_are_compared_one_by_one() -> None:
-    assert flips([True, True, False, False], [True, False, True, True]) == Flips(2, 1, 4)
+    assert flips([True, True, False, False], [True, False, True, True]) == PairedItemTest(2, 1, 4)
     with pytest.raises(ValueError, match="zip"):
         flips([True], [True, False])
 
@@ -67,7 +67,7 @@ def test_results_equal_scipy() -> None:
     stats = pytest.importorskip("scipy.stats", reason="scipy is not installed")
     for t, freedom in ((0.3, 2.5), (2.1, 17.3), (9.0, 400.0)):
         assert t_two_sided(t, freedom) == pytest.approx(2 * stats.t.sf(t, freedom), rel=1e-9)
-    assert Flips(9, 2, 20).p == pytest.approx(stats.binomtest(2, 11).pvalue, rel=1e-12)
+    assert PairedItemTest(9, 2, 20).p == pytest.approx(stats.binomtest(2, 11).pvalue, rel=1e-12)
 
 
 def test_the_interval_of_a_share() -> None:
@@ -189,6 +189,14 @@ def test_a_real_change_is_detected() -> None:
 
 
 def test_two_more_choices_of_fourteen_are_no_change() -> None:
-    row = Change("x", 12 / 14, 1.0, "share", items=14, test=Flips(2, 0, 14), adjusted=Flips(2, 0, 14).p)
+    row = Change(
+        "x",
+        12 / 14,
+        1.0,
+        "share",
+        items=14,
+        test=PairedItemTest(2, 0, 14),
+        adjusted=PairedItemTest(2, 0, 14).p,
+    )
     assert (row.outcome, row.label) == ("unchanged", "no measurable change")
     assert row.evidence() == "+2 −0, p = 0.5"

@@ -14,7 +14,7 @@ from smollm2 import smollm2_path
 
 from trimtab.facts.errors import ModelError
 from trimtab.text import load
-from trimtab.text.chat import ChatProcess, Conversation, Rendered, TemplateFailed
+from trimtab.text.chat import ChatProcess, ChatTemplateError, Conversation, RenderedConversation
 
 
 def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def trained(
     with ChatProcess(template, specials=SPECIALS) as process:
         conversation = Conversation(messages, more.pop("tools", None), more.pop("skipped", ()))
         (made,) = process.examples([conversation], {**VARIABLES, **more}, train_on)
-    if isinstance(made, TemplateFailed):
+    if isinstance(made, ChatTemplateError):
         raise made
     return [made.text[start:end] for start, end in made.spans]
 
@@ -115,7 +115,7 @@ def test_templates_that_rewrite_the_prompt_are_reported(template: str, rewritten
     conversation = Conversation(chat("Hi", "Ho", "He", "Ha", system="Be brief."))
     with ChatProcess(getattr(templates, template), specials=SPECIALS) as process:
         (made,) = process.examples([conversation], VARIABLES, "completions")
-    assert isinstance(made, Rendered)
+    assert isinstance(made, RenderedConversation)
     assert made.rewritten == rewritten
 
 
@@ -139,7 +139,7 @@ def test_last_and_all_and_answers_that_are_context() -> None:
 
 def test_ambiguous_marks_are_an_error() -> None:
     once = templates.CHATML_MARKED.replace("{% if m.role == 'assistant' %}", "{% if loop.index0 == 1 %}")
-    with pytest.raises(TemplateFailed, match=r"marks 1 spans for 2 answers"):
+    with pytest.raises(ChatTemplateError, match=r"marks 1 spans for 2 answers"):
         trained(once, TWO, skipped=[3])
     assert trained(once, TWO, skipped=[1, 3]) == [], "without trained answers no mark has to be assigned"
 
@@ -167,7 +167,7 @@ def test_a_conversation_that_is_refused_leaves_the_others() -> None:
     with ChatProcess(templates.GEMMA, specials=SPECIALS) as process:
         first, refused, last = process.examples(conversations, VARIABLES, "completions")
     assert first == last
-    assert isinstance(refused, TemplateFailed)
+    assert isinstance(refused, ChatTemplateError)
     assert "no system role" in str(refused)
 
 
@@ -209,7 +209,7 @@ def test_spans_of_random_conversations(
 ) -> None:
     messages = chat(*[text for turn in turns for text in turn])
     (made,) = processes[name].examples([Conversation(messages)], VARIABLES, "completions")
-    assert isinstance(made, Rendered)
+    assert isinstance(made, RenderedConversation)
     found = [made.text[start:end] for start, end in made.spans]
     closing = {"LLAMA3": "<|eot_id|>", "GEMMA": "<end_of_turn>", "MISTRAL_LATE_SYSTEM": "</s>"}
     opening = {"CHANNELS": "<|channel|>final<|message|>"}.get(name, "")

@@ -7,7 +7,7 @@ import torch
 from tiny_setup import TinyLoader, tiny_setup
 
 from trimtab.facts.errors import TrainingError
-from trimtab.optim import InBackward, build
+from trimtab.optim import OptimizerInBackward, build
 from trimtab.trainer import Cadence, TrainingSetup, TrainState, train
 
 
@@ -16,7 +16,7 @@ def setup(loader: TinyLoader, in_backward: bool, name: str = "adamw_8bit") -> Tr
     made.optimizer = build(name, made.parameters.items(), lr=0.05, weight_decay=0.1)
     made.clip_factor = torch.ones_like
     if in_backward:
-        made.in_backward = InBackward(made.optimizer)
+        made.in_backward = OptimizerInBackward(made.optimizer)
     return made
 
 
@@ -62,7 +62,7 @@ def test_accumulation_is_refused() -> None:
 def test_a_non_finite_gradient_updates_no_weight() -> None:
     run = setup(TinyLoader(accumulation=1), True)
     steps, before = run.in_backward, [p.detach().clone() for p in run.parameters.values()]
-    assert isinstance(steps, InBackward)
+    assert isinstance(steps, OptimizerInBackward)
     steps.begin(lr=0.1)
     (run.model(torch.ones(2, 8)).sum() * torch.nan).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, run.parameters.values(), strict=True))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from trimtab.facts.randomness import derive
 from trimtab.starter.math import worked
-from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.problem import WorkedProblem
 
 SIGNS = {"addition": "+", "subtraction": "-", "multiplication": "×", "division": "/"}
 
@@ -46,7 +46,7 @@ def _fact(kind: str, rng: random.Random) -> str:
     return f"{_expression(found, rng)} = {found.answer}"
 
 
-def _expression(found: Worked, rng: random.Random) -> str:
+def _expression(found: WorkedProblem, rng: random.Random) -> str:
     first, second = found.key
     if found.topic == "addition" and rng.random() < 0.5:
         first, second = second, first

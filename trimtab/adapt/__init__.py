@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.adapt.any_model import add_lora, quantize_linears
@@ -85,4 +85,4 @@ __all__ = [
     "use_adapters",
 ]
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

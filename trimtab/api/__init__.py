@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.api.model import Model, check_saving, load
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trimtab.api.results import Evaluation, RunResult
     from trimtab.api.training import resume, train
 
-_HOMES = {
+_MODULES = {
     "Evaluation": "results",
     "Model": "model",
     "RunResult": "results",
@@ -40,4 +40,4 @@ __all__ = [
     "what_if",
 ]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

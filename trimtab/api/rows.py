@@ -13,7 +13,7 @@ from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.names import shortened
 
 if TYPE_CHECKING:
-    from trimtab.data.in_memory import Passed
+    from trimtab.data.in_memory import PassedRows
     from trimtab.recipe import Recipe
     from trimtab.run.lifecycle import View
 
@@ -74,14 +74,14 @@ class DataArgument:
         names = [part for part in position if isinstance(part, str)]
         return "data" + "".join(f"[{name!r}]" for name in names)
 
-    def store(self, recipe: Recipe, view: View) -> tuple[Recipe, dict[str, Passed]]:
+    def store(self, recipe: Recipe, view: View) -> tuple[Recipe, dict[str, PassedRows]]:
         """Spools the rows or prepares streaming; returns the recipe with their names, and the rows for the run."""
         from trimtab.recipe import build
 
         if not self.rows:
             return recipe, {}
         plain = recipe.model_dump(mode="json", exclude_unset=True)
-        passed: dict[str, Passed] = {}
+        passed: dict[str, PassedRows] = {}
 
         def key_of(position: Position) -> str | None:
             return self.key and (self.key if len(self.rows) == 1 else f"{self.key}.{_dotted(position)}")
@@ -91,7 +91,7 @@ class DataArgument:
             passed[name] = given
         return build(plain), passed
 
-    def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, Passed]:
+    def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, PassedRows]:
         """Stores the rows of a resumed run; raises a DataError unless they equal those of its start."""
         from trimtab.data.in_memory import first_difference, spool_path
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
@@ -100,7 +100,7 @@ class DataArgument:
             return {}
         section = recipe.model_dump(mode="json")["data"]
         self._check_unchanged(section)
-        passed: dict[str, Passed] = {}
+        passed: dict[str, PassedRows] = {}
 
         def key_of(position: Position) -> str | None:
             own = _recorded_name(section, position, folder).removeprefix(MEMORY_PREFIX)
@@ -151,7 +151,7 @@ class DataArgument:
 
     def _all_stored(
         self, recipe: Recipe, view: View, key_of: Callable[[Position], str | None]
-    ) -> Iterator[tuple[Position, str, Passed]]:
+    ) -> Iterator[tuple[Position, str, PassedRows]]:
         """Stores the rows of each position; yields the name of their source, and the rows for the run."""
         from trimtab.run.corpora import MEMORY_PREFIX
 
@@ -165,14 +165,16 @@ class DataArgument:
             names[name] = rows
             yield position, name, given
 
-    def _stored(self, position: Position, recipe: Recipe, view: View, key: str | None) -> tuple[str, Passed]:
-        from trimtab.data.in_memory import Passed, RowStream, spool_rows
+    def _stored(
+        self, position: Position, recipe: Recipe, view: View, key: str | None
+    ) -> tuple[str, PassedRows]:
+        from trimtab.data.in_memory import PassedRows, RowStream, spool_rows
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
 
         rows, label = self.rows[position], self.label(position)
         if recipe.data.streaming and position[0] != "eval":
             stream = RowStream(rows, label=label, key=key)
-            return MEMORY_PREFIX + stream.name, Passed(label, stream)
+            return MEMORY_PREFIX + stream.name, PassedRows(label, stream)
         spooled = spool_rows(
             rows,
             memory_folder(cache_folder(recipe.data.cache_dir)),
@@ -185,7 +187,7 @@ class DataArgument:
                 f"{label}: using the rows cached under the key {key!r} ({spooled.path}); "
                 "change data_key when the rows change"
             )
-        return MEMORY_PREFIX + spooled.name, Passed(label)
+        return MEMORY_PREFIX + spooled.name, PassedRows(label)
 
     def _mapping(self, data: Mapping[str, Any]) -> dict[str, Any]:
         if "train" not in data:

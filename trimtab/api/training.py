@@ -19,7 +19,7 @@ from trimtab.trainer.callbacks import check_callbacks
 if TYPE_CHECKING:
     from trimtab.recipe import Recipe
     from trimtab.report import LiveView
-    from trimtab.run.lifecycle import Finished
+    from trimtab.run.lifecycle import FinishedRun
 
 
 def train(
@@ -65,7 +65,7 @@ def train(
     need_torch()
     from trimtab import launch
     from trimtab.run import RunFolder
-    from trimtab.run.lifecycle import Given
+    from trimtab.run.lifecycle import RunInputs
 
     callbacks = check_callbacks(callbacks)
     built, given = recipe_of_arguments(recipe, keys, data, model, data_key)
@@ -74,7 +74,7 @@ def train(
         if given.rows:
             RunFolder(Path(built.output_dir)).check_new()  # before reading rows, which may take long
         built, passed = given.store(built, shown)
-        return _result(launch.train(built, shown, given=Given(passed, callbacks, loaded, explain_memory)))
+        return _result(launch.train(built, shown, given=RunInputs(passed, callbacks, loaded, explain_memory)))
 
 
 def resume(
@@ -109,7 +109,7 @@ def resume(
     need_torch()
     from trimtab import launch
     from trimtab.run import RunFolder
-    from trimtab.run.lifecycle import Given, recipe_of
+    from trimtab.run.lifecycle import RunInputs, recipe_of
 
     callbacks = check_callbacks(callbacks)
     values = {key: plain_value(value, key) for key, value in keys.items()}
@@ -121,7 +121,7 @@ def resume(
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
         passed = given.store_again(recipe_of(run, words), shown, run.path)
-        extra = Given(passed, callbacks, explain_memory=explain_memory)
+        extra = RunInputs(passed, callbacks, explain_memory=explain_memory)
         return _result(launch.resume(run.path, words, shown, given=extra))
 
 
@@ -137,7 +137,7 @@ def _checked_view(view: LiveView | None) -> LiveView:
     return view
 
 
-def _result(finished: Finished) -> RunResult:
+def _result(finished: FinishedRun) -> RunResult:
     from trimtab.report import read_run, write_page
 
     write_page(read_run(finished.folder), finished.folder / "report.html")

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.checkpoint.lock import RunLock
     from trimtab.checkpoint.manifest import Manifest, read_manifest, verify
-    from trimtab.checkpoint.store import Found, Store
+    from trimtab.checkpoint.store import SavedCheckpoint, Store
 
-_HOMES = {
-    "Found": "store",
+_MODULES = {
+    "SavedCheckpoint": "store",
     "Manifest": "manifest",
     "RunLock": "lock",
     "Store": "store",
@@ -28,6 +28,6 @@ _HOMES = {
     "verify": "manifest",
 }
 
-__all__ = ["Found", "Manifest", "RunLock", "Store", "read_manifest", "verify"]
+__all__ = ["Manifest", "RunLock", "SavedCheckpoint", "Store", "read_manifest", "verify"]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES, {"Found": "SavedCheckpoint"})

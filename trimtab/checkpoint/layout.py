@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from trimtab.checkpoint.manifest import Damaged, Manifest, verify
+from trimtab.checkpoint.manifest import DamagedCheckpoint, Manifest, verify
 from trimtab.facts.files import sync_folder, write_atomic
 from trimtab.facts.run_layout import is_empty
 
@@ -57,13 +57,13 @@ def step_folders(root: Path) -> list[Path]:
 def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[Path, Manifest]]:
     """Checkpoints with a readable manifest and all files of the right size, latest first; others are reported.
 
-    A checkpoint of a later format raises TooNew: skipping it would silently rewind the run.
+    A checkpoint of a later format raises NewerCheckpoint: skipping it would silently rewind the run.
     """
     valid: list[tuple[Path, Manifest]] = []
     for path in step_folders(root):
         try:
             valid.append((path, verify(path, checksums=False)))
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             if report is not None:
                 report(f"skipping a damaged checkpoint: {error}")
     return sorted(valid, key=lambda entry: entry[1].sequence, reverse=True)

@@ -29,11 +29,11 @@ STATE = "state.json"
 TENSOR_SUFFIX = ".safetensors"
 
 
-class Damaged(CheckpointError):
+class DamagedCheckpoint(CheckpointError):
     """A file of a checkpoint is missing, truncated or changed."""
 
 
-class TooNew(CheckpointError):
+class NewerCheckpoint(CheckpointError):
     """A checkpoint was written by a later trimtab."""
 
 
@@ -97,22 +97,22 @@ def to_text(manifest: Manifest) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint folder and verify its own checksum.
 
-    Raises Damaged if it is missing or changed, TooNew if a later trimtab wrote it.
+    Raises DamagedCheckpoint if it is missing or changed, NewerCheckpoint if a later trimtab wrote it.
     """
     path = folder / NAME
     try:
         body = read_json_object(path)
     except OSError as error:
-        raise Damaged(f"{folder.name}/{NAME} cannot be read ({error.strerror})") from error
+        raise DamagedCheckpoint(f"{folder.name}/{NAME} cannot be read ({error.strerror})") from error
     except ValueError as error:
-        raise Damaged(f"{folder.name}/{NAME} is truncated or changed ({error})") from error
+        raise DamagedCheckpoint(f"{folder.name}/{NAME} is truncated or changed ({error})") from error
     if body.get("format") != FORMAT:
-        raise Damaged(f"{folder.name}/{NAME} is not a checkpoint's manifest")
+        raise DamagedCheckpoint(f"{folder.name}/{NAME} is not a checkpoint's manifest")
     if body.pop("sha256", None) != _own_checksum(body):
-        raise Damaged(f"{folder.name}/{NAME} does not match its own checksum")
+        raise DamagedCheckpoint(f"{folder.name}/{NAME} does not match its own checksum")
     version = body["version"]
     if version > VERSION:
-        raise TooNew(
+        raise NewerCheckpoint(
             f"{folder} was written by a later trimtab (checkpoint format {version}, here {VERSION})",
             "install the version of trimtab that wrote it, or a later one",
         )
@@ -120,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, checksums: bool = True) -> Manifest:
-    """Verify a folder's files against its manifest; raises Damaged that names the first wrong file.
+    """Verify a folder's files against its manifest; raises DamagedCheckpoint that names the first wrong file.
 
     Without `checksums` only names and sizes are compared, which is fast; with them every byte is read (1 to 2 GB/s
     per core).
@@ -130,22 +130,22 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
         path = folder / name
         # The names are untrusted input: reject paths outside the folder.
         if Path(name).name != name or name in {"", ".", ".."}:
-            raise Damaged(f"{folder.name}/{NAME} names a file outside its folder: {name!r}")
+            raise DamagedCheckpoint(f"{folder.name}/{NAME} names a file outside its folder: {name!r}")
         if not path.is_file():
-            raise Damaged(f"{folder.name}/{name} is missing")
+            raise DamagedCheckpoint(f"{folder.name}/{name} is missing")
         size = path.stat().st_size
         if size != file.size:
-            raise Damaged(
+            raise DamagedCheckpoint(
                 f"{folder.name}/{name} has {format_bytes(size)} ({size} bytes) instead of {file.size} bytes"
             )
     for path in sorted(folder.iterdir()):
         # The tensor reader opens every safetensors file it finds in the folder.
         if path.name.endswith(TENSOR_SUFFIX) and path.name not in manifest.files:
-            raise Damaged(f"{folder.name}/{path.name} does not belong to the checkpoint")
+            raise DamagedCheckpoint(f"{folder.name}/{path.name} does not belong to the checkpoint")
     if checksums:
         for name, found in digests(folder / name for name in manifest.files).items():
             if found.sha256 != manifest.files[name].sha256:
-                raise Damaged(f"{folder.name}/{name} does not match its checksum")
+                raise DamagedCheckpoint(f"{folder.name}/{name} does not match its checksum")
     return manifest
 
 

@@ -20,7 +20,7 @@ from trimtab.checkpoint import manifest as manifests
 from trimtab.checkpoint import scalars as plain
 from trimtab.checkpoint import tensors as files
 from trimtab.checkpoint.lock import FileLock
-from trimtab.checkpoint.manifest import Damaged, Manifest, TensorEntry
+from trimtab.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry
 from trimtab.checkpoint.ranks import Ranks
 from trimtab.checkpoint.spec import FILE_BYTES, STATE_BYTES, TENSOR_OVERHEAD
 from trimtab.facts.base_weights import BaseWeights
@@ -34,7 +34,7 @@ _NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Found:
+class SavedCheckpoint:
     """A published checkpoint. `verified`: all checksums were compared."""
 
     step: int
@@ -158,7 +158,7 @@ class Store:
     ) -> None:
         self.close()
 
-    def latest(self, verify: bool = True) -> Found | None:
+    def latest(self, verify: bool = True) -> SavedCheckpoint | None:
         """The latest valid checkpoint, or None. Damaged ones are skipped with a message that names the file.
 
         `verify` reads every byte of the candidate; without it only manifest and sizes are checked. Files of
@@ -166,11 +166,11 @@ class Store:
         """
         return self._find(None, verify)
 
-    def best(self, verify: bool = True) -> Found | None:
+    def best(self, verify: bool = True) -> SavedCheckpoint | None:
         """The newest valid checkpoint with the tag `best`, or None."""
         return self._find(BEST, verify)
 
-    def at(self, step: int, verify: bool = True) -> Found | None:
+    def at(self, step: int, verify: bool = True) -> SavedCheckpoint | None:
         """The valid checkpoint of one step, or None."""
         self.wait()
         return self._ranks.run_on_leader(lambda: self._search(None, verify, step))
@@ -182,7 +182,7 @@ class Store:
             lambda: sorted(entry.step for _, entry in layout.by_age(self.folder))
         )
 
-    def prune(self, newest: Found) -> None:
+    def prune(self, newest: SavedCheckpoint) -> None:
         """Remove all but the `keep_last` newest checkpoints, as after a save, if `newest` is the newest one.
 
         `newest` must be verified. If it is not the newest one, the later ones are damaged and nothing is removed.
@@ -204,7 +204,7 @@ class Store:
         self._ranks.run_on_leader(work)
 
     def load(
-        self, found: Found, tensors: dict[str, torch.Tensor], *, partial: bool = False
+        self, found: SavedCheckpoint, tensors: dict[str, torch.Tensor], *, partial: bool = False
     ) -> dict[str, Any]:
         """Load `tensors` in place, in their current sharding, and return the scalars.
 
@@ -230,15 +230,15 @@ class Store:
             files.read(found.path, tensors, self._ranks)
         return self.scalars(found)
 
-    def scalars(self, found: Found) -> dict[str, Any]:
+    def scalars(self, found: SavedCheckpoint) -> dict[str, Any]:
         """Read only the scalars of a checkpoint."""
         return plain.decode((found.path / manifests.STATE).read_text(encoding="utf-8"))
 
-    def _find(self, tag: str | None, verify: bool) -> Found | None:
+    def _find(self, tag: str | None, verify: bool) -> SavedCheckpoint | None:
         self.wait()
         return self._ranks.run_on_leader(lambda: self._search(tag, verify))
 
-    def _search(self, tag: str | None, verify: bool, step: int | None = None) -> Found | None:
+    def _search(self, tag: str | None, verify: bool, step: int | None = None) -> SavedCheckpoint | None:
         if not self.folder.is_dir():
             return None
         self._recover()
@@ -247,10 +247,10 @@ class Store:
                 continue
             try:
                 manifests.verify(path, checksums=verify)
-            except Damaged as error:
+            except DamagedCheckpoint as error:
                 self._report(f"skipping a damaged checkpoint: {error}")
                 continue
-            return Found(manifest.step, path, verified=verify)
+            return SavedCheckpoint(manifest.step, path, verified=verify)
         return None
 
     def _recover(self) -> None:

@@ -37,10 +37,10 @@ def train_and_report(
     detail: Detail = "quiet" if quiet else "short"
     loaded = load(recipe, overrides) if recipe is not None else None
     from trimtab.run.lifecycle import (
-        Given,  # importing torch takes seconds; until work begins, Ctrl-C ends the process immediately
+        RunInputs,  # importing torch takes seconds; until work begins, Ctrl-C ends the process immediately
     )
 
-    given = Given(explain_memory=explain_memory)
+    given = RunInputs(explain_memory=explain_memory)
     work_begins()
     with LiveView(console=console, detail=detail) as view:
         if loaded is not None:

@@ -186,7 +186,7 @@ def first_difference(first: Path, second: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Passed:
+class PassedRows:
     """Rows from Python, as passed to a run: their name in messages, and the stream if they are not spooled."""
 
     label: str

@@ -13,7 +13,7 @@ from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
 from trimtab.data.tokenizer_worker import Text
 from trimtab.facts.errors import DataError, ModelError
-from trimtab.text.chat import ChatProcess, Conversation, Limits, Rendered, TemplateFailed
+from trimtab.text.chat import ChatProcess, ChatTemplateError, Conversation, Limits, RenderedConversation
 
 TODAY = "2024-07-26"
 """The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
@@ -124,7 +124,7 @@ class Renderer:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
         texts = []
         for segment, rendered in zip(segments, self._examples(segments), strict=True):
-            if isinstance(rendered, TemplateFailed):
+            if isinstance(rendered, ChatTemplateError):
                 cause = f"{self._location(segment)}: {rendered.cause}"
                 if not rendering.skip:
                     raise DataError(cause, rendered.remedy)
@@ -135,7 +135,7 @@ class Renderer:
                 texts.append(Text(rendered.text.encode("utf-8", "replace"), False, rendered.spans))
         return texts
 
-    def _examples(self, segments: list[Segment]) -> list[Rendered | TemplateFailed]:
+    def _examples(self, segments: list[Segment]) -> list[RenderedConversation | ChatTemplateError]:
         """Renders the segments' conversations; tool calls that the template omits are not trained on."""
         assert self.rendering is not None
         for segment in segments:
@@ -155,7 +155,9 @@ class Renderer:
         """Finds out how the template handles tool calls without text. Ignores probes that it rejects."""
         rendered = self._render([_probe(content, called=called) for content, called in _PROBES], "all")
         texts = dict(
-            zip(_PROBES, (None if isinstance(r, TemplateFailed) else r.text for r in rendered), strict=True)
+            zip(
+                _PROBES, (None if isinstance(r, ChatTemplateError) else r.text for r in rendered), strict=True
+            )
         )
         null, bare = texts[None, True], texts["", False]
         omitted = [
@@ -169,7 +171,7 @@ class Renderer:
 
     def _render(
         self, conversations: list[Conversation], train_on: TrainOn
-    ) -> list[Rendered | TemplateFailed]:
+    ) -> list[RenderedConversation | ChatTemplateError]:
         rendering, process = self.rendering, self._process
         assert rendering is not None
         assert rendering.chat is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.evaluate.answers import AnswerResult, Example, exact_answers
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trimtab.evaluate.perplexity import LossResult, UnitLosses, loss
 
 # No module is called `loss`, `probe` or `probe_items`: importing it would put the module where the function belongs.
-_PLACES = {
+_MODULES = {
     "AnswerResult": "answers",
     "Example": "answers",
     "LossResult": "perplexity",
@@ -50,4 +50,4 @@ __all__ = [
     "probe_items",
 ]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.export.hf import export_hf
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trimtab.export.peft import export_peft
     from trimtab.export.receipt import Check, Receipt
 
-_PLACES = {
+_MODULES = {
     "Check": "receipt",
     "Receipt": "receipt",
     "export_hf": "hf",
@@ -25,4 +25,4 @@ _PLACES = {
 
 __all__ = ["Check", "Receipt", "export_hf", "export_merged", "export_peft"]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

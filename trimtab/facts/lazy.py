@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 
-def lazily(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_attributes(
+    package: str, modules: Mapping[str, str], renamed: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
     """Returns a package's `__getattr__` (PEP 562).
 
     Args:
         package: its `__name__`.
-        places: public name → the module inside the package that defines it.
+        modules: public name → the module inside the package that defines it.
+        renamed: former public name → current name; using a former name gives a FutureWarning.
 
     Example:
-        >>> find = lazily("trimtab.facts", {"format_bytes": "units"})
+        >>> find = lazy_attributes("trimtab.facts", {"format_bytes": "units"})
         >>> find("format_bytes")(2048)
         '2.00 KiB'
     """
 
     def find(name: str) -> Any:
-        if name not in places:
+        current = (renamed or {}).get(name)
+        if current is not None:
+            warnings.warn(
+                f"{package}.{name} is now called {current}; the former name still works",
+                FutureWarning,
+                stacklevel=2,
+            )
+            name = current
+        if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{places[name]}"), name)
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
 
     return find

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.generate.cache import KVCache, PromptCache
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trimtab.generate.options import SamplingKeywords, SamplingOptions
     from trimtab.generate.stopping import StopStrings
 
-_PLACES = {
+_MODULES = {
     "Completion": "completion",
     "KVCache": "cache",
     "PromptCache": "cache",
@@ -41,4 +41,4 @@ __all__ = [
     "generate_many",
 ]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.hub.datasets import resolve_dataset
     from trimtab.hub.local_files import LocalFiles
     from trimtab.hub.models import resolve_model
 
-_PLACES = {"LocalFiles": "local_files", "resolve_dataset": "datasets", "resolve_model": "models"}
+_MODULES = {"LocalFiles": "local_files", "resolve_dataset": "datasets", "resolve_model": "models"}
 
 __all__ = ["LocalFiles", "resolve_dataset", "resolve_model"]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

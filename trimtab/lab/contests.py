@@ -20,7 +20,7 @@ from trimtab.lab.timing import Ceilings, time_together
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """One implementation on a case's inputs."""
 
     run: Callable[[], object]
@@ -33,10 +33,10 @@ class Contestant:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Candidates:
     """A case's contestants by name, and the absent peers with the reason."""
 
-    contestants: dict[str, Contestant]
+    contestants: dict[str, Implementation]
     absent: dict[str, str] = field(default_factory=dict)
 
 
@@ -46,7 +46,7 @@ class Case:
 
     op: str
     name: str
-    build: Callable[[], Bench]
+    build: Callable[[], Candidates]
     floor: Callable[[Ceilings], float]
     """Lower bound of the seconds on a device with these ceilings."""
 
@@ -79,7 +79,7 @@ def disagreement(
     reference: Sequence[torch.Tensor],
     dtype: str,
 ) -> str | None:
-    """Describes the first result with a larger error than allowed, for `Contestant.check`; None without one."""
+    """Describes the first result with a larger error than allowed, for `Implementation.check`; None without one."""
     for name, x, true, own in zip(names, got, truth, reference, strict=True):
         v = judge(name, x, truth=true, reference=own, share=SHARE[dtype])
         if not v:
@@ -124,7 +124,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or "without a message").splitlines()[0][:200]
 
 
-def _verify(contestant: Contestant, device: str) -> dict[str, Any]:
+def _verify(contestant: Implementation, device: str) -> dict[str, Any]:
     """Checks the result and measures peak memory."""
     entry: dict[str, Any] = {"exact": contestant.exact, "ours": contestant.ours}
     try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.launch.local import resume, train
 
-_HOMES = {"resume": "local", "train": "local"}
+_MODULES = {"resume": "local", "train": "local"}
 
 __all__ = ["resume", "train"]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

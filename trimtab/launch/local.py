@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trimtab.recipe import Recipe
 from trimtab.run import lifecycle
-from trimtab.run.lifecycle import Finished, Given, View
+from trimtab.run.lifecycle import FinishedRun, RunInputs, View
 
 
 def train(
@@ -15,8 +15,8 @@ def train(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: Given | None = None,
-) -> Finished:
+    given: RunInputs | None = None,
+) -> FinishedRun:
     """Train a recipe in a new run folder.
 
     Args:
@@ -27,7 +27,7 @@ def train(
 
     Example:
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
-        Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
+        FinishedRun(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     return lifecycle.train(recipe, view, after_step=after_step, given=given)
 
@@ -38,7 +38,7 @@ def resume(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: Given | None = None,
-) -> Finished:
+    given: RunInputs | None = None,
+) -> FinishedRun:
     """Resume a run folder from its last good checkpoint; the other arguments are those of `train`."""
     return lifecycle.resume(path, overrides, view, after_step=after_step, given=given)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.model.building import build, init_weights
@@ -50,4 +50,4 @@ __all__ = [
     "save_folder",
 ]
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

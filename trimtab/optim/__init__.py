@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.optim.adamw import AdamW
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from trimtab.optim.by_name import build
     from trimtab.optim.clip import clip_factor, global_norm
     from trimtab.optim.groups import parameter_groups
-    from trimtab.optim.in_backward import InBackward
+    from trimtab.optim.in_backward import OptimizerInBackward
     from trimtab.optim.schedule import learning_rate
     from trimtab.optim.spec import OPTIMIZERS, SCHEDULES, state_bytes
 
 _MODULES = {
     "AdamW": "adamw",
     "AdamW8bit": "adamw8bit",
-    "InBackward": "in_backward",
+    "OptimizerInBackward": "in_backward",
     "NamedOptimizer": "base",
     "build": "by_name",
     "clip_factor": "clip",
@@ -40,8 +40,8 @@ __all__ = [
     "SCHEDULES",
     "AdamW",
     "AdamW8bit",
-    "InBackward",
     "NamedOptimizer",
+    "OptimizerInBackward",
     "build",
     "clip_factor",
     "global_norm",
@@ -50,4 +50,4 @@ __all__ = [
     "state_bytes",
 ]
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES, {"InBackward": "OptimizerInBackward"})

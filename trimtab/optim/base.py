@@ -62,7 +62,7 @@ class NamedOptimizer(torch.optim.Optimizer):
         grad_scale: torch.Tensor | float,
         skip: torch.Tensor | None,
     ) -> None:
-        """Updates one parameter, for `InBackward`; `lr` as in `step`."""
+        """Updates one parameter, for `OptimizerInBackward`; `lr` as in `step`."""
         alone = {**group, "params": [param], "param_names": [name]}
         self._update(alone, group_learning_rate(group, lr), grad_scale, skip)
 

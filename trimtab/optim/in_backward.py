@@ -19,7 +19,7 @@ from trimtab.optim.base import NamedOptimizer
 from trimtab.optim.clip import global_norm
 
 
-class InBackward:
+class OptimizerInBackward:
     """Makes `optimizer` update every parameter during `backward()`, as long as this object is alive; call `begin`
     before each backward.
 
@@ -28,7 +28,7 @@ class InBackward:
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
-        >>> steps = InBackward(AdamW([{"params": list(layer.named_parameters())}], lr=0.1))  # doctest: +SKIP
+        >>> steps = OptimizerInBackward(AdamW([{"params": list(layer.named_parameters())}], lr=0.1))  # doctest: +SKIP
         >>> steps.begin(lr=0.1)  # doctest: +SKIP
         >>> layer(torch.ones(1, 4)).sum().backward()  # doctest: +SKIP
         >>> layer.weight.grad is None  # doctest: +SKIP
@@ -105,7 +105,7 @@ class InBackward:
         self.hooks = []
 
 
-def _hook(steps: weakref.ref[InBackward], name: str) -> Any:
+def _hook(steps: weakref.ref[OptimizerInBackward], name: str) -> Any:
     """Returns the hook that runs when a gradient is complete. Autograd's reference to it is invisible to the garbage
     collector: a strong reference to the optimizer would keep all weights alive forever."""
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.plan.attention import AttentionRow, attention_table
     from trimtab.plan.data import DataFacts, steps_per_epoch, total_steps
     from trimtab.plan.disk import check_disk
     from trimtab.plan.fit import check_fits, fits, remedies
-    from trimtab.plan.longest import Longest, longest_context
     from trimtab.plan.make import Plan, make_plan
+    from trimtab.plan.max_seq_length import MaxSeqLength, find_max_seq_length
     from trimtab.plan.memory import Buckets, Memory
     from trimtab.plan.policies import PolicyCost, policy_costs
     from trimtab.plan.solve import (
@@ -36,8 +36,8 @@ _MODULES = {
     "check_fits": "fit",
     "fits": "fit",
     "remedies": "fit",
-    "Longest": "longest",
-    "longest_context": "longest",
+    "MaxSeqLength": "max_seq_length",
+    "find_max_seq_length": "max_seq_length",
     "Plan": "make",
     "make_plan": "make",
     "Buckets": "memory",
@@ -66,8 +66,8 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "check_fits",
     "fits",
     "remedies",
-    "Longest",
-    "longest_context",
+    "MaxSeqLength",
+    "find_max_seq_length",
     "Plan",
     "make_plan",
     "Buckets",
@@ -86,4 +86,6 @@ __all__ = [  # noqa: RUF022 (in the order of the dictionary above)
     "list_effects",
 ]
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(
+    __name__, _MODULES, {"Longest": "MaxSeqLength", "longest_context": "find_max_seq_length"}
+)

@@ -19,8 +19,8 @@ from trimtab.plan.changes import recipe_line
 from trimtab.plan.fit import fits
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
-from trimtab.plan.longest import STEP, largest_fitting, longest_tokens
 from trimtab.plan.make import Plan
+from trimtab.plan.max_seq_length import STEP, largest_fitting, longest_tokens
 from trimtab.recipe import build
 from trimtab.recipe.keys import Recipe
 

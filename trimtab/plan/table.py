@@ -10,8 +10,8 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import TrimtabError
 from trimtab.plan.fit import fits
 from trimtab.plan.limits import limit_of
-from trimtab.plan.longest import longest_tokens
 from trimtab.plan.make import Plan
+from trimtab.plan.max_seq_length import longest_tokens
 from trimtab.plan.solve import Progress
 
 CellPlanner = Callable[[str, str, DeviceFacts], Plan]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.recipe.docs import schema
@@ -36,4 +36,4 @@ _MODULES = {
     "schema": "docs",
 }
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.report.live import LiveView
     from trimtab.report.page import write_page
     from trimtab.report.rundata import RunData, read_run
 
-_HOMES = {"LiveView": "live", "RunData": "rundata", "read_run": "rundata", "write_page": "page"}
+_MODULES = {"LiveView": "live", "RunData": "rundata", "read_run": "rundata", "write_page": "page"}
 
 __all__ = ["LiveView", "RunData", "read_run", "write_page"]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -13,7 +13,7 @@ from trimtab.report.console import new_console
 from trimtab.report.example import example_view
 from trimtab.report.plain import as_text
 from trimtab.report.plan_panel import plan_panel
-from trimtab.report.progress import Training, Working
+from trimtab.report.progress import PreparationProgress, Training
 from trimtab.report.receipt import receipt_lines
 from trimtab.report.rundata import section
 from trimtab.report.summary import signed
@@ -47,7 +47,7 @@ class LiveView:
         self._moving = self.console.is_terminal and not self.console.is_dumb_terminal and detail != "quiet"
         self._live: Live | None = None
         self._training: Training | None = None
-        self._working: dict[str, Working] = {}
+        self._working: dict[str, PreparationProgress] = {}
         self._printed: dict[str, float] = {}
         self.first_losses: dict[str, float] = {}
         """First loss of each evaluation set, the reference for later ones; a resumed run reads it from its metrics."""
@@ -66,7 +66,7 @@ class LiveView:
         """Shows the progress of a preparation: reading, tokenizing, downloading."""
         if self.detail == "quiet":
             return
-        state = Working(what, done, total, unit)
+        state = PreparationProgress(what, done, total, unit)
         if total is not None and done >= total:
             self._working.pop(what, None)
             if self._printed.get(what) != float("inf"):

@@ -26,7 +26,7 @@ FEWEST = 6
 
 
 @dataclass(frozen=True)
-class Flips:
+class PairedItemTest:
     """Number of items that became right and wrong, and the total number of items."""
 
     gained: int
@@ -38,7 +38,7 @@ class Flips:
         """The p-value of the two-sided exact test, not corrected.
 
         Example:
-            >>> Flips(2, 0, 14).p, Flips(6, 0, 14).p
+            >>> PairedItemTest(2, 0, 14).p, PairedItemTest(6, 0, 14).p
             (0.5, 0.03125)
         """
         changed = self.gained + self.lost
@@ -46,19 +46,19 @@ class Flips:
         return min(1.0, 2 * tail / 2**changed)
 
 
-def flips(before: Sequence[bool], after: Sequence[bool]) -> Flips:
+def flips(before: Sequence[bool], after: Sequence[bool]) -> PairedItemTest:
     """Compares right/wrong results of the same items.
 
     Example:
         >>> flips([True, False, False], [False, True, True])
-        Flips(gained=2, lost=1, total=3)
+        PairedItemTest(gained=2, lost=1, total=3)
     """
     pairs = list(zip(before, after, strict=True))
-    return Flips(sum(a and not b for b, a in pairs), sum(b and not a for b, a in pairs), len(pairs))
+    return PairedItemTest(sum(a and not b for b, a in pairs), sum(b and not a for b, a in pairs), len(pairs))
 
 
 @dataclass(frozen=True)
-class Shift:
+class PairedMeanTest:
     """The token-weighted mean difference of losses over the same documents, with its standard error."""
 
     difference: float
@@ -79,7 +79,7 @@ class Shift:
         return self.difference - reach, self.difference + reach
 
 
-def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> Shift | None:
+def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> PairedMeanTest | None:
     """Compares mean losses of the same documents; returns None for fewer than `FEWEST` documents.
 
     Example:
@@ -91,7 +91,7 @@ def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]
     return weighted_mean(differences, tokens)
 
 
-def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> Shift | None:
+def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> PairedMeanTest | None:
     """Returns the weighted mean with its jackknife standard error; None for fewer than `FEWEST` values."""
     count, whole = len(values), sum(weights)
     if count < FEWEST:
@@ -105,7 +105,7 @@ def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> Shift | No
     # For equal values, only rounding errors remain, which are not a standard error.
     if error < 1e-12 * max(map(abs, values)):
         error = 0.0
-    return Shift(mean, error, max(freedom, 1.0), count)
+    return PairedMeanTest(mean, error, max(freedom, 1.0), count)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -118,7 +118,7 @@ class Training:
 
 
 @dataclass
-class Working:
+class PreparationProgress:
     """The progress of a preparation, such as tokenizing, in one line."""
 
     what: str

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.report.paired import ALPHA, FEWEST, Flips, Shift, flips, holm, shift
+from trimtab.report.paired import ALPHA, FEWEST, PairedItemTest, PairedMeanTest, flips, holm, shift
 from trimtab.report.rundata import RunData
 from trimtab.report.summary import signed
 
@@ -36,7 +36,7 @@ class Change:
     """Steps of the two measurements; the first is 0 if it was before training."""
     items: int | None = None
     """For shares: the number of items."""
-    test: Flips | Shift | None = None
+    test: PairedItemTest | PairedMeanTest | None = None
     """None if before and after cannot be compared item by item, for the reason in `untested`."""
     sampled: str = "document"
     """For losses: the unit of the test: a document, a piece or a group of documents."""
@@ -53,7 +53,7 @@ class Change:
             return "worse"
         if self.test is None:
             return "untested"
-        if isinstance(self.test, Shift):
+        if isinstance(self.test, PairedMeanTest):
             if self.test.p > ALPHA / self.comparisons:
                 return "unchanged"
             return "better" if self.test.difference < 0 else "worse"
@@ -70,12 +70,12 @@ class Change:
         """Formats the evidence: the confidence interval of a loss, or the items that changed and the p-value.
 
         Example:
-            >>> Change("x", 12 / 14, 1.0, "share", items=14, test=Flips(2, 0, 14)).evidence()
+            >>> Change("x", 12 / 14, 1.0, "share", items=14, test=PairedItemTest(2, 0, 14)).evidence()
             '+2 −0, p = 1'
         """
-        if isinstance(self.test, Flips):
+        if isinstance(self.test, PairedItemTest):
             return f"+{self.test.gained} −{self.test.lost}, {format_p(self.adjusted)}"
-        if isinstance(self.test, Shift):
+        if isinstance(self.test, PairedMeanTest):
             low, high = self.interval()
             reach = (high - low) / 2
             units = f"{self.test.units} {PLURALS.get(self.sampled, self.sampled)}"
@@ -84,7 +84,7 @@ class Change:
 
     def interval(self) -> tuple[float, float]:
         """Returns the confidence interval of a loss difference, corrected for all comparisons of the report."""
-        assert isinstance(self.test, Shift)
+        assert isinstance(self.test, PairedMeanTest)
         return self.test.interval(ALPHA / self.comparisons)
 
     def shown(self) -> tuple[str, str, str]:

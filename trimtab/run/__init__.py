@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.run.build import Run, build_model, build_run
     from trimtab.run.folder import RunFolder
     from trimtab.run.models import OpenedModel, open_model
 
-_HOMES = {
+_MODULES = {
     "OpenedModel": "models",
     "Run": "build",
     "RunFolder": "folder",
@@ -22,4 +22,4 @@ _HOMES = {
 
 __all__ = ["OpenedModel", "Run", "RunFolder", "build_model", "build_run", "open_model"]
 
-__getattr__ = lazily(__name__, _HOMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -35,7 +35,7 @@ from trimtab.adapt.peft_files import copy_adapter_tensors
 from trimtab.adapt.step_resources import StepResources
 from trimtab.adapt.targets import EMBEDDING, HEAD
 from trimtab.adapt.tokens import load_with_new_tokens
-from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint import SavedCheckpoint, Store
 from trimtab.checkpoint.layout import step_name
 from trimtab.data import Batch
 from trimtab.evaluate import probe_items
@@ -278,7 +278,7 @@ def build_in_backward(recipe: Recipe, resolved: Resolved, optimizer: Any, mesh: 
             "gradients can be summed over processes or checked for overflow",
             "set optim_in_backward: false",
         )
-    return optim.InBackward(optimizer)
+    return optim.OptimizerInBackward(optimizer)
 
 
 def build_run(
@@ -294,7 +294,7 @@ def build_run(
     observers: Sequence[Observer] = (),
     on_event: Callable[[str], None] = print,
     resume: bool = False,
-    found: Found | None = None,
+    found: SavedCheckpoint | None = None,
     base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
     lengths: Sequence[Length] = (),
@@ -448,7 +448,7 @@ def build_trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) ->
     return found
 
 
-def _restore(run: Run, store: Store, found: Found | None, on_event: Callable[[str], None]) -> None:
+def _restore(run: Run, store: Store, found: SavedCheckpoint | None, on_event: Callable[[str], None]) -> None:
     """Load a checkpoint into a run and truncate its log to the checkpoint's step."""
     setup = run.setup
     assert isinstance(setup.log, MetricsLog | NoLog)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from trimtab import data, hub, starter
 from trimtab.data import Batch, CachedCorpus, Corpus, Loader, Progress, SourceSpec
 from trimtab.data.caching import default_cache_dir
-from trimtab.data.in_memory import Passed, spool_path
+from trimtab.data.in_memory import PassedRows, spool_path
 from trimtab.data.preview import beginning
 from trimtab.data.selection import LEFT_OUT, left_out
 from trimtab.data.sources import classify
@@ -136,7 +136,7 @@ def open_corpora(
     watcher: Watcher,
     *,
     kept: DataPins | None = None,
-    passed: Mapping[str, Passed] | None = None,
+    passed: Mapping[str, PassedRows] | None = None,
 ) -> Corpora:
     """Opens all sources of a recipe's `data`.
 
@@ -243,7 +243,7 @@ class _SourceOpener:
         watcher: Watcher,
         kept: DataPins | None = None,
         cache_dir: Path | None = None,
-        passed: Mapping[str, Passed] | None = None,
+        passed: Mapping[str, PassedRows] | None = None,
     ) -> None:
         self.tokenizer, self.watcher = tokenizer, watcher
         self.passed = passed or {}

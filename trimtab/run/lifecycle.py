@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from trimtab import text
-from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint import SavedCheckpoint, Store
 from trimtab.checkpoint.layout import step_folders
-from trimtab.data.in_memory import Passed
+from trimtab.data.in_memory import PassedRows
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.phases import RunPhase
@@ -79,10 +79,10 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Given:
+class RunInputs:
     """Arguments of a run that are not in its recipe."""
 
-    rows: Mapping[str, Passed] = field(default_factory=dict)
+    rows: Mapping[str, PassedRows] = field(default_factory=dict)
     """Rows in memory, by the names of their sources (`data.in_memory`)."""
     callbacks: Sequence[Any] = ()
     """The user's callbacks (`trainer.callbacks`)."""
@@ -93,7 +93,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """The result of a run: its folder and how it ended."""
 
     folder: Path
@@ -109,13 +109,13 @@ def train(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: Given | None = None,
-) -> Finished:
+    given: RunInputs | None = None,
+) -> FinishedRun:
     """Train a recipe in a new run folder, from the plan to the last checkpoint.
 
     Example:
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
-        Finished(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
+        FinishedRun(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
     if _requires_determinism():
@@ -126,18 +126,18 @@ def train(
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
-        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or Given())
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or RunInputs())
 
 
 def _train_loaded(
     recipe: Recipe,
     folder: RunFolder,
     view: View,
-    given: Given,
+    given: RunInputs,
     opened: OpenedModel,
     *,
     after_step: Callable[[int], None] | None,
-) -> Finished:
+) -> FinishedRun:
     """Train a recipe from a loaded model."""
     need_trackers(recipe.report_to)
     check_start(recipe, opened)
@@ -174,8 +174,8 @@ def resume(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: Given | None = None,
-) -> Finished:
+    given: RunInputs | None = None,
+) -> FinishedRun:
     """Resume a run folder from its last good checkpoint, with the configuration in choices.json.
 
     A folder whose first start was killed before choices.json was written is started from the recipe in it.
@@ -185,7 +185,7 @@ def resume(
     with folder.lock(), ExitStack() as around:
         folder.open()  # it may have changed before the lock was acquired
         if not folder.choices.is_file():
-            return _restart(folder, overrides, view, after_step=after_step, given=given or Given())
+            return _restart(folder, overrides, view, after_step=after_step, given=given or RunInputs())
         before, recipe = read_recipe(folder), recipe_of(folder, overrides)
         device_requested = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
@@ -211,7 +211,9 @@ def resume(
             check_fits(prepared.plan, prepared.device, resumed=True)
         if device_requested:
             saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
-        return _execute(prepared, folder, view, saved=saved, after_step=after_step, given=given or Given())
+        return _execute(
+            prepared, folder, view, saved=saved, after_step=after_step, given=given or RunInputs()
+        )
 
 
 def _restart(
@@ -220,8 +222,8 @@ def _restart(
     view: View,
     *,
     after_step: Callable[[int], None] | None,
-    given: Given,
-) -> Finished:
+    given: RunInputs,
+) -> FinishedRun:
     """Start the run of a folder whose first start was killed before choices.json was written; requires the lock."""
     recipe = load(folder.recipe, overrides)  # any key may change: nothing was trained yet
     start = folder.path.absolute() / START_FOLDER
@@ -255,8 +257,8 @@ def _execute(
     *,
     saved: Choices | None,
     after_step: Callable[[int], None] | None,
-    given: Given,
-) -> Finished:
+    given: RunInputs,
+) -> FinishedRun:
     recorder = AllocationRecorder() if given.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
     with reporting_out_of_memory(explainer, folder, prepared.plan):
@@ -268,7 +270,7 @@ def _execute(
         compiled = run.setup.compiled is not None
         with recording(recorder, run.setup.model, view.message, compiled=compiled):
             outcome = run.train()
-    return Finished(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
+    return FinishedRun(folder.path, outcome.status, outcome.state.step, outcome.signal, outcome.reason)
 
 
 def _build(
@@ -278,7 +280,7 @@ def _build(
     explainer: MemoryExplainer,
     *,
     saved: Choices | None,
-    given: Given,
+    given: RunInputs,
 ) -> tuple[building.Run, Plan]:
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
@@ -351,7 +353,7 @@ def _build(
     return run, plan
 
 
-def _resume_checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> Found | None:
+def _resume_checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> SavedCheckpoint | None:
     """The checkpoint to resume from; raises before anything else is read or shown if all were lost."""
     with Store(folder.checkpoints, on_event=view.message) as store:
         return find_checkpoint(store, folder, recipe)

@@ -11,7 +11,7 @@ from typing import Any
 from trimtab import hub, text
 from trimtab.checkpoint import Manifest, verify
 from trimtab.checkpoint.layout import by_age, step_folders
-from trimtab.checkpoint.manifest import Damaged
+from trimtab.checkpoint.manifest import DamagedCheckpoint
 from trimtab.facts.errors import CheckpointError, ModelError
 from trimtab.facts.names import unusable_name
 from trimtab.facts.run_layout import CHECKPOINTS, is_checkpoint
@@ -160,7 +160,7 @@ def check_checksums(checkpoint: Path) -> None:
 def _verify(checkpoint: Path, *, checksums: bool) -> Manifest:
     try:
         return verify(checkpoint, checksums=checksums)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         raise CheckpointError(
             f"{checkpoint} is damaged: {error}", "name another checkpoint of that run, or another model"
         ) from error

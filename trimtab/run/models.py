@@ -16,7 +16,7 @@ from trimtab.adapt.saved_modules import store_modules
 from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.tokens import load_with_new_tokens
-from trimtab.checkpoint import Found, Store, read_manifest
+from trimtab.checkpoint import SavedCheckpoint, Store, read_manifest
 from trimtab.checkpoint.layout import step_folders
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import TORCH_NAMES
@@ -220,7 +220,7 @@ def put_adapter(
 
 def _find_checkpoint(
     run: RunFolder, which: str, save_steps: int | None, on_event: Callable[[str], None]
-) -> Found:
+) -> SavedCheckpoint:
     with Store(run.checkpoints, on_event=on_event) as store:
         if which == "latest":
             found = store.latest()
@@ -246,7 +246,7 @@ def _find_checkpoint(
     raise CheckpointError(cause, f"train it until it has saved one: {run.resume_command()}")
 
 
-def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Found) -> None:
+def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: SavedCheckpoint) -> None:
     """Raises unless the checkpoint has the tensors that the run folder's config and choices describe."""
     stored = read_manifest(found.path).tensors
     remedy = (
@@ -266,7 +266,7 @@ def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: Fo
 
 
 def _load_checkpoint(
-    decoder: Decoder, run: RunFolder, found: Found, on_event: Callable[[str], None]
+    decoder: Decoder, run: RunFolder, found: SavedCheckpoint, on_event: Callable[[str], None]
 ) -> tuple[str, ...]:
     """Loads a checkpoint into a decoder; returns the dtypes of the checkpoint."""
     stored = read_manifest(found.path).tensors

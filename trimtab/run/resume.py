@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trimtab.checkpoint import Found, Store
+from trimtab.checkpoint import SavedCheckpoint, Store
 from trimtab.checkpoint.layout import step_folders
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import CheckpointError, ResourceError
@@ -27,7 +27,7 @@ from trimtab.run.folder import RunFolder
 from trimtab.run.metrics_summary import has_published, read_records, summarize_log
 from trimtab.run.resolve import resolve_backends
 from trimtab.trainer import MetricsLog, NoLog
-from trimtab.trainer.metrics_log import Cut
+from trimtab.trainer.metrics_log import LogTruncation
 
 
 def first_losses(metrics: Path) -> dict[str, float]:
@@ -45,7 +45,7 @@ def first_losses(metrics: Path) -> dict[str, float]:
     return found
 
 
-def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | None:
+def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> SavedCheckpoint | None:
     """The last good checkpoint; None if none was ever saved, so that the run restarts at step 0.
 
     Raises CheckpointError if all checkpoints are damaged, or if there was one and none is left.
@@ -69,7 +69,7 @@ def find_checkpoint(store: Store, folder: RunFolder, recipe: Recipe) -> Found | 
 
 
 def truncate_log(
-    log: MetricsLog | NoLog, found: Found, folder: RunFolder, on_event: Callable[[str], None]
+    log: MetricsLog | NoLog, found: SavedCheckpoint, folder: RunFolder, on_event: Callable[[str], None]
 ) -> None:
     """Truncates the log to the step of a checkpoint and reports damaged lines and missing steps."""
     before = summarize_log(folder.metrics)
@@ -85,11 +85,11 @@ def truncate_log(
         on_event(sentence)
 
 
-def describe_damage(cut: Cut, step: int, metrics: Path) -> list[str]:
+def describe_damage(cut: LogTruncation, step: int, metrics: Path) -> list[str]:
     """Describes what is missing or damaged in a log that was truncated to a step, a sentence each; empty if nothing.
 
     Example:
-        >>> describe_damage(Cut(steps=frozenset({1, 4})), 4, Path("metrics.jsonl"))
+        >>> describe_damage(LogTruncation(steps=frozenset({1, 4})), 4, Path("metrics.jsonl"))
         ['metrics.jsonl lacks steps 2 to 3 of the 4 trained steps: the report will not show them']
     """
     sentences = []

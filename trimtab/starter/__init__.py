@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.starter.files import base_folder, data_file, general_text, recipe_file
     from trimtab.starter.math import FIELDS, Problem, check, math_chats, math_documents, math_problems
 
-_PLACES = {
+_MODULES = {
     "FIELDS": "math",
     "Problem": "math",
     "base_folder": "files",
@@ -45,4 +45,4 @@ __all__ = [
     "recipe_file",
 ]
 
-__getattr__ = lazily(__name__, _PLACES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

@@ -20,7 +20,7 @@ from trimtab.facts.randomness import derive
 from trimtab.starter.mathematics.algebra import algebra
 from trimtab.starter.mathematics.arithmetic import addition, division, multiplication, sequence, subtraction
 from trimtab.starter.mathematics.calculus import derivative, integral
-from trimtab.starter.mathematics.problem import Problem, Worked, check
+from trimtab.starter.mathematics.problem import Problem, WorkedProblem, check
 from trimtab.starter.mathematics.word_problems import word_problem
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "SPLITS",
     "TOPICS",
     "Problem",
-    "Worked",
+    "WorkedProblem",
     "check",
     "math_chats",
     "math_documents",
@@ -36,7 +36,7 @@ __all__ = [
     "worked",
 ]
 
-TOPICS: dict[str, Callable[[random.Random], Worked]] = {
+TOPICS: dict[str, Callable[[random.Random], WorkedProblem]] = {
     "addition": addition,
     "subtraction": subtraction,
     "multiplication": multiplication,
@@ -59,7 +59,7 @@ MAX_PROBLEMS = 1000
 """Far fewer than the held-out problems of the larger topics."""
 
 
-def worked(topic: str, rng: random.Random, split: str) -> Worked:
+def worked(topic: str, rng: random.Random, split: str) -> WorkedProblem:
     """Draw problems of a topic until one belongs to the split."""
     if split not in SPLITS:
         raise DataError(f"there is no split {split!r} of the mathematics", f"use one of {', '.join(SPLITS)}")

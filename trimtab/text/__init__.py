@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.text.chat import Limits, render_chats
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trimtab.text.template import read_template
     from trimtab.text.tokenizer import Tokenizer, check_fits
 
-_NAMES = {
+_MODULES = {
     "Detokenizer": "streaming",
     "Limits": "chat",
     "Tokenizer": "tokenizer",
@@ -31,4 +31,4 @@ _NAMES = {
 
 __all__ = ["Detokenizer", "Limits", "Tokenizer", "check_fits", "load", "read_template", "render_chats"]
 
-__getattr__ = lazily(__name__, _NAMES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

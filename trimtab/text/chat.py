@@ -50,7 +50,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedConversation:
     """A rendered conversation, and the character spans (start, end) that are trained on."""
 
     text: str
@@ -59,7 +59,7 @@ class Rendered:
     """Whether the template renders the text before an answer differently once the answer is there."""
 
 
-class TemplateFailed(ModelError):
+class ChatTemplateError(ModelError):
     """A template raised an error for a conversation."""
 
 
@@ -114,7 +114,7 @@ class ChatProcess:
 
     def examples(
         self, conversations: Sequence[Conversation], variables: Mapping[str, Any], train_on: TrainOn
-    ) -> list[Rendered | TemplateFailed]:
+    ) -> list[RenderedConversation | ChatTemplateError]:
         """Render each conversation with its training spans, or return the template's error for it."""
         plain = [
             {
@@ -128,7 +128,7 @@ class ChatProcess:
         return [
             _failed(result)
             if "error" in result
-            else Rendered(
+            else RenderedConversation(
                 result["text"], [(start, end) for start, end in result["spans"]], result["rewritten"]
             )
             for result in self._request(request)["examples"]
@@ -221,8 +221,8 @@ def render_chats(
         return process.render(conversations, variables)
 
 
-def _failed(answer: dict[str, Any]) -> TemplateFailed:
-    return TemplateFailed(f"the chat template failed: {answer['error']}", answer.get("remedy"))
+def _failed(answer: dict[str, Any]) -> ChatTemplateError:
+    return ChatTemplateError(f"the chat template failed: {answer['error']}", answer.get("remedy"))
 
 
 def _limit_error(what: str) -> ModelError:

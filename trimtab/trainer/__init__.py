@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trimtab.facts.lazy import lazily
+from trimtab.facts.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from trimtab.trainer.loop import train
@@ -23,4 +23,4 @@ _MODULES = {
 
 __all__ = ["Cadence", "MetricsLog", "NoLog", "Outcome", "TrainState", "TrainingSetup", "train"]
 
-__getattr__ = lazily(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES)

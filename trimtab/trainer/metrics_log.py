@@ -17,7 +17,7 @@ from trimtab.facts.files import write_atomic
 
 
 @dataclass(frozen=True)
-class Cut:
+class LogTruncation:
     """What `MetricsLog.cut_back` removed, and the remaining steps."""
 
     removed: int = 0
@@ -73,7 +73,7 @@ class MetricsLog:
             except OSError as error:
                 raise _explain(error, self.path) from error
 
-    def cut_back(self, step: int) -> Cut:
+    def cut_back(self, step: int) -> LogTruncation:
         """Removes the records after `step`, the checkpoint's step; returns what was removed and the remaining steps.
 
         It removes records of later steps, records without a step that follow such a record, and lines that
@@ -102,7 +102,7 @@ class MetricsLog:
                 except OSError as error:
                     raise _explain(error, self.path) from error
             self._torn = ()
-        return Cut(removed, tuple(sorted(damaged)), frozenset(steps))
+        return LogTruncation(removed, tuple(sorted(damaged)), frozenset(steps))
 
     def close(self) -> None:
         """Closes the file."""
@@ -146,9 +146,9 @@ class NoLog:
     def sync(self) -> None:
         """Does nothing."""
 
-    def cut_back(self, step: int) -> Cut:
+    def cut_back(self, step: int) -> LogTruncation:
         """Does nothing."""
-        return Cut()
+        return LogTruncation()
 
     def close(self) -> None:
         """Does nothing."""

@@ -42,7 +42,7 @@ class Optimizer(Protocol):
     def restore_scalars(self, scalars: dict[str, Any]) -> None: ...
 
 
-class InBackward(Protocol):
+class OptimizerInBackward(Protocol):
     """An optimizer's step inside the backward pass."""
 
     def begin(self, *, lr: float, skip: torch.Tensor) -> None: ...
@@ -163,7 +163,7 @@ class TrainingSetup:
     """Decides when the score of `best_of` ends the run; None trains to the last step."""
     loss_scale: float | None = None
     """The first loss scale for fp16; None trains without one."""
-    in_backward: InBackward | None = None
+    in_backward: OptimizerInBackward | None = None
     """If set, the backward pass updates the weights itself and leaves no gradients."""
     compiled: Compiled | None = None
     """If the model is compiled: (number, seconds) of compilations in this process, and how to pause compiled code."""

@@ -133,7 +133,7 @@ class Table:
         self._prepare(kept)
         live = self._live(kept, lr, weight_decay, beta1, step, seed)
         hyper = self._hyper(beta1, beta2, eps, step, grad_scale, skip, stochastic_rounding)
-        # for a single tensor, as with `InBackward`, the three values are kernel arguments and nothing is copied
+        # for a single tensor, as in `OptimizerInBackward`, the three values are kernel arguments, without a copy
         one = tuple(int(x) for x in live[:, 0]) if len(self.members) == 1 else (0, 0, 0)
         where = None if len(self.members) == 1 else live.to(self.device, non_blocking=True)
         for launch in self.launches:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.problem import WorkedProblem
 
 
-def algebra(rng: random.Random) -> Worked:
+def algebra(rng: random.Random) -> WorkedProblem:
     """Solve a x + b = c, x + b = c or a x - b = c for a whole x.
 
     Example:
@@ -33,4 +33,4 @@ def algebra(rng: random.Random) -> Worked:
         steps = f"Add {b} to both sides: {a}x = {a * x}. Divide by {a}: x = {x}."
         key = ("ax-", a, b, total)
     asked = rng.choice(("Solve {} for x.", "Find x if {}.")).format(question)
-    return Worked("algebra", key, asked, steps, f"x = {x}")
+    return WorkedProblem("algebra", key, asked, steps, f"x = {x}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.problem import WorkedProblem
 
 _ASK = ("What is {}?", "Compute {}.", "Work out {}.")
 
@@ -50,17 +50,17 @@ def multiply_steps(a: int, b: int) -> str:
     return f"{a} × {b} = {a * b}."
 
 
-def addition(rng: random.Random) -> Worked:
+def addition(rng: random.Random) -> WorkedProblem:
     """a + b up to 120; single digits are basic facts."""
     small = rng.random() < 0.4
     a, b = (rng.randint(0, 9), rng.randint(0, 9)) if small else (rng.randint(10, 60), rng.randint(2, 60))
     question = _ask(rng, f"{a} + {b}")
-    return Worked(
+    return WorkedProblem(
         "addition", (min(a, b), max(a, b)), question, add_steps(a, b), str(a + b), basic=a < 10 and b < 10
     )
 
 
-def subtraction(rng: random.Random) -> Worked:
+def subtraction(rng: random.Random) -> WorkedProblem:
     """a - b with a result of zero or more; differences from at most 18 by one digit are basic facts."""
     if rng.random() < 0.4:
         b = rng.randint(0, 9)
@@ -68,7 +68,7 @@ def subtraction(rng: random.Random) -> Worked:
     else:
         a = rng.randint(20, 99)
         b = rng.randint(2, a)
-    return Worked(
+    return WorkedProblem(
         "subtraction",
         (a, b),
         _ask(rng, f"{a} - {b}"),
@@ -78,23 +78,23 @@ def subtraction(rng: random.Random) -> Worked:
     )
 
 
-def multiplication(rng: random.Random) -> Worked:
+def multiplication(rng: random.Random) -> WorkedProblem:
     """a × b with a to 9 and b to 20; the times table to 10 is basic."""
     a = rng.randint(2, 9)
     b = rng.randint(1, 10) if rng.random() < 0.6 else rng.randint(11, 20)
-    return Worked(
+    return WorkedProblem(
         "multiplication", (a, b), _ask(rng, f"{a} × {b}"), multiply_steps(a, b), str(a * b), basic=b <= 10
     )
 
 
-def division(rng: random.Random) -> Worked:
+def division(rng: random.Random) -> WorkedProblem:
     """An exact quotient, from the inverted times table."""
     a, b = rng.randint(2, 9), rng.randint(1, 12)
     solution = f"{a} × {b} = {a * b}, so {a * b} / {a} = {b}."
-    return Worked("division", (a * b, a), _ask(rng, f"{a * b} / {a}"), solution, str(b))
+    return WorkedProblem("division", (a * b, a), _ask(rng, f"{a * b} / {a}"), solution, str(b))
 
 
-def sequence(rng: random.Random) -> Worked:
+def sequence(rng: random.Random) -> WorkedProblem:
     """The next term when each is the same amount more or less than the one before."""
     step, start = rng.randint(1, 10), rng.randint(1, 30)
     terms = [start + i * step for i in range(4)]
@@ -108,7 +108,7 @@ def sequence(rng: random.Random) -> Worked:
     answer = last + step if sign == "+" else last - step
     shown = ", ".join(map(str, terms))
     question = rng.choice(("What comes next: {}?", "Find the next number: {}.")).format(shown)
-    return Worked(
+    return WorkedProblem(
         "sequence",
         tuple(terms),
         question,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.problem import WorkedProblem
 
 Term = tuple[int, int]  # (coefficient, power)
 
@@ -39,7 +39,7 @@ def _sentence(verb: str, pairs: list[tuple[str, str]]) -> str:
     return f"The {verb} {joined}."
 
 
-def derivative(rng: random.Random) -> Worked:
+def derivative(rng: random.Random) -> WorkedProblem:
     """The derivative of one to three terms: the power comes down and drops by one.
 
     Example:
@@ -53,16 +53,18 @@ def derivative(rng: random.Random) -> Worked:
     pairs = [(term_text(c, p), term_text(c * p, p - 1) if p else "0") for c, p in terms]
     shown = polynomial_text(terms)
     question = rng.choice(("Find the derivative of {}.", "What is the derivative of {}?")).format(shown)
-    return Worked("derivative", (shown,), question, _sentence("derivative", pairs), polynomial_text(result))
+    return WorkedProblem(
+        "derivative", (shown,), question, _sentence("derivative", pairs), polynomial_text(result)
+    )
 
 
-def integral(rng: random.Random) -> Worked:
+def integral(rng: random.Random) -> WorkedProblem:
     """The integral of one to three terms; coefficients are chosen so that the result stays whole."""
     results = [(rng.randint(1, 9), p + 1) for p in _powers(rng, 3)]
     terms = [(c * p, p - 1) for c, p in results]
     pairs = [(term_text(*t), term_text(*r)) for t, r in zip(terms, results, strict=True)]
     shown = polynomial_text(terms)
     question = rng.choice(("Find the integral of {}.", "What is the integral of {}?")).format(shown)
-    return Worked(
+    return WorkedProblem(
         "integral", (shown,), question, _sentence("integral", pairs), f"{polynomial_text(results)} + C"
     )

@@ -24,7 +24,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Worked:
+class WorkedProblem:
     """A problem with its worked solution, as in the corpus.
 
     `key` identifies the problem independently of its wording (operands of sums are sorted), so that a held-out problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from trimtab.starter.mathematics.problem import Worked
+from trimtab.starter.mathematics.problem import WorkedProblem
 from trimtab.starter.mathematics.words import BOYS, COUNTED, GIRLS, plural
 
 
@@ -65,7 +65,7 @@ TEMPLATES = (
 _NOUNS = tuple(n for n in COUNTED if n not in ("kitten", "tree", "star", "chair", "box"))
 
 
-def word_problem(rng: random.Random) -> Worked:
+def word_problem(rng: random.Random) -> WorkedProblem:
     """A story about one person and small numbers.
 
     Example:
@@ -96,4 +96,4 @@ def word_problem(rng: random.Random) -> Worked:
         "r": result,
     }
     solution = f"{sum_text}. {template.ending.format(**slots)}"
-    return Worked("word problem", (index, a, b), template.text.format(**slots), solution, str(result))
+    return WorkedProblem("word problem", (index, a, b), template.text.format(**slots), solution, str(result))

@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True)
-class Longest:
+class MaxSeqLength:
     """The longest sequence that fits, and its memory setting."""
 
     tokens: int
@@ -94,7 +94,7 @@ def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: i
     return largest_within(any_tiles, budget, maximum)
 
 
-def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
+def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLength:
     """Returns the longest sequence that fits, with recomputation, tiles, loss chunks and offloading as needed.
 
     The model's maximum positions are not taken into account.
@@ -114,16 +114,16 @@ def longest_context(job: Job, device: DeviceFacts, limit: int) -> Longest:
         ...           pointwise="triton", loss_impl="triton", lora=LoraSettings(r=32),
         ...           quantization=Quantization("nf4", double=True, impl="triton"))
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
-        >>> longest_context(job, gpu, 24 * 10**9).tokens > 100_000
+        >>> find_max_seq_length(job, gpu, 24 * 10**9).tokens > 100_000
         True
     """
     tokens = longest_tokens(job, device, limit)
     if tokens == 0:
-        return Longest(0, None)
+        return MaxSeqLength(0, None)
     setting, _ = memory_search.find_setting(
         _job_with_tokens(job.changed(unpacked_layers=0), tokens, limit), device, limit
     )
-    return Longest(tokens, setting)
+    return MaxSeqLength(tokens, setting)
 
 
 def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
