@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import chart
-from trimtab.lab.training_runs import smollm2_file, train_quietly
+from trimtab.lab.training_runs import smollm2_file, train_without_output
 from trimtab.starter import data_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,7 +142,7 @@ def make_case(options: argparse.Namespace, method: str, seed: int) -> dict[str, 
         lora={"r": options.rank, "lora_alpha": 2.0 * options.rank},
         **METHODS[method][2],
     )
-    run = train_quietly(recipe)
+    run = train_without_output(recipe)
     row: dict[str, Any] = {"case": f"{method}:{seed}", "method": method, "seed": seed}
     row["train"] = [round(r["loss"], 5) for r in run.of("train")]
     for name in ("domain", "general"):

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.models import MODELS
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
-from trimtab.adapt.spec_recompute import canonical
+from trimtab.adapt.spec_recompute import sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.model.families import shape_from_config
 from trimtab.plan.job import Job
@@ -96,7 +96,7 @@ def job_of(model: str, method: str, rows: int, tokens: int, packed: bool, memory
         device="cuda",
         bf16=True,
         packed=packed,
-        policies=canonical(_policies(memory)),
+        policies=sort_policies(_policies(memory)),
         mlp_tiles=int(tiles[1]) if tiles else 1,
         pointwise="triton",
         optimizer_impl="triton",
@@ -104,7 +104,7 @@ def job_of(model: str, method: str, rows: int, tokens: int, packed: bool, memory
         loss_memory=LOGITS,
         lora=LoraSettings(r=16) if qlora else None,
         quantization=Quantization("nf4", double=True, impl="triton") if qlora else None,
-        unpacked_layers=int(unpacked[1]) if unpacked else 0,
+        dequantized_layers=int(unpacked[1]) if unpacked else 0,
         attended_share=share,
     )
 

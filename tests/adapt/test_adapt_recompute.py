@@ -31,10 +31,10 @@ from trimtab.adapt.spec_recompute import (
     ATTENTION_OPERATORS,
     POLICIES,
     SAVED_PRODUCTS,
-    canonical,
     count_policies,
     recomputation,
     saved_under,
+    sort_policies,
 )
 from trimtab.adapt.tiled import tiled
 from trimtab.facts.errors import RecipeError, ResourceError
@@ -61,7 +61,7 @@ QWEN3 = uniform_shape(
 SQUARE = uniform_shape("llama", 128, 64, 64, num_layers=L, num_heads=4, num_kv_heads=4, head_dim=16)
 """All matrices have the same size: no product can be distinguished from another by its size."""
 B, T = 2, 96
-MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, canonical(POLICIES)]
+MIXES = [*((policy,) * L for policy in POLICIES), POLICIES, sort_policies(POLICIES)]
 IDS = torch.randint(0, 128, (B, T), generator=torch.Generator().manual_seed(0))
 
 
@@ -471,7 +471,7 @@ def test_saved_attention_is_not_recomputed_on_a_gpu(impl: str) -> None:
 
 
 def test_orders_and_counts() -> None:
-    assert canonical(POLICIES) == tuple(reversed(POLICIES))
+    assert sort_policies(POLICIES) == tuple(reversed(POLICIES))
     assert count_policies(("none", "block", "none")) == {"block": 1, "none": 2}
 
 

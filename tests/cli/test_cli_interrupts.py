@@ -110,7 +110,7 @@ def test_ctrl_c_in_an_import_before_work_begins_exits_immediately(within: Callab
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_after_work_begins_waits_for_an_import(within: Callable[..., Interrupted], times: int) -> None:
     """The signal arrives twice: timeout(1) sends it to the process and to its group."""
-    done = within("interrupts.work_begins()", "; ".join([PRESS] * times))
+    done = within("interrupts.begin_work()", "; ".join([PRESS] * times))
     assert done.returncode == 130, done
     assert done.stdout == "complete True\ncleaned up\n"
     assert done.stderr == "error: stopped\n"
@@ -118,7 +118,7 @@ def test_ctrl_c_after_work_begins_waits_for_an_import(within: Callable[..., Inte
 
 def test_a_second_ctrl_c_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
     done = within(
-        "interrupts.IMPATIENT_SECONDS = 0.1; interrupts.work_begins()", f"{PRESS}; time.sleep(0.2); {PRESS}"
+        "interrupts.IMPATIENT_SECONDS = 0.1; interrupts.begin_work()", f"{PRESS}; time.sleep(0.2); {PRESS}"
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 
@@ -140,7 +140,7 @@ def test_few_modules_are_imported_before_sigint_is_handled() -> None:
 
 def test_a_program_that_calls_the_command_line_keeps_its_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
-    interrupts.work_begins()
+    interrupts.begin_work()
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -113,10 +113,10 @@ def test_texts_as_sources_from_python(world: World, tmp_path: Path) -> None:
 
 
 def test_paths_and_none_from_python(world: World) -> None:
-    from trimtab.api.training import recipe_of_arguments
+    from trimtab.api.training import build_recipe_from_arguments
 
     given = {"eval_steps": None, "learning_rate": None, "num_train_epochs": None}
-    recipe, _ = recipe_of_arguments(world.recipe, given, None, world.model)
+    recipe, _ = build_recipe_from_arguments(world.recipe, given, None, world.model)
     assert recipe.learning_rate == 2e-5
     assert recipe.eval_steps is None
     assert recipe.max_steps == 6

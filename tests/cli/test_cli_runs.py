@@ -15,7 +15,7 @@ from cli_world import Call, World
 
 import trimtab
 from trimtab.checkpoint import RunLock
-from trimtab.checkpoint.lock import is_held
+from trimtab.checkpoint.lock import is_locked
 
 
 @pytest.fixture
@@ -136,12 +136,12 @@ def test_a_locked_run_is_running_and_listing_does_not_disturb_it(folder: Path) -
     lock = folder / "done" / ".lock"
     with RunLock(folder / "done"):
         holder = lock.read_text()
-        assert is_held(lock)
+        assert is_locked(lock)
         assert trimtab.runs(folder / "done")[0].state == "running"
         assert lock.read_text() == holder
-    assert not is_held(lock)
+    assert not is_locked(lock)
     assert trimtab.runs(folder / "done")[0].state == "finished"
-    assert not is_held(folder / "absent")
+    assert not is_locked(folder / "absent")
     assert not (folder / "absent").exists()
 
 

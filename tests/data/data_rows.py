@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trimtab.data import Batch, CachedCorpus, SourceSpec, highlighted, open_corpus
+from trimtab.data import Batch, CachedCorpus, SourceSpec, highlight_example, open_corpus
 from trimtab.text.tokenizer import Tokenizer
 
 ASKED = {"role": "user", "content": "Add."}
@@ -47,9 +47,9 @@ def opened(path: Path, tokenizer: Tokenizer, **spec: Any) -> CachedCorpus:
 
 def runs(path: Path, tokenizer: Tokenizer, number: int = 0, **spec: Any) -> list[tuple[str, bool]]:
     """The texts of an example in order, each with whether it is trained on."""
-    found: list[tuple[str, bool]] = highlighted(opened(path, tokenizer, **spec), tokenizer, number=number)[
-        "runs"
-    ]
+    found: list[tuple[str, bool]] = highlight_example(
+        opened(path, tokenizer, **spec), tokenizer, number=number
+    )["runs"]
     return found
 
 

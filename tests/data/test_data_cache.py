@@ -93,7 +93,7 @@ def test_digests_are_cached_only_for_files_that_are_not_being_written(
     memory.mkdir()
 
     def digest() -> str:
-        return fingerprints.remembered(file, fingerprints.stat_of(file), memory, fingerprints.hash_file)
+        return fingerprints.cached_digest(file, fingerprints.stat_of(file), memory, fingerprints.hash_file)
 
     digest(), digest()
     assert len(read) == 2, "a file written a moment ago may still be written to within the clock's grain"

@@ -9,7 +9,7 @@ import pytest
 from chat_templates import CHATML, CHATML_MARKED, THINKING, TOOLS, chat_tokenizer
 from data_rows import ANSWERED, ASKED, epoch_of, opened, write
 
-from trimtab.data import CachedCorpus, highlighted, make_loader, open_corpus, spec
+from trimtab.data import CachedCorpus, highlight_example, make_loader, open_corpus, spec
 from trimtab.data.interface import Progress
 from trimtab.facts.errors import DataError
 from trimtab.text.chat import ChatProcess
@@ -41,7 +41,7 @@ GUARDED = PRINTS.replace("<|im_start|>{{", "{% if m.content %}<|im_start|>{{").r
 
 
 def trained_texts(corpus: CachedCorpus, tokenizer: Tokenizer, number: int = 0) -> list[str]:
-    shown = highlighted(corpus, tokenizer, number=number)["runs"]
+    shown = highlight_example(corpus, tokenizer, number=number)["runs"]
     assert not any("None" in text for text, _ in shown)
     return [text for text, trained in shown if trained]
 
@@ -157,7 +157,7 @@ def test_nulls_that_parquet_adds_are_not_contents(tmp_path: Path) -> None:
     ]
     tokenizer = chat_tokenizer(TOOLS)
     corpus = opened(write_table(tmp_path / "a.parquet", rows), tokenizer)
-    shown = "".join(text for text, _ in highlighted(corpus, tokenizer, number=1)["runs"])
+    shown = "".join(text for text, _ in highlight_example(corpus, tokenizer, number=1)["runs"])
     assert "null" not in shown
     assert '"arguments": {"from": "b", "role": "add"}' in shown or '{"role": "add", "from": "b"}' in shown
     assert trained_texts(corpus, tokenizer)[0].count("add") == 2
@@ -172,7 +172,7 @@ def test_calls_that_are_context_are_rendered_too(tmp_path: Path) -> None:
     for number, row in enumerate(rows):
         corpus = opened(write(tmp_path / f"{number}.jsonl", [row]), tokenizer)
         assert trained_texts(corpus, tokenizer) == ["4<|im_end|>"]
-        assert CALLED in highlighted(corpus, tokenizer)["runs"][0][0]
+        assert CALLED in highlight_example(corpus, tokenizer)["runs"][0][0]
 
 
 SILENT_CALLS = {

@@ -15,7 +15,7 @@ from data_rows import ANSWER, QUESTION, SAME, opened, runs, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trimtab.data import SourceSpec, TokenizerSpec, highlighted, open_corpus
+from trimtab.data import SourceSpec, TokenizerSpec, highlight_example, open_corpus
 from trimtab.data import tokenizer_worker as worker
 from trimtab.data.stream_sequences import Cursor, PieceReader
 from trimtab.facts.errors import DataError
@@ -106,7 +106,7 @@ def test_plain_prompts_and_completions_are_framed_once(tmp_path: Path, spaced: b
         ids = corpus.tokens(document).tolist()
         assert ids.count(2) == 1
         assert ids[-1] == 2
-        shown = highlighted(corpus, tokenizer, number=document)["runs"]
+        shown = highlight_example(corpus, tokenizer, number=document)["runs"]
         assert [flag for _, flag in shown] == [False, True]
         assert shown[0][0].strip() == "What is two plus two?"
         assert shown[1][0].endswith("It is four.</s>")
@@ -177,7 +177,7 @@ def test_broken_characters_are_repaired_and_counted(tmp_path: Path, chatml: Toke
     )
     corpus = opened(tmp_path / "a.jsonl", chatml)
     assert corpus.summary.repaired == 1
-    assert "c\ufffdd\ufffd" in highlighted(corpus, chatml)["runs"][1][0]
+    assert "c\ufffdd\ufffd" in highlight_example(corpus, chatml)["runs"][1][0]
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
@@ -187,7 +187,10 @@ def test_broken_characters_in_lists_written_as_json_are_repaired_too(tmp_path: P
     tokenizer = chat_tokenizer(template)
     corpus = opened(path, tokenizer)
     assert corpus.summary.repaired == 1
-    assert highlighted(corpus, tokenizer)["runs"][1] == ("It \ufffdis\ufffd four. \U0001f642<|im_end|>", True)
+    assert highlight_example(corpus, tokenizer)["runs"][1] == (
+        "It \ufffdis\ufffd four. \U0001f642<|im_end|>",
+        True,
+    )
 
 
 def test_broken_characters_in_names_and_tools_are_repaired_too(tmp_path: Path) -> None:
@@ -198,7 +201,7 @@ def test_broken_characters_in_names_and_tools_are_repaired_too(tmp_path: Path) -
     ]
     corpus = opened(write(tmp_path / "a.jsonl", rows), tokenizer)
     assert corpus.summary.repaired == 2
-    shown = [highlighted(corpus, tokenizer, number=number)["runs"][0][0] for number in range(3)]
+    shown = [highlight_example(corpus, tokenizer, number=number)["runs"][0][0] for number in range(3)]
     assert [text.partition("<")[0] for text in shown] == [
         '[{"\ufffd": 1}]',
         '[{"\ufffd": 1}]',

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trimtab.data import Corpus, Loader, eval_batches, highlighted, make_loader, open_corpus
+from trimtab.data import Corpus, Loader, eval_batches, highlight_example, make_loader, open_corpus
 from trimtab.data.interface import LoaderFacts
 
 T = 64
@@ -31,7 +31,7 @@ def test_corpora_have_one_interface(corpus: Corpus, tokenizer: Any) -> None:
     batches = eval_batches(heldout, batch_size=2, max_seq_length=T, max_sequences=3)
     assert (len(batches), batches.num_sequences) == (2, 3)
     piece, cut = corpus.piece(0, T)
-    assert highlighted(corpus, tokenizer, max_seq_length=T)["tokens"] == len(piece.ids)
+    assert highlight_example(corpus, tokenizer, max_seq_length=T)["tokens"] == len(piece.ids)
     assert cut == (len(piece.ids) == T)
 
 

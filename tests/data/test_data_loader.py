@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import Batch, CachedCorpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
-from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, own_text_first
+from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, train_source_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -317,7 +317,7 @@ def test_a_position_of_an_earlier_version_keeps_the_order_of_its_run(corpora) ->
         if epoch_plan(loader.mixture, seed, 0)[0][0] == 1:
             break
     order = [sequence.tolist() for sequence in epoch_plan(loader.mixture, seed, 0)]
-    new = [sequence.tolist() for sequence in own_text_first(*epoch_plan(loader.mixture, seed, 0), 1, 1)]
+    new = [sequence.tolist() for sequence in train_source_first(*epoch_plan(loader.mixture, seed, 0), 1, 1)]
     assert order != new
     expected = [rows([collate([loader.packed[s].sequence(w)], T)])[0] for s, w in zip(*order, strict=True)]
     position = {**loader.position(), "window": 1}

@@ -14,7 +14,15 @@ from data_rows import ANSWERED, ASKED, epoch_of, opened, pieces, write
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.data import CachedCorpus, SourceSpec, eval_batches, highlighted, make_loader, open_corpus, spec
+from trimtab.data import (
+    CachedCorpus,
+    SourceSpec,
+    eval_batches,
+    highlight_example,
+    make_loader,
+    open_corpus,
+    spec,
+)
 from trimtab.data.batch import collate
 from trimtab.data.interface import Progress
 from trimtab.data.packing import Piece, pack_documents
@@ -107,7 +115,9 @@ def test_a_stream_and_the_cache_have_the_same_examples(
     assert any("have nothing to train on before that point" in text for text in messages if text)
     assert any("without a token to train on" in text for text in messages if text)
     streamed.close()
-    assert highlighted(stream, chatml, max_seq_length=T) == highlighted(corpus, chatml, max_seq_length=T)
+    assert highlight_example(stream, chatml, max_seq_length=T) == highlight_example(
+        corpus, chatml, max_seq_length=T
+    )
 
 
 def test_a_closed_stream_reports_what_it_left_out(chats: Path, chatml: Tokenizer) -> None:
@@ -152,7 +162,7 @@ def test_a_preview_without_anything_to_train_on_is_refused(
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"messages": messages}) + "\n") * 12)
     with pytest.raises(DataError, match=complaint):
-        highlighted(
+        highlight_example(
             open_corpus(str(path), chatml, streaming=streaming, num_proc=1, cache_dir=tmp_path / "cache"),
             chatml,
             max_seq_length=T,
@@ -168,9 +178,9 @@ def test_a_stream_skips_examples_without_anything_to_train_on(
     rows = [NOTHING[case][0]] * 12 + [good] * 3
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in rows))
     stream = open_corpus(str(path), chatml, streaming=True, num_proc=1)
-    assert highlighted(stream, chatml, max_seq_length=T)["origin"] == "a.jsonl:13"
+    assert highlight_example(stream, chatml, max_seq_length=T)["origin"] == "a.jsonl:13"
     with pytest.raises(IndexError):
-        highlighted(stream, chatml, max_seq_length=T, number=3)
+        highlight_example(stream, chatml, max_seq_length=T, number=3)
     loader = make_loader([stream], max_seq_length=T, batch_size=4, packing=False)
     for _ in range(3):
         (batch,) = loader.next_step()
@@ -376,7 +386,7 @@ def test_an_empty_answer_at_the_end_is_left_out_with_its_question(
 ) -> None:
     corpus = opened(write(tmp_path / "a.jsonl", [row]), chatml, train_on=train_on)
     assert (corpus.summary.unanswered, corpus.summary.untrained) == (1, 0)
-    shown = highlighted(corpus, chatml)["runs"]
+    shown = highlight_example(corpus, chatml)["runs"]
     assert [text for text, trained in shown if trained] == ["4<|im_end|>"]
     assert shown[-1] == ("\n", False)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from trimtab.data.sampling import epoch_plan, mix, own_text_first
+from trimtab.data.sampling import epoch_plan, mix, train_source_first
 
 
 def opened(seed: int, opening: int, train: int = 3, share: float = 0.5) -> tuple[list[int], list[int]]:
     order = epoch_plan(mix([(train, 1.0)], [(1000, 1.0)], share), seed, 0)
-    sources, sequences = own_text_first(*order, 1, opening)
+    sources, sequences = train_source_first(*order, 1, opening)
     return sources.tolist(), sequences.tolist()
 
 

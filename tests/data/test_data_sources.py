@@ -17,7 +17,7 @@ from pyarrow import parquet
 from trimtab.data import readers, sources
 from trimtab.data.caching import open_cached
 from trimtab.data.readers import SegmentReader, split_segments
-from trimtab.data.sources import SourceSpec, keep_texts, resolve
+from trimtab.data.sources import SourceSpec, resolve, write_texts
 from trimtab.data.spec import SEGMENT_CHARS
 from trimtab.data.tokenizing import TokenizerSpec
 from trimtab.facts.errors import DataError
@@ -293,10 +293,12 @@ def test_documents_of_one_token_have_nothing_to_predict(tmp_path: Path, tokenize
 
 def test_generated_texts_are_a_source_too(tmp_path: Path, tokenizer) -> None:
     texts = ["one\ntwo", "drei ü"]
-    source = keep_texts("made", iter(texts), tmp_path / "kept")
+    source = write_texts("made", iter(texts), tmp_path / "kept")
     first = open_cached(source, tokenizer, cache_dir=tmp_path / "cache")
     assert [tokenizer.decode(first.tokens(i).tolist()) for i in range(2)] == texts
-    again = open_cached(keep_texts("made", texts, tmp_path / "kept"), tokenizer, cache_dir=tmp_path / "cache")
+    again = open_cached(
+        write_texts("made", texts, tmp_path / "kept"), tokenizer, cache_dir=tmp_path / "cache"
+    )
     assert again.fingerprint == first.fingerprint
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["made.jsonl"]
 
@@ -304,18 +306,18 @@ def test_generated_texts_are_a_source_too(tmp_path: Path, tokenizer) -> None:
 def test_writing_the_same_rows_again_does_not_replace_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (path,) = keep_texts("made", ["one", "two"], tmp_path).files
+    (path,) = write_texts("made", ["one", "two"], tmp_path).files
     before = path.stat()
-    assert keep_texts("made", ["one", "two"], tmp_path).files == (path,)
+    assert write_texts("made", ["one", "two"], tmp_path).files == (path,)
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-    keep_texts("made", ["one", "three"], tmp_path)
+    write_texts("made", ["one", "three"], tmp_path)
     assert "three" in path.read_text()
 
     def no_links(*paths: object) -> None:
         raise OSError("not on this file system")
 
     monkeypatch.setattr(sources.os, "link", no_links)
-    keep_texts("made", ["four"], tmp_path)
+    write_texts("made", ["four"], tmp_path)
     assert "four" in path.read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["made.jsonl"]
 

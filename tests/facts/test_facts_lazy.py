@@ -10,7 +10,11 @@ from trimtab.facts.lazy import lazy_attributes
 @pytest.mark.parametrize(
     ("package", "former", "current"),
     [
+        ("trimtab.adapt", "keep_unpacked", "set_dequantized_copies"),
         ("trimtab.checkpoint", "Found", "SavedCheckpoint"),
+        ("trimtab.data", "highlighted", "highlight_example"),
+        ("trimtab.data", "keep_rows", "write_rows"),
+        ("trimtab.data", "keep_texts", "write_texts"),
         ("trimtab.optim", "InBackward", "OptimizerInBackward"),
         ("trimtab.plan", "Longest", "MaxSeqLength"),
         ("trimtab.plan", "longest_context", "find_max_seq_length"),

@@ -325,8 +325,8 @@ def test_settings_of_a_cell_are_measured(tiny: Path) -> None:
 def test_an_interrupted_run_is_resumed(tiny: Path, tmp_path: Path) -> None:
     trial = Trial("replay", "0", 1, str(tiny), 2, "cpu")
     written = recipe(trial, str(tiny), str(tmp_path / "run"), "")
-    first = training_runs.train_quietly(written)
-    assert training_runs.train_quietly(written).of("train") == first.of("train")
+    first = training_runs.train_without_output(written)
+    assert training_runs.train_without_output(written).of("train") == first.of("train")
 
 
 def test_reports_are_made_without_torch() -> None:

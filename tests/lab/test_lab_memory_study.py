@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from trimtab.cli.main import main
-from trimtab.cli.studying import listed_numbers
+from trimtab.cli.studying import split_ints
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, PhaseSpan, Role
 from trimtab.lab.memory_summary import MemorySummary, find_size, group_allocations, summarize
-from trimtab.lab.reporting import study_document
+from trimtab.lab.reporting import build_report
 from trimtab.lab.step_settings import Kernels, Loss, StepSettings
 from trimtab.lab.studies import find_study
 from trimtab.lab.studies.memory.cells import Options, cells
@@ -115,9 +115,9 @@ def test_invalid_options_are_rejected(options: Options, words: str) -> None:
 
 
 def test_numbers_of_an_option() -> None:
-    assert listed_numbers("128, 256,", "--contexts") == (128, 256)
+    assert split_ints("128, 256,", "--contexts") == (128, 256)
     with pytest.raises(RecipeError, match="--contexts long is not an integer"):
-        listed_numbers("128,long", "--contexts")
+        split_ints("128,long", "--contexts")
 
 
 def block(nbytes: int, start: int | None = None, end: int | None = None, **more: Any) -> Block:
@@ -218,7 +218,7 @@ def test_the_report_shows_every_outcome(results: dict[str, dict[str, Any]]) -> N
         assert list(stack.x) == sorted(stack.x)
         assert stack.phases[0].start < stack.phases[-1].end <= stack.end
     assert "no bf16 here" in " ".join(text.text for text in blocks_of(found, Text))
-    assert "2 × 32 × 64 × 4" in markdown(study_document(measured, "trimtab bench memory"))
+    assert "2 × 32 × 64 × 4" in markdown(build_report(measured, "trimtab bench memory"))
 
 
 def test_the_report_of_nothing_but_failures() -> None:

@@ -23,7 +23,7 @@ from sample_study import cell, make_known
 from trimtab.cli.study_progress import StudyProgress, count_outcomes, has_failed
 from trimtab.cli.studying import run_study
 from trimtab.facts.errors import DataError, ResourceError
-from trimtab.lab.reporting import read_document, study_document, write_report
+from trimtab.lab.reporting import build_report, read_report, write_report
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
 from trimtab.lab.sweep import RECORDS
 from trimtab.report import pictures
@@ -58,7 +58,7 @@ def write_records(path: Path, measurements: Sequence[Measurement], *raw: str) ->
 
 def test_machines_and_versions_of_torch_never_share_a_table() -> None:
     found = [made(H200, 1), made(LAPTOP, 2), made(NEWER, 3), made(H200, 4)]
-    document = study_document(found, "trimtab bench sample")
+    document = build_report(found, "trimtab bench sample")
     assert document.title == "A sample"
     assert document.facts == (
         "NVIDIA H200, torch 2.11.0",
@@ -87,18 +87,18 @@ def test_machines_and_versions_of_torch_never_share_a_table() -> None:
 
 def test_one_machine_is_named_once() -> None:
     later = {"commit": "def", "time": "2026-11-20T10:00:00+00:00"}
-    document = study_document([made(H200, 1), made(H200, 2, **later)], "x", "My title")
+    document = build_report([made(H200, 1), made(H200, 2, **later)], "x", "My title")
     assert document.title == "My title"
     assert document.facts == ("NVIDIA H200, torch 2.11.0", "commits abc, def", "2026-11-18 to 2026-11-20")
     assert [section.title for section in document.sections] == ["Values"]
-    unknown = study_document([made(H200, 1, commit="unknown")], "x")
+    unknown = build_report([made(H200, 1, commit="unknown")], "x")
     assert unknown.facts == ("NVIDIA H200, torch 2.11.0", "2026-11-18")
-    assert study_document([], "x").sections == ()
+    assert build_report([], "x").sections == ()
 
 
 def test_charts_of_one_id_get_numbers() -> None:
     odd = Machine("AMD Ryzen-7", {"torch": "2.13.0"})
-    document = study_document([made(LAPTOP, 1), made(odd, 2)], "x")
+    document = build_report([made(LAPTOP, 1), made(odd, 2)], "x")
     ids = [
         block.id for section in document.sections for block in section.blocks if isinstance(block, LineChart)
     ]
@@ -107,7 +107,7 @@ def test_charts_of_one_id_get_numbers() -> None:
 
 def test_the_files_of_a_report(tmp_path: Path) -> None:
     written = write_report(
-        study_document([made(H200, 1), made(H200, 2)], "trimtab bench sample"), tmp_path / "new"
+        build_report([made(H200, 1), made(H200, 2)], "trimtab bench sample"), tmp_path / "new"
     )
     assert [path.relative_to(tmp_path / "new").as_posix() for path in written] == [
         "report.md",
@@ -132,7 +132,7 @@ def test_without_matplotlib_everything_else_is_written(
 
 def test_an_unwritable_target(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    document = study_document([made(H200, 1)], "x")
+    document = build_report([made(H200, 1)], "x")
     with pytest.raises(ResourceError, match="give another place with --out"):
         write_report(document, tmp_path / "file")
     write_records(tmp_path / RECORDS, [made(H200, 1)])
@@ -187,7 +187,7 @@ def test_records_with_other_fields_are_of_another_version(
     old = sample_study.STUDY.__class__("sample", "A sample", lambda found: [found[0].result["renamed"]], "")
     monkeypatch.setattr("trimtab.lab.reporting.find_study", lambda name: old)
     with pytest.raises(DataError, match="another version of trimtab: KeyError: 'renamed'"):
-        read_document([tmp_path], "x")
+        read_report([tmp_path], "x")
 
 
 def study(cells: list[Cell], folder: Path, **options: Any) -> tuple[int, str, str]:

@@ -20,7 +20,7 @@ from trimtab.plan.resolved import (
     PrecisionConfig,
     Resolved,
 )
-from trimtab.run.build import build_microstep, build_model, keep_dequantized, set_gradient_dtype
+from trimtab.run.build import build_microstep, build_model, make_dequantized_copies, set_gradient_dtype
 from trimtab.trainer.memory import storage_bytes
 
 
@@ -35,7 +35,7 @@ def resolved_of(job: Job) -> Resolved:
         optimizer=OptimizerConfig(job.optimizer, job.optimizer_impl),
         loss=LossConfig(job.loss_impl, job.loss_memory),
         pointwise=PointwiseConfig(job.pointwise),
-        memory=MemoryPlan(job.layers, job.mlp_tiles, job.loss_memory, job.unpacked_layers),
+        memory=MemoryPlan(job.layers, job.mlp_tiles, job.loss_memory, job.dequantized_layers),
         lora=job.lora,
         quantization=job.quantization,
     )
@@ -48,7 +48,7 @@ class Step:
         self.job = job
         resolved, mesh = resolved_of(job), Mesh.single()
         self.decoder = init_weights(build_model(job.shape, resolved, mesh), 0)
-        keep_dequantized(self.decoder, resolved)
+        make_dequantized_copies(self.decoder, resolved)
         if job.lora is not None:
             init_adapters(self.decoder, seed=0)
             set_masks(self.decoder, torch.device(job.device))

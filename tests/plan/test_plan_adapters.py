@@ -112,10 +112,10 @@ CASES = {
     "NF4": vary(quantization=NF4),
     "NF4, bf16, recomputed": vary(**BF16, quantization=NF4, policies=("block",) * 6),
     "INT8": vary(quantization=INT8, **BF16),
-    "NF4, copies of half the layers": vary(quantization=NF4, unpacked_layers=3),
-    "NF4, bf16, copies of all layers": vary(**BF16, quantization=NF4, unpacked_layers=6),
-    "NF4, copies, recomputed": vary(**BF16, quantization=NF4, unpacked_layers=6, policies=("block",) * 6),
-    "INT8, copies of half the layers": vary(quantization=INT8, **BF16, unpacked_layers=3),
+    "NF4, copies of half the layers": vary(quantization=NF4, dequantized_layers=3),
+    "NF4, bf16, copies of all layers": vary(**BF16, quantization=NF4, dequantized_layers=6),
+    "NF4, copies, recomputed": vary(**BF16, quantization=NF4, dequantized_layers=6, policies=("block",) * 6),
+    "INT8, copies of half the layers": vary(quantization=INT8, **BF16, dequantized_layers=3),
 }
 
 

@@ -49,19 +49,19 @@ def test_more_memory_adds_more_copies() -> None:
     for gigabytes in range(10, 61, 2):
         limit = gigabytes * 10**9
         setting = chosen(JOB, limit)
-        by_gigabytes[gigabytes] = setting.unpacked_layers
+        by_gigabytes[gigabytes] = setting.dequantized_layers
         job = JOB.changed(
             policies=setting.policies,
             mlp_tiles=setting.mlp_tiles,
             loss_memory=setting.loss_memory,
-            unpacked_layers=setting.unpacked_layers,
+            dequantized_layers=setting.dequantized_layers,
         )
         assert predict(job).needed == setting.needed <= usable_bytes(job, limit) <= limit
-        if setting.unpacked_layers:
+        if setting.dequantized_layers:
             assert set(setting.policies) == {"none"}
             assert setting.mlp_tiles == 1
-        if 0 < setting.unpacked_layers < 32:
-            one_more = job.changed(unpacked_layers=setting.unpacked_layers + 1)
+        if 0 < setting.dequantized_layers < 32:
+            one_more = job.changed(dequantized_layers=setting.dequantized_layers + 1)
             assert predict(one_more).needed > usable_bytes(one_more, limit)
     counts = list(by_gigabytes.values())
     assert counts == sorted(counts)
@@ -71,15 +71,15 @@ def test_more_memory_adds_more_copies() -> None:
 
 
 def test_copies_count_as_weights() -> None:
-    packed, copied = predict(JOB), predict(JOB.changed(unpacked_layers=32))
+    packed, copied = predict(JOB), predict(JOB.changed(dequantized_layers=32))
     assert copied.before.weights - packed.before.weights == dequantized_bytes(LLAMA_8B, 32, "bf16")
     # With all copies no matmul needs the workspace of one dequantized weight.
     workspace = 14_336 * 4096 * 2
     assert copied.needed - packed.needed == dequantized_bytes(LLAMA_8B, 32, "bf16") - workspace
-    partial = predict(JOB.changed(unpacked_layers=31))
+    partial = predict(JOB.changed(dequantized_layers=31))
     assert partial.needed - packed.needed == dequantized_bytes(LLAMA_8B, 31, "bf16")
     assert dequantized_bytes(LLAMA_8B, 32, "bf16") / 2**30 == pytest.approx(13.0, abs=0.01)
-    assert predict(JOB.changed(unpacked_layers=16)).before.weights == (
+    assert predict(JOB.changed(dequantized_layers=16)).before.weights == (
         (packed.before.weights + copied.before.weights) // 2
     )
 
@@ -93,19 +93,19 @@ def test_copies_count_as_weights() -> None:
     ids=["not quantized", "a CPU"],
 )
 def test_no_copies_without_quantization_or_gpu(job: Job) -> None:
-    assert chosen(job, 140 * 10**9).unpacked_layers == 0
+    assert chosen(job, 140 * 10**9).dequantized_layers == 0
 
 
 def test_copies_only_without_recomputation() -> None:
     for override in ("recompute={pointwise: 1}", "recompute=block", "mlp_tiles=2"):
-        assert plan(override).resolved.memory_plan.unpacked_layers == 0
+        assert plan(override).resolved.memory_plan.dequantized_layers == 0
     for override in ("recompute=none", "gradient_checkpointing=false", "recompute=auto"):
-        assert plan(override).resolved.memory_plan.unpacked_layers == 32
+        assert plan(override).resolved.memory_plan.dequantized_layers == 32
 
 
 def test_the_plan_describes_the_copies() -> None:
     result = plan()
-    assert result.job.unpacked_layers == 32
+    assert result.job.dequantized_layers == 32
     assert result.resolved.memory_plan.description == "none in all 32 layers; weights of 32 also dequantized"
     assert result.resolved.memory_plan.reason.startswith("everything fits the")
     check_fits(result)
@@ -114,12 +114,12 @@ def test_the_plan_describes_the_copies() -> None:
 
 def test_an_explicit_number_reduces_saved_activations() -> None:
     result = plan("dequantized_layers=32", "memory_limit=24GB")
-    assert result.job.unpacked_layers == 32
+    assert result.job.dequantized_layers == 32
     assert result.memory.needed <= 24 * 10**9
     assert set(result.job.layers) != {"none"}
     assert result.resolved.memory_plan.description.endswith("; weights of 32 also dequantized")
-    assert plan("dequantized_layers=4", "recompute=block").job.unpacked_layers == 4
-    assert plan("dequantized_layers=4", device=LAPTOP).job.unpacked_layers == 4
+    assert plan("dequantized_layers=4", "recompute=block").job.dequantized_layers == 4
+    assert plan("dequantized_layers=4", device=LAPTOP).job.dequantized_layers == 4
 
 
 def test_a_number_that_does_not_fit_is_refused() -> None:
@@ -133,12 +133,12 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
 
 def test_earlier_memory_plans_have_no_copies() -> None:
     memory = {"recompute": ["none"] * 32, "mlp_tiles": 1, "loss_memory": None}
-    assert plan(memory=memory_from_dict(memory)).job.unpacked_layers == 0
+    assert plan(memory=memory_from_dict(memory)).job.dequantized_layers == 0
 
 
 def test_the_longest_sequence_has_no_copies() -> None:
     limit = 24 * 10**9
-    assert find_max_seq_length(JOB.changed(unpacked_layers=32), GPU, limit) == find_max_seq_length(
+    assert find_max_seq_length(JOB.changed(dequantized_layers=32), GPU, limit) == find_max_seq_length(
         JOB, GPU, limit
     )
 

@@ -16,7 +16,7 @@ from plan_jobs import H200 as GPU
 from plan_jobs import LLAMA_8B, QWEN, planned, resolved_for
 
 from trimtab.adapt.spec import LoraSettings
-from trimtab.adapt.spec_recompute import OFFLOADING, POLICIES, canonical
+from trimtab.adapt.spec_recompute import OFFLOADING, POLICIES, sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
 from trimtab.facts.shapes import uniform_shape
@@ -72,7 +72,7 @@ def test_settings_fit_and_more_memory_is_never_slower(job: Job, gigabytes: float
         policies=setting.policies, mlp_tiles=setting.mlp_tiles, loss_memory=setting.loss_memory
     )
     assert predict(chosen).needed == setting.needed
-    assert setting.policies == canonical(setting.policies)
+    assert setting.policies == sort_policies(setting.policies)
     wider, wider_fits = find_setting(job, GPU, int(limit * factor))
     if fits:
         assert setting.needed <= usable_bytes(job, limit) <= limit
@@ -106,7 +106,7 @@ def test_the_search_matches_brute_force(share: float, lora: LoraSettings | None,
             count for policy, count in zip(OFFLOADING, offloaded, strict=True) if policy not in allowed
         ]
         if sum(counts) == 5 and sum(map(bool, offloaded)) <= 1 and not any(disallowed):
-            policies = canonical(dict(zip(POLICIES, counts, strict=True)))
+            policies = sort_policies(dict(zip(POLICIES, counts, strict=True)))
             if predict(job.changed(policies=policies)).needed <= usable_bytes(job, limit):
                 times.append(loss + segment_seconds(layers, costs, segments_of(policies)))
     assert fits
@@ -118,7 +118,7 @@ def test_the_search_matches_brute_force(share: float, lora: LoraSettings | None,
 )
 def test_the_canonical_order_needs_least_memory(order: tuple[str, ...]) -> None:
     job = dataclasses.replace(JOB, shape=SMALL, tokens=8192)
-    needed = predict(job.changed(policies=canonical(order))).needed
+    needed = predict(job.changed(policies=sort_policies(order))).needed
     assert needed <= predict(job.changed(policies=order)).needed
 
 

@@ -128,7 +128,7 @@ def test_more_work_takes_longer() -> None:
     tiled = [timed(LLAMA.changed(mlp_tiles=tiles)).seconds for tiles in (1, 2, 8)]
     assert tiled == sorted(tiled)
     assert (
-        timed(LLAMA.changed(unpacked_layers=0)).by_kind()["matrix product"]
+        timed(LLAMA.changed(dequantized_layers=0)).by_kind()["matrix product"]
         > timed(LLAMA).by_kind()["matrix product"]
     )
 

@@ -271,8 +271,8 @@ def resolve_revisions(w: World) -> None:
 
 
 case(
-    "api/training.py:recipe_of_arguments: give the path of a YAML file, the name of a recipe that ships with trimtab, "
-    "or a dict",
+    "api/training.py:build_recipe_from_arguments: give the path of a YAML file, the name of a recipe that ships with "
+    "trimtab, or a dict",
     lambda w: trimtab.plan_run(5),  # type: ignore[arg-type]
     lambda w, remedy: (
         trimtab.plan_run(w.recipe()),

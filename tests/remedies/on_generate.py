@@ -43,11 +43,11 @@ def option_case(key: str, wrong: dict[str, Any], *rights: dict[str, Any]) -> Non
     )
 
 
-NUMBER = "facts/arguments.py:whole_number: give"
+NUMBER = "facts/arguments.py:check_int: give"
 RANGE = "generate/options.py:_in_range: {}"
 option_case(RANGE, {"temperature": -1}, {"temperature": 0}, {"temperature": 0.8})
 option_case(RANGE, {"top_p": 0}, {"top_p": 0.1}, {"top_p": 1})
-option_case("facts/arguments.py:real_number: {}", {"top_p": "0.5"}, {"top_p": 0.5}, {"top_p": 1})
+option_case("facts/arguments.py:check_float: {}", {"top_p": "0.5"}, {"top_p": 0.5}, {"top_p": 1})
 option_case(f"{NUMBER} at least {{}}", {"max_new_tokens": 0})
 option_case(f"{NUMBER} a whole number of at least {{}}", {"max_new_tokens": 3.5})
 option_case(f"{NUMBER} a whole number", {"seed": "x"}, {"seed": 3}, {"seed": -3})
@@ -82,7 +82,7 @@ case(
     ],
 )
 case(
-    "facts/arguments.py:text_or_none: give a text, or None",
+    "facts/arguments.py:check_optional_str: give a text, or None",
     lambda w: loaded(w).chat(system=5),
     lambda w, remedy: (loaded(w).chat(system="be kind"), loaded(w).chat(system=None)),
 )

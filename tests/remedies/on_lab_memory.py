@@ -9,7 +9,7 @@ from cases import World, case, listed, settings
 from full_memory import SMALL, FullMemory
 from tiny_model import write_recipe
 
-from trimtab.cli.studying import listed_numbers
+from trimtab.cli.studying import split_ints
 from trimtab.lab.memory_summary import MemorySummary
 from trimtab.lab.profile_options import ProfileOptions, check_options
 from trimtab.lab.profile_target import find_target
@@ -49,9 +49,9 @@ case(
     shortest_and_longest,
 )
 case(
-    "cli/studying.py:listed_numbers: write it like {} 128,256",
-    lambda w: listed_numbers("1k", "--contexts"),
-    lambda w, remedy: listed_numbers(remedy.rsplit(None, 1)[-1], "--contexts"),
+    "cli/studying.py:split_ints: write it like {} 128,256",
+    lambda w: split_ints("1k", "--contexts"),
+    lambda w, remedy: split_ints(remedy.rsplit(None, 1)[-1], "--contexts"),
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from cases import World, case, listed
 
 from trimtab.lab import reporting
-from trimtab.lab.reporting import prepare_folder, read_document, study_document, write_report
+from trimtab.lab.reporting import build_report, prepare_folder, read_report, write_report
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome, Study
 from trimtab.lab.study_models import study_model
 from trimtab.lab.sweep import RECORDS, read_measurements
@@ -73,12 +73,12 @@ case(
 def known_studies(w: World, remedy: str) -> None:
     w.patch.setattr(reporting, "find_study", lambda name: SAMPLE)
     for name in listed(remedy, "of these studies:"):
-        assert study_document([made(name)], "x").sections
+        assert build_report([made(name)], "x").sections
 
 
 case(
-    "lab/reporting.py:study_document: give records of these studies: {}",
-    lambda w: study_document([made("teleport")], "x"),
+    "lab/reporting.py:build_report: give records of these studies: {}",
+    lambda w: build_report([made("teleport")], "x"),
     known_studies,
 )
 
@@ -86,17 +86,17 @@ case(
 def records_of_another_version(w: World) -> None:
     study = Study("sizes", "Sizes", lambda found: [found[0].result["renamed"]], "")
     w.patch.setattr(reporting, "find_study", lambda name: study)
-    read_document([write_records(w.tmp / "old")], "x")
+    read_report([write_records(w.tmp / "old")], "x")
 
 
 def measured_by_this_version(w: World, remedy: str) -> None:
     assert "another --out" in remedy
     w.patch.setattr(reporting, "find_study", lambda name: SAMPLE)
-    read_document([write_records(w.tmp / "new")], "x")
+    read_report([write_records(w.tmp / "new")], "x")
 
 
 case(
-    "lab/reporting.py:read_document: measure again with this version and another --out",
+    "lab/reporting.py:read_report: measure again with this version and another --out",
     records_of_another_version,
     measured_by_this_version,
 )
@@ -110,7 +110,7 @@ def into_a_file(w: World) -> None:
 def into_another_place(w: World, remedy: str) -> None:
     prepare_folder(w.tmp / "lab")
     w.patch.setattr(reporting, "find_study", lambda name: SAMPLE)
-    assert write_report(study_document([made()], "x"), w.tmp / "lab")
+    assert write_report(build_report([made()], "x"), w.tmp / "lab")
 
 
 case("lab/reporting.py:_unwritable: give another place with --out", into_a_file, into_another_place)

@@ -253,7 +253,7 @@ def other_lora_run(w: World) -> Path:
 
 
 case(
-    "run/models.py:put_adapter: it was trained on {}; load it into that model",
+    "run/models.py:load_adapter_into: it was trained on {}; load it into that model",
     lambda w: trimtab.load(str(other_lora_run(w))).add_adapter(exported(w), "second"),
     lambda w, remedy: trimtab.load(named_in(remedy)).add_adapter(exported(w), "second"),
 )

@@ -34,7 +34,7 @@ from trimtab.data.packing import Piece
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.recipe import loads
-from trimtab.run.build import build_in_backward, build_optimizer
+from trimtab.run.build import build_in_backward_optimizer, build_optimizer
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.resolve import resolve_backends
 from trimtab.text.chat import Limits, render_chats
@@ -143,11 +143,11 @@ def updates(w: World, in_backward: str) -> object:
     resolved = resolve_backends(recipe, read_shape(w.model), A_CPU, threads=1)
     parameters = dict(decoder_of(w.model).named_parameters())
     optimizer = build_optimizer(recipe, resolved, parameters)
-    return build_in_backward(recipe, resolved, optimizer, Mesh(rank=0, size=2))
+    return build_in_backward_optimizer(recipe, resolved, optimizer, Mesh(rank=0, size=2))
 
 
 case(
-    "run/build.py:build_in_backward: set optim_in_backward: false",
+    "run/build.py:build_in_backward_optimizer: set optim_in_backward: false",
     lambda w: updates(w, "optim_in_backward=true"),
     lambda w, remedy: updates(w, *settings(remedy)[0]),
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trimtab.plan import list_effects
-from trimtab.plan.detail import detailed
+from trimtab.plan.detail import detailed_dict
 from trimtab.report.plan_page import render_plan, write_plan_page, write_table_page
 from trimtab.report.plan_panel import verdict
 from trimtab.report.timeline import draw_timeline
@@ -21,7 +21,7 @@ from trimtab.run.target import read_target
 def plan() -> tuple[dict[str, Any], list[dict[str, Any]]]:
     target = read_target("Qwen/Qwen3-0.6B", ["max_steps=100"], gpu="rtx4090")
     effects = [effect.to_dict() for effect in list_effects(target.plan)]
-    return detailed(target.plan, timeline=True), effects
+    return detailed_dict(target.plan, timeline=True), effects
 
 
 def test_the_page_contains_the_plan(plan: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.report import read_run
 from trimtab.report.buckets import BUCKETS, bucket_bar
-from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, charts, thinned
+from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, charts, thin_points
 from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
@@ -251,7 +251,7 @@ def test_long_curves_keep_their_spikes() -> None:
     points = [(i, 1.0) for i in range(100_000)]
     points[54_321] = (54_321, 99.0)
     points[77_777] = (77_777, math.nan)
-    thin = thinned(points)
+    thin = thin_points(points)
     assert len(thin) <= MOST_POINTS + 2
     assert (54_321, 99.0) in thin
     assert any(math.isnan(y) for _, y in thin)
@@ -261,7 +261,7 @@ def test_long_curves_keep_their_spikes() -> None:
 def test_long_curves_keep_their_last_point() -> None:
     points = [(i, float(i % 7)) for i in range(10_000)]
     points[-1] = (9_999, 3.5)  # neither the minimum nor the maximum of its interval
-    assert thinned(points)[-1] == (9_999, 3.5)
+    assert thin_points(points)[-1] == (9_999, 3.5)
 
 
 def test_the_smoothed_curve_ends_with_a_mean() -> None:

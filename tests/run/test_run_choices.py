@@ -40,7 +40,7 @@ CHOICES = Choices(
     loads("model: {name: a/b, added_tokens: [x]}\ndata: {train: t}\nsave_steps: 7"),
     model_commit="abc",
     tokenizer_commit=None,
-    data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], own_text_first=True),
+    data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], train_source_first=True),
     base=BASE,
     started_from=dataclasses.replace(BASE, files={}, seed=3),
     lengths=(Length(0, 20), Length(10, 40)),

@@ -126,7 +126,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
     spec = SourceSpec(str(tmp_path / name))
 
     def read(spec: SourceSpec) -> list[str]:
-        source = fingerprints.as_begun(resolve(spec), None)
+        source = fingerprints.as_resumed(resolve(spec), None)
         source = dataclasses.replace(source, form=detection.detect(source))
         return [segment.text for segment in SegmentReader(source)]
 
@@ -158,7 +158,9 @@ def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
         return load(write_recipe(tmp_path, output_dir=str(folder), **settings))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cached_loader, "own_text_first", lambda source_E, window_E, *_: (source_E, window_E))
+        patch.setattr(
+            cached_loader, "train_source_first", lambda source_E, window_E, *_: (source_E, window_E)
+        )
         launch.train(recipe(whole), Silent())
         with pytest.raises(Stop):
             launch.train(recipe(stopped), Silent(), after_step=stop_at(2))  # type: ignore[arg-type]

@@ -185,7 +185,7 @@ def test_a_captured_microbatch_is_bitwise_identical_to_an_eager_one(kind: str, p
     device = torch.device("cuda")
     ours, theirs = made(kind), made(kind)
     losses = [MicrobatchLoss(d, device, nullcontext, packing=packing) for d in (ours, theirs)]
-    graphs = Graphs(losses[0], parameters_of(ours), device, held=StepResources(ours))  # wording: allow
+    graphs = Graphs(losses[0], parameters_of(ours), device, resources=StepResources(ours))
     eager = eager_graphs(theirs, losses[1])
     assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(eager, range(5))))
     assert len(graphs._recorded) == 2

@@ -22,7 +22,7 @@ from trimtab.recipe import load
 from trimtab.run.device import detect
 from trimtab.run.folder import read_json
 from trimtab.run.prepare import prepare
-from trimtab.run.torch_setup import memory_fraction, set_up_torch, torch_put_back
+from trimtab.run.torch_setup import memory_fraction, restore_torch_settings, set_up_torch
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fai
     wanted = resolved(tmp_path, deterministic=True, cap=40)
 
     def one() -> None:
-        with torch_put_back(), workspace.borrow((8,), torch.float32, torch.device("cpu")):
+        with restore_torch_settings(), workspace.borrow((8,), torch.float32, torch.device("cpu")):
             set_up_torch(wanted)
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fai
 def test_a_limit_is_added_to_reserved_memory_and_below_the_process_limit(tmp_path: Path, gpu: Gpu) -> None:
     gpu.reserved = 20
     for cap, share in ((40, 0.6), (70, 0.75)):
-        with torch_put_back():
+        with restore_torch_settings():
             set_up_torch(resolved(tmp_path, cap=cap))
             assert gpu.share == share
     assert gpu.share == 0.75
@@ -121,10 +121,10 @@ def test_an_exception_that_is_kept_references_no_model(gpu: Gpu) -> None:
         except torch.OutOfMemoryError as error:
             raise ValueError("no memory") from error
 
-    with pytest.raises(ValueError, match="no memory") as remembered, torch_put_back():
+    with pytest.raises(ValueError, match="no memory") as cached_digest, restore_torch_settings():
         one()
     assert seen[0]() is None
-    assert remembered.value.__cause__ is not None
+    assert cached_digest.value.__cause__ is not None
 
 
 def test_cached_memory_is_free_and_memory_above_the_limit_is_not(
@@ -144,7 +144,7 @@ def test_cached_memory_is_free_and_memory_above_the_limit_is_not(
 
 def test_nondeterministic_kernels_run_whatever_the_process_has_set(tmp_path: Path, gpu: Gpu) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with torch_put_back():
+    with restore_torch_settings():
         set_up_torch(resolved(tmp_path))
         assert not torch.are_deterministic_algorithms_enabled()
     assert torch.are_deterministic_algorithms_enabled()

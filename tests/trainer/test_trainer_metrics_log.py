@@ -56,10 +56,10 @@ def test_cut_back_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
         log.append({"kind": "memory", "when": "after"})
         with path.open("ab") as stream:
             stream.write(b'{"kind": "train", "step": 3, "lo')
-        cut = log.cut_back(3)
+        cut = log.truncate_after(3)
         assert (cut.removed, cut.damaged, cut.steps) == (3, (8,), {1, 2, 3})
         log.append({"kind": "train", "step": 4, "again": True})
-        assert log.cut_back(4).removed == 0
+        assert log.truncate_after(4).removed == 0
     assert [record.get("step", record.get("when")) for record in records(path)] == ["before", 1, 2, 3, 4]
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
 
@@ -67,9 +67,9 @@ def test_cut_back_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
 def test_cut_back_to_the_start_and_of_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
-        assert log.cut_back(0).removed == 0
+        assert log.truncate_after(0).removed == 0
         log.append({"step": 1})
-        assert log.cut_back(0).removed == 1
+        assert log.truncate_after(0).removed == 1
         assert path.read_bytes() == b""
 
 
@@ -77,7 +77,7 @@ def test_zeros_and_torn_lines_of_a_power_failure_are_removed(tmp_path: Path) -> 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n\xff\xfe\n[1]\n{"step": 2}\n')
     with MetricsLog(path) as log:
-        cut = log.cut_back(5)
+        cut = log.truncate_after(5)
         assert (cut.removed, cut.damaged) == (0, (2, 3, 4))
     assert records(path) == [{"step": 1}, {"step": 2}]
 
@@ -86,9 +86,9 @@ def test_opening_drops_a_torn_last_line_so_that_the_next_record_survives(tmp_pat
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "loss": 1.')
     with MetricsLog(path) as log:
-        assert log.cut_back(5).damaged == (2,)
+        assert log.truncate_after(5).damaged == (2,)
         log.append({"step": 2})
-        assert log.cut_back(5).damaged == ()
+        assert log.truncate_after(5).damaged == ()
     assert records(path) == [{"step": 1}, {"step": 2}]
 
 
@@ -104,10 +104,10 @@ def test_a_cut_that_is_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", die)
         with pytest.raises(KeyboardInterrupt):
-            log.cut_back(2)
+            log.truncate_after(2)
     assert len(records(path)) == 5
     with MetricsLog(path) as again:
-        assert again.cut_back(2).removed == 2
+        assert again.truncate_after(2).removed == 2
 
 
 def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trimtab.facts.lazy import lazy_attributes
 if TYPE_CHECKING:
     from trimtab.adapt.any_model import add_lora, quantize_linears
     from trimtab.adapt.compiling import Regions, compilations, compile_regions
-    from trimtab.adapt.dequantized import keep_unpacked, set_dequantized_copies
+    from trimtab.adapt.dequantized import set_dequantized_copies
     from trimtab.adapt.lora import (
         LoRALinear,
         active_adapters,
@@ -47,7 +47,6 @@ _MODULES = {
     "compilations": "compiling",
     "compile_regions": "compiling",
     "init_adapters": "lora",
-    "keep_unpacked": "dequantized",  # deprecated: set_dequantized_copies
     "load_adapter": "peft_files",
     "merge_adapters": "merging",
     "quantize_layout": "quantized_layout",
@@ -72,7 +71,6 @@ __all__ = [
     "compilations",
     "compile_regions",
     "init_adapters",
-    "keep_unpacked",
     "load_adapter",
     "merge_adapters",
     "quantize_layout",
@@ -85,4 +83,4 @@ __all__ = [
     "use_adapters",
 ]
 
-__getattr__ = lazy_attributes(__name__, _MODULES)
+__getattr__ = lazy_attributes(__name__, _MODULES, {"keep_unpacked": "set_dequantized_copies"})

@@ -52,7 +52,3 @@ def set_dequantized_copies(decoder: Decoder, layers: int, *, dtype: torch.dtype 
         for _, layer in quantized_layers(block):
             layer.set_dequantized_copy((dtype or layer.dtype) if index < layers else None)
     return decoder
-
-
-keep_unpacked = set_dequantized_copies
-"""Deprecated name of `set_dequantized_copies`."""

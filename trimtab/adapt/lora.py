@@ -94,7 +94,7 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
             parameter.requires_grad_(True)
 
 
-def remember_adapters(decoder: nn.Module) -> Callable[[], None]:
+def save_active_adapters(decoder: nn.Module) -> Callable[[], None]:
     """Returns a function that restores the current active adapters and trainable parameters."""
     active, learning = active_adapters(decoder), [(p, p.requires_grad) for p in decoder.parameters()]
 

@@ -12,8 +12,8 @@ from trimtab.adapt import targets
 from trimtab.adapt.lora import (
     adapted_layers,
     attach_adapters,
-    remember_adapters,
     remove_adapter,
+    save_active_adapters,
     use_adapters,
 )
 from trimtab.adapt.peft_config import (
@@ -136,7 +136,7 @@ def load_adapter(decoder: Decoder, folder: str | Path, *, adapter: str = DEFAULT
         ModelError: the files are missing, damaged, not LoRA, of another base, or contain NaN or infinity.
     """
     found = fit_to_model(decoder.shape, read_adapter_folder(folder))
-    restore = remember_adapters(decoder)
+    restore = save_active_adapters(decoder)
     attach_adapters(decoder, found.settings, adapter)
     try:
         copy_adapter_tensors(decoder, found, adapter=adapter)

@@ -49,16 +49,16 @@ SAVED_PRODUCTS: dict[str, frozenset[tuple[str, str]]] = {
 adapter's second product, which is cheap to recompute."""
 
 
-def canonical(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
+def sort_policies(policies: Iterable[str] | Mapping[str, int]) -> tuple[str, ...]:
     """Sorts policies into the order with the lowest peak memory: layers that save least first.
 
     The backward pass begins at the last layer. Layers that save everything finish, and free their memory, before the
     first recomputation allocates memory.
 
     Example:
-        >>> canonical(["none", "block", "none"])
+        >>> sort_policies(["none", "block", "none"])
         ('block', 'none', 'none')
-        >>> canonical({"selective": 1, "offload": 2})
+        >>> sort_policies({"selective": 1, "offload": 2})
         ('offload', 'offload', 'selective')
     """
     counts = dict(policies) if isinstance(policies, Mapping) else {}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trimtab.api.notices import tell
 from trimtab.api.prompt_files import OutputFile, PromptRow, keyword, read_prompts, settings_digest
 from trimtab.api.prompts import Prompt, encode_prompts
-from trimtab.facts.arguments import text_or_none, whole_number
+from trimtab.facts.arguments import check_int, check_optional_str
 from trimtab.facts.errors import DataError, ModelError, RecipeError
 from trimtab.facts.names import described, path_of
 from trimtab.facts.phases import RunPhase
@@ -48,8 +48,8 @@ def generate_file(
     from trimtab.run.quantizing import dequantize_for_cpu
     from trimtab.run.torch_setup import on_device_of
 
-    batch_size = whole_number(batch_size, "batch_size", least=1)
-    system = text_or_none(system, "system")
+    batch_size = check_int(batch_size, "batch_size", least=1)
+    system = check_optional_str(system, "system")
     if on_progress is not None and not callable(on_progress):
         raise RecipeError(
             f"on_progress is {described(on_progress)}", "give a function of (done, total), or None"

@@ -20,7 +20,7 @@ from trimtab.api.prompts import (
     encode_scored,
     texts_of,
 )
-from trimtab.facts.arguments import text_or_none, whole_number
+from trimtab.facts.arguments import check_int, check_optional_str
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
@@ -123,8 +123,8 @@ class Model:
         from trimtab.run.inference_memory import predict_prompts
 
         options = SamplingOptions.of(sampling)
-        first_index = whole_number(first_index, "first_index")
-        batch_size = whole_number(batch_size, "batch_size", least=1)
+        first_index = check_int(first_index, "first_index")
+        batch_size = check_int(batch_size, "batch_size", least=1)
         prompts, is_batch = as_batch(prompt, "the prompt")
         check_stream(stream)
         if is_batch and stream is not None:
@@ -211,7 +211,7 @@ class Model:
 
         options = SamplingOptions.of(sampling)
         self._prepare()
-        return Chat(self.opened, options, system=text_or_none(system, "system"))
+        return Chat(self.opened, options, system=check_optional_str(system, "system"))
 
     @overload
     def loss(self, text: Prompt, *, batch_size: int = 8) -> float: ...
@@ -234,7 +234,7 @@ class Model:
         from trimtab.run.inference_memory import predict_losses
 
         texts, is_batch = as_batch(text, "the text")
-        batch_size = whole_number(batch_size, "batch_size", least=1)
+        batch_size = check_int(batch_size, "batch_size", least=1)
         rows = encode_scored(self.opened.tokenizer, texts)
         longest, together = max(len(ids) for ids, _ in rows), min(batch_size, len(rows))
         predict = partial(predict_losses, self.opened.decoder, together, longest, packed=True)
@@ -273,12 +273,12 @@ class Model:
     def add_adapter(self, folder: str | Path, name: str) -> None:
         """Loads an adapter from a folder written by peft or `save_adapter`, adds it to the model and activates it."""
         from trimtab.run.adapter_tokens import check_known
-        from trimtab.run.models import put_adapter
+        from trimtab.run.models import load_adapter_into
 
         place = path_of(folder, "the adapter")
         check_known(place, self.opened.tokenizer)
         with self._explained(RunPhase.LOAD), self._on_device():
-            put_adapter(self.opened, place, tell, name=name)
+            load_adapter_into(self.opened, place, tell, name=name)
 
     def use_adapters(self, *names: str) -> None:
         """Activates these adapters and deactivates all others; without names, the base model is used.
@@ -312,7 +312,7 @@ class Model:
         from trimtab.run.base_weights import check_base_name, unloadable_by_peft
 
         opened = self.opened
-        adapter = text_or_none(adapter, "adapter") or self._used_adapter()
+        adapter = check_optional_str(adapter, "adapter") or self._used_adapter()
         base = opened.base or BaseWeights(opened.name)
         if base_name is not None:
             base_name = check_base_name(base_name, opened.decoder.shape)
@@ -446,9 +446,9 @@ def load(
         >>> trimtab.load("starter")                                # doctest: +SKIP
         Model('starter', llama, 4.69 M parameters, fp32, cpu)
     """
-    from trimtab.run.device import current_gpu, detect, need_torch
+    from trimtab.run.device import current_gpu, detect, require_torch
 
-    need_torch()
+    require_torch()
     import torch
 
     from trimtab.run import RunFolder, open_model

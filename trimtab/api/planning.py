@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.api.training import recipe_of_arguments
+from trimtab.api.training import build_recipe_from_arguments
 from trimtab.facts.arguments import plain_value
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def plan_run(
         >>> plan["fits"], plan["job"]["method"]
         (True, 'qlora')
     """
-    from trimtab.plan.detail import detailed
+    from trimtab.plan.detail import detailed_dict
 
-    return detailed(_target(recipe, data, model, gpu, method, host_memory, keys).plan)
+    return detailed_dict(_target(recipe, data, model, gpu, method, host_memory, keys).plan)
 
 
 def what_if(
@@ -148,5 +148,5 @@ def _target(
         and (model is not None or (isinstance(recipe, Mapping) and "model" in recipe))
     ):
         data = NO_DATA
-    built, _ = recipe_of_arguments(recipe, keys, data, model)
+    built, _ = build_recipe_from_arguments(recipe, keys, data, model)
     return plan_recipe(built, gpu=gpu, method=method, host_memory=host_memory)

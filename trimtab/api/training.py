@@ -60,15 +60,15 @@ def train(
         >>> run.final_loss                                                                 # doctest: +SKIP
         1.87
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab import launch
     from trimtab.run import RunFolder
     from trimtab.run.lifecycle import RunInputs
 
     callbacks = check_callbacks(callbacks)
-    built, given = recipe_of_arguments(recipe, keys, data, model, data_key)
+    built, given = build_recipe_from_arguments(recipe, keys, data, model, data_key)
     loaded = model.opened if isinstance(model, Model) else None
     with _checked_view(view) as shown:
         if given.rows:
@@ -104,9 +104,9 @@ def resume(
     Example:
         >>> trimtab.resume("runs/my-run", save_steps=50)  # doctest: +SKIP
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab import launch
     from trimtab.run import RunFolder
     from trimtab.run.lifecycle import RunInputs, recipe_of
@@ -144,7 +144,7 @@ def _result(finished: FinishedRun) -> RunResult:
     return RunResult(finished.folder, finished.status, finished.step, finished.reason)
 
 
-def recipe_of_arguments(
+def build_recipe_from_arguments(
     recipe: str | Path | dict[str, Any] | None,
     keys: dict[str, Any],
     data: Any,

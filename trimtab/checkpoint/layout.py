@@ -54,7 +54,7 @@ def step_folders(root: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def by_age(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[Path, Manifest]]:
+def list_checkpoints(root: Path, report: Callable[[str], None] | None = None) -> list[tuple[Path, Manifest]]:
     """Checkpoints with a readable manifest and all files of the right size, latest first; others are reported.
 
     A checkpoint of a later format raises NewerCheckpoint: skipping it would silently rewind the run.
@@ -86,7 +86,7 @@ def publish(root: Path, staging: Path, step: int) -> Path:
 
 def update_pointers(root: Path) -> None:
     """Write `latest` and one file per tag, each with the name of its newest checkpoint."""
-    pointers = _pointers(by_age(root))
+    pointers = _pointers(list_checkpoints(root))
     for name, target in pointers.items():
         if _read_pointer(root / name) != target.name:
             write_atomic(root / name, target.name + "\n")
@@ -103,7 +103,7 @@ def prune(root: Path, keep_last: int | None) -> list[str]:
     """
     if keep_last is None:
         return []
-    ordered = by_age(root)
+    ordered = list_checkpoints(root)
     kept = {path for path, _ in ordered[:keep_last]} | set(_pointers(ordered).values())
     removed = []
     for path, _ in ordered:

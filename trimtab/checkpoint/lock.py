@@ -20,7 +20,7 @@ from trimtab.facts.errors import CheckpointError
 # msvcrt locks byte ranges, which no other process can then read: lock a byte far behind the file's content.
 _LOCKED_BYTE = 2**30
 PROBE_SECONDS = 0.2
-"""Longer than `is_held` has the lock while it tests a file."""
+"""Longer than `is_locked` has the lock while it tests a file."""
 
 
 def _lock_now(descriptor: int) -> bool:
@@ -48,11 +48,11 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a process has the lock on a file; the file is neither created nor written to.
 
     Example:
-        >>> is_held(Path("runs/demo/.lock"))        # doctest: +SKIP
+        >>> is_locked(Path("runs/demo/.lock"))        # doctest: +SKIP
         False
     """
     try:
@@ -162,7 +162,7 @@ class RunLock:
             if create:
                 self.folder.mkdir(parents=True, exist_ok=True)
             taken = self._lock.try_acquire()
-            if not taken:  # perhaps only `is_held` is testing the lock
+            if not taken:  # perhaps only `is_locked` is testing the lock
                 time.sleep(PROBE_SECONDS)
                 taken = self._lock.try_acquire()
         except FileNotFoundError:

@@ -179,7 +179,7 @@ class Store:
         """Sorted steps of the checkpoints with a valid manifest and valid file sizes; checksums are not compared."""
         self.wait()
         return self._ranks.run_on_leader(
-            lambda: sorted(entry.step for _, entry in layout.by_age(self.folder))
+            lambda: sorted(entry.step for _, entry in layout.list_checkpoints(self.folder))
         )
 
     def prune(self, newest: SavedCheckpoint) -> None:
@@ -192,7 +192,7 @@ class Store:
         """
 
         def work() -> None:
-            ordered = layout.by_age(self.folder)
+            ordered = layout.list_checkpoints(self.folder)
             if not ordered or ordered[0][0] != newest.path:
                 return
             try:
@@ -242,7 +242,7 @@ class Store:
         if not self.folder.is_dir():
             return None
         self._recover()
-        for path, manifest in layout.by_age(self.folder, self._report):
+        for path, manifest in layout.list_checkpoints(self.folder, self._report):
             if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
                 continue
             try:
@@ -327,7 +327,7 @@ class Store:
         written[manifests.STATE] = digest(staging / manifests.STATE)
         tags = set(job.tags)
         sequence = 1
-        for path, old in layout.by_age(self.folder):
+        for path, old in layout.list_checkpoints(self.folder):
             sequence = max(sequence, old.sequence + 1)
             if path.name == layout.step_name(job.step) == self._published:
                 # A step saved again at the end of a run keeps its tags (`best`).

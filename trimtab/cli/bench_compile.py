@@ -67,9 +67,9 @@ def compile(
     """
     from trimtab.lab.choices import parse_counts, split_words
     from trimtab.lab.studies.compile.cells import cells
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     chosen = study_device(device)
     asked = cells(
         device=chosen,

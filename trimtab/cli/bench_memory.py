@@ -65,13 +65,13 @@ def memory(
 
     On a CPU the same values come from the allocation events of torch's profiler.
     """
-    from trimtab.cli.studying import listed, listed_numbers
+    from trimtab.cli.studying import listed, split_ints
     from trimtab.lab.studies.memory.cells import Options, cells
 
     place = study_device(device)
     options = Options(
         sizes=listed(sizes),
-        contexts=listed_numbers(contexts, "--contexts"),
+        contexts=split_ints(contexts, "--contexts"),
         precisions=listed(precisions),
         passes=listed(passes),
         batch=batch,

@@ -35,12 +35,12 @@ def report(
     Each machine gets its own sections: times from two machines, or from two versions of torch, never share a table. If
     a cell was measured several times, the latest measurement is used.
     """
-    from trimtab.cli.interrupts import work_begins
+    from trimtab.cli.interrupts import begin_work
     from trimtab.cli.study_progress import count_outcomes
-    from trimtab.lab.reporting import read_document
+    from trimtab.lab.reporting import read_report
 
-    document, measurements, damaged = read_document(paths, "trimtab bench report")
-    work_begins()
+    document, measurements, damaged = read_report(paths, "trimtab bench report")
+    begin_work()
     if damaged:
         print(f"{damaged} damaged line{'' if damaged == 1 else 's'} left out", file=sys.stderr)
     print(count_outcomes(measurements), file=sys.stderr)

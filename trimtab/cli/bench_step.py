@@ -89,9 +89,9 @@ def step(
     """
     from trimtab.lab.choices import parse_counts, split_words
     from trimtab.lab.studies.step.cells import cells
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     found = study_device(device)
     asked = cells(
         device=found,

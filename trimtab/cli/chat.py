@@ -66,9 +66,9 @@ def chat(
     If standard input is not a terminal, every line of it is a message or a command; answers go to standard output and
     notices to standard error. The first error ends the command with that error's exit code.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.api import load
 
     options = sampling_options(max_new_tokens, temperature, top_p, top_k, stop, seed)

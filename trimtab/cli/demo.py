@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.verb import new_app
 from trimtab.report.console import new_console
 from trimtab.report.plain import as_text
@@ -53,9 +53,9 @@ def demo(
     resumed. The losses of both runs must be bitwise identical.
     """
     from trimtab.cli.training import conclude, resume_advised
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab import launch
     from trimtab.recipe import load
     from trimtab.report import LiveView
@@ -71,7 +71,7 @@ def demo(
         return _kill(folder, steps or 40, console)
     import trimtab.run.lifecycle  # noqa: F401  torch takes seconds; until work begins, Ctrl-C ends the process at once
 
-    work_begins()
+    begin_work()
     _replace_older(folder)
 
     def after_step(step: int) -> None:
@@ -101,14 +101,14 @@ def _program() -> str:
 
 def _replace_older(folder: Path) -> None:
     """Empties the folder of an earlier demo; refuses any other folder and a demo that is still running."""
-    from trimtab.checkpoint.lock import RunLock, is_held
+    from trimtab.checkpoint.lock import RunLock, is_locked
     from trimtab.facts.errors import CheckpointError
     from trimtab.run.folder import RunFolder
 
     run = RunFolder(folder)
     if not run.began():
         run.check_new("--folder")
-        if is_held(folder / RunLock.NAME):  # by a demo that has just started
+        if is_locked(folder / RunLock.NAME):  # by a demo that has just started
             with run.lock("--folder"):
                 pass
         return

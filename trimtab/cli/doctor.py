@@ -17,7 +17,7 @@ import typer
 from rich.table import Table
 
 from trimtab import __version__
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.verb import new_app
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts, host_cores
@@ -117,7 +117,7 @@ def doctor(
     )
     console.print(verdict)
     if report is not None:
-        work_begins()
+        begin_work()
         _write_report(report, [*rows, *attention], verdict)
         console.print(as_text(f"wrote {report}"), soft_wrap=True)
     return 0 if ready else 8

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.verb import new_app
 from trimtab.facts.errors import RecipeError
@@ -69,14 +69,14 @@ def evaluate(
 
     Texts are written like the data sources of a recipe.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
     if not (texts or probe or answers):
         raise RecipeError("there is nothing to measure", "name a text, or omit --no-probe")
     if windows is not None:
         print("note: --windows is now --sequences", file=sys.stderr)
         sequences = windows
-    need_torch()
+    require_torch()
     from trimtab.api import load
     from trimtab.report import LiveView
     from trimtab.run.evaluation import evaluate_model
@@ -85,7 +85,7 @@ def evaluate(
         model, revision=revision, checkpoint=checkpoint, adapter=adapter, dtype=dtype, device=device
     ).opened
     console = new_console(stderr=as_json)
-    work_begins()
+    begin_work()
     with LiveView(console=console) as view:
         records = evaluate_model(
             opened,

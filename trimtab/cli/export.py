@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.options import Checkpoint, Folder, Overwrite, Revision, SavedDtype
 from trimtab.cli.verb import new_app
 
@@ -39,9 +39,9 @@ def hf(
     The default bf16 is the dtype that most tools use; fp32 weights are rounded to it, with a message. `--dtype fp32`
     saves them exactly.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.api import check_saving, load
     from trimtab.facts.names import path_of
     from trimtab.facts.phases import RunPhase
@@ -52,7 +52,7 @@ def hf(
     check_saving(folder, dtype=dtype, overwrite=overwrite)
     with explaining_memory(RunPhase.EXPORT, run=RunFolder(path_of(model, "the model"))):
         loaded = load(model, revision=revision, checkpoint=checkpoint, device="cpu", dtype="fp32")
-    work_begins()
+    begin_work()
     receipt = loaded.save(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}{_rounding(loaded.opened.formats, dtype)}"))
     print(plain(f"receipt: {receipt}"))
@@ -80,9 +80,9 @@ def peft(
     `adapter_config.json` names the base model that peft loads. This cannot be a GGUF file or `starter`: export such a
     base with `trimtab export hf`, and pass that folder, or a hub id, as --base.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.adapt.peft_files import CONFIG
     from trimtab.api import check_saving, load
     from trimtab.facts.names import path_of
@@ -94,7 +94,7 @@ def peft(
     check_saving(folder, overwrite=overwrite, holds=CONFIG)
     with explaining_memory(RunPhase.EXPORT, run=RunFolder(path_of(model, "the model"))):
         loaded = load(model, checkpoint=checkpoint, device="cpu", dtype="fp32")
-    work_begins()
+    begin_work()
     receipt = loaded.save_adapter(folder, base_name=base, overwrite=overwrite)
     print(plain(f"written: {folder}"))
     print(plain(f"receipt: {receipt}"))

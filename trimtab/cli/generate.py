@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trimtab.cli.input import standard_input
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.options import Adapter, Checkpoint, Device, Dtype, Revision
 from trimtab.cli.sampling import Model, Seed, Stop, Temperature, TopK, TopP, flag, sampling_options
 from trimtab.cli.verb import new_app
@@ -82,9 +82,9 @@ def generate(
 
     Control characters in generated text are escaped, never sent to the terminal.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.api import load
     from trimtab.api.model import BATCH_SIZE
 
@@ -155,7 +155,7 @@ def _write_file(
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
 
-    work_begins()
+    begin_work()
     before: list[int] = []
     with LiveView(console=new_console(stderr=True)) as view:
 

@@ -3,7 +3,7 @@
 Python's default handler raises KeyboardInterrupt anywhere. Inside an import this leaves partially imported modules,
 which later cause an AttributeError or an endless recursion (numpy); some packages swallow it and the program continues;
 inside torch's C++ code it aborts the process. Therefore Ctrl-C during an import exits immediately while nothing has
-been written or started, and waits for the end of the import afterwards (`work_begins`).
+been written or started, and waits for the end of the import afterwards (`begin_work`).
 
 This module is loaded before anything else, so it imports little.
 """
@@ -92,7 +92,7 @@ def exit_now() -> None:
         os._exit(EXIT_CODE)
 
 
-def work_begins() -> None:
+def begin_work() -> None:
     """Declares that a verb is about to write files or start processes: Ctrl-C then waits for the end of an import.
 
     Has no effect unless `Interrupts` handles SIGINT; a program that calls the command line as a function keeps its own

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.options import Adapter, Checkpoint, Folder, Overwrite, Revision, SavedDtype
 from trimtab.cli.verb import new_app
 
@@ -38,9 +38,9 @@ def merge(
 
     The receipt of these checks is written to the run folder's `receipts/`, or next to the new folder.
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.api import check_saving, load
     from trimtab.facts.names import path_of
     from trimtab.facts.phases import RunPhase
@@ -53,7 +53,7 @@ def merge(
         loaded = load(
             model, revision=revision, checkpoint=checkpoint, adapter=adapter, device="cpu", dtype="fp32"
         )
-    work_begins()
+    begin_work()
     receipt = loaded.merge(folder, dtype=dtype, overwrite=overwrite)
     print(plain(f"written: {folder} in {dtype}"))
     print(plain(f"receipt: {receipt}"))

@@ -25,9 +25,9 @@ def accumulate(
         trimtab numerics accumulate --count 5000
         trimtab numerics accumulate --value 1e-4 --out sums
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.lab.numerics.accumulate import study_accumulation
     from trimtab.lab.numerics.accumulate_report import accumulation_document
     from trimtab.lab.numerics.writing import torch_facts

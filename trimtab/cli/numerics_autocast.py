@@ -26,9 +26,9 @@ def autocast(
         trimtab numerics autocast --dtype fp16
         trimtab numerics autocast --device cuda --out autocast
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.lab.numerics.autocast import study_autocast
     from trimtab.lab.numerics.autocast_report import autocast_document
     from trimtab.lab.numerics.writing import torch_facts

@@ -33,9 +33,9 @@ def quantize(
         trimtab numerics quantize --data outliers --blocks 32,4096
         trimtab numerics quantize --data model.safetensors:lm_head.weight --out lm-head
     """
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.lab.numerics.quantize import parse_blocks, study_quantization
     from trimtab.lab.numerics.quantize_report import quantization_document
     from trimtab.lab.numerics.writing import torch_facts

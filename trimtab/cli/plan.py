@@ -156,12 +156,12 @@ def _print(
     """Prints the plan and the requested lists; raises a ResourceError at the end if the run does not fit."""
     from trimtab.cli import plan_questions as questions
     from trimtab.plan import check_fits, list_effects, policy_costs
-    from trimtab.plan.detail import detailed
+    from trimtab.plan.detail import detailed_dict
     from trimtab.report.console import new_console
     from trimtab.report.plan_panel import plan_view
     from trimtab.report.plan_tables import what_if_view
 
-    plain = detailed(found.plan)
+    plain = detailed_dict(found.plan)
     effects = [effect.to_dict() for effect in list_effects(found.plan)] if what_if or page else []
     costs = policy_costs(found.plan.job, found.device) if recompute else []
     if page is not None:

@@ -83,10 +83,10 @@ def print_table(
 
 def write_plan_page(found: Target, effects: list[dict[str, Any]], page: Path) -> None:
     """Write the plan and its what-if table as an HTML file."""
-    from trimtab.plan.detail import detailed
+    from trimtab.plan.detail import detailed_dict
     from trimtab.report.plan_page import write_plan_page as write
 
-    write(detailed(found.plan, timeline=True), effects, page)
+    write(detailed_dict(found.plan, timeline=True), effects, page)
     print(f"wrote {page}", file=sys.stderr)
 
 
@@ -95,9 +95,9 @@ def calibrate(*, as_json: bool) -> None:
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
     from trimtab.report.plan_tables import calibration_view
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.facts.calibration_file import write_calibration
     from trimtab.lab.calibrate import calibrate as measure
 
@@ -167,9 +167,9 @@ def print_dtypes(found: Target) -> None:
     from rich.table import Table
 
     from trimtab.report.console import new_console
-    from trimtab.run.device import need_torch
+    from trimtab.run.device import require_torch
 
-    need_torch()
+    require_torch()
     from trimtab.run.dtypes import list_dtypes
 
     listed = list_dtypes(found.shape, found.plan.resolved)

@@ -89,11 +89,11 @@ def profile(
     off, which the report mentions. If a step runs out of memory, the exit code is 6, and the error lists what used the
     memory.
     """
-    from trimtab.cli.interrupts import work_begins
-    from trimtab.run.device import need_torch
+    from trimtab.cli.interrupts import begin_work
+    from trimtab.run.device import require_torch
     from trimtab.run.target import named_recipe
 
-    need_torch()
+    require_torch()
     words = [*(overrides or []), *([f"device={device}"] if device != "auto" else [])]
     loaded = named_recipe(recipe, words)
     os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)  # read when the profiler first runs
@@ -101,7 +101,7 @@ def profile(
 
     folder = out or DEFAULT_FOLDER / f"profile-{_name(recipe)}"
     options = ProfileOptions(steps, warm_up, document, folder, trace, nvtx, snapshot)
-    work_begins()
+    begin_work()
     _run(_title(recipe, words), loaded, options, as_json=as_json)
 
 
@@ -173,14 +173,14 @@ def memory_limited(device: str) -> Iterator[None]:
     """Limits the process to the free memory on a CPU, so that a step that needs more raises instead of swapping."""
     import resource
 
-    from trimtab.lab.worker import limit_memory
+    from trimtab.lab.worker import limit_host_memory
     from trimtab.run.device import detect
 
     if detect(device).kind != "cpu":
         yield
         return
     before = resource.getrlimit(resource.RLIMIT_AS)
-    limit_memory()
+    limit_host_memory()
     try:
         yield
     finally:

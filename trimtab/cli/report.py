@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.interrupts import work_begins
+from trimtab.cli.interrupts import begin_work
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -31,7 +31,7 @@ def report(
 
     target = out or run / "report.html"
     data = read_run(run)
-    work_begins()
+    begin_work()
     write_page(data, target)
     for flaw in data.flaws():
         print(plain(f"{run}: {flaw}"))

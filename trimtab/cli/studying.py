@@ -45,11 +45,11 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
 
 
-def listed_numbers(text: str | None, option: str) -> tuple[int, ...]:
+def split_ints(text: str | None, option: str) -> tuple[int, ...]:
     """Splits a comma-separated option value of integers; raises a RecipeError for anything else.
 
     Example:
-        >>> listed_numbers("128,256", "--contexts")
+        >>> split_ints("128,256", "--contexts")
         (128, 256)
     """
     from trimtab.facts.errors import RecipeError
@@ -88,14 +88,14 @@ def run_study(
         cell_seconds: time limit of one cell; ten minutes by default.
         limit_seconds: no cell starts after this time; the report then has the cells measured so far.
     """
-    from trimtab.cli.interrupts import work_begins
+    from trimtab.cli.interrupts import begin_work
     from trimtab.cli.study_progress import StudyProgress, count_outcomes, has_failed
-    from trimtab.lab.reporting import prepare_folder, study_document
+    from trimtab.lab.reporting import build_report, prepare_folder
     from trimtab.lab.sweep import CELL_SECONDS, run_sweep
 
     folder = out or DEFAULT_FOLDER / name
     prepare_folder(folder)
-    work_begins()
+    begin_work()
     with StudyProgress(len(cells)) as progress:
         try:
             measurements = run_sweep(
@@ -123,7 +123,7 @@ def run_study(
         )
     if not measurements:
         return
-    document = study_document(measurements, command or f"trimtab bench {name}", title)
+    document = build_report(measurements, command or f"trimtab bench {name}", title)
     show_report(document, measurements, folder, as_json=as_json)
     if has_failed(measurements):
         raise typer.Exit(1)

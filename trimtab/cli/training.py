@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trimtab.cli.interrupts import work_begins
-from trimtab.run.device import need_torch
+from trimtab.cli.interrupts import begin_work
+from trimtab.run.device import require_torch
 
 if TYPE_CHECKING:
     from trimtab.report.live import Detail
@@ -27,7 +27,7 @@ def train_and_report(
     explain_memory: bool = False,
 ) -> int:
     """Train, write the report, print the final lines; return the exit code."""
-    need_torch()
+    require_torch()
     from trimtab import launch
     from trimtab.recipe import load
     from trimtab.report import LiveView
@@ -41,7 +41,7 @@ def train_and_report(
     )
 
     given = RunInputs(explain_memory=explain_memory)
-    work_begins()
+    begin_work()
     with LiveView(console=console, detail=detail) as view:
         if loaded is not None:
             with resume_advised(Path(loaded.output_dir), new=True):

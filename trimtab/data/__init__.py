@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from trimtab.data.factory import make_loader, open_corpus
     from trimtab.data.interface import Corpus, Loader, Progress, Summary
     from trimtab.data.packing import pack_documents
-    from trimtab.data.preview import highlighted
-    from trimtab.data.sources import SourceSpec, keep_rows, keep_texts
+    from trimtab.data.preview import highlight_example
+    from trimtab.data.sources import SourceSpec, write_rows, write_texts
     from trimtab.data.stream_corpus import StreamCorpus
     from trimtab.data.stream_loader import StreamLoader
     from trimtab.data.tokenizing import TokenizerSpec
@@ -38,9 +38,9 @@ _MODULES = {
     "TokenizerSpec": "tokenizing",
     "collate": "batch",
     "eval_batches": "batch",
-    "highlighted": "preview",
-    "keep_rows": "sources",
-    "keep_texts": "sources",
+    "highlight_example": "preview",
+    "write_rows": "sources",
+    "write_texts": "sources",
     "make_loader": "factory",
     "open_corpus": "factory",
     "pack_documents": "packing",
@@ -61,12 +61,15 @@ __all__ = [
     "TokenizerSpec",
     "collate",
     "eval_batches",
-    "highlighted",
-    "keep_rows",
-    "keep_texts",
+    "highlight_example",
     "make_loader",
     "open_corpus",
     "pack_documents",
+    "write_rows",
+    "write_texts",
 ]
 
-__getattr__ = lazy_attributes(__name__, _MODULES)
+
+_RENAMED = {"keep_rows": "write_rows", "keep_texts": "write_texts", "highlighted": "highlight_example"}
+
+__getattr__ = lazy_attributes(__name__, _MODULES, _RENAMED)

@@ -27,8 +27,8 @@ from trimtab.data.sampling import (
     grouped_fill,
     grouped_order,
     mix,
-    own_text_first,
     padded_length,
+    train_source_first,
 )
 from trimtab.data.selection import cut_note
 
@@ -50,7 +50,7 @@ class CachedLoader(Loader):
         shape: StepShape,
         seed: int,
         group_by_length: bool = False,
-        own_text_first: bool = True,
+        train_source_first: bool = True,
     ) -> None:
         assert not (packing and group_by_length), "packed sequences have no lengths to group by"
         self.max_seq_length = max_seq_length
@@ -82,7 +82,7 @@ class CachedLoader(Loader):
             group_by_length=(shape.batch_size, shape.num_sequences) if group_by_length else None,
         )
         self._epoch = self._sequence = 0
-        self._opening = shape.num_sequences if own_text_first else 0
+        self._opening = shape.num_sequences if train_source_first else 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
@@ -224,7 +224,7 @@ class CachedLoader(Loader):
         order = epoch_plan(self.mixture, self.seed, epoch)
         if self.group_by_length:
             order = self._grouped(order, epoch)
-        return own_text_first(*order, self.mixture.num_train, self._opening) if epoch == 0 else order
+        return train_source_first(*order, self.mixture.num_train, self._opening) if epoch == 0 else order
 
     def _grouped(self, order: tuple[np.ndarray, np.ndarray], epoch: int) -> tuple[np.ndarray, np.ndarray]:
         place_E = grouped_order(self._lengths(*order), self.shape, self.seed, epoch)

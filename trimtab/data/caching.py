@@ -11,7 +11,7 @@ import numpy as np
 from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
 from trimtab.data.cached_corpus import CachedCorpus
 from trimtab.data.detection import detect
-from trimtab.data.fingerprints import FileStamp, as_begun, check_unchanged, content_fingerprint, stamp_files
+from trimtab.data.fingerprints import FileStamp, as_resumed, check_unchanged, content_fingerprint, stamp_files
 from trimtab.data.interface import Progress, ProgressCallback, Summary, silent
 from trimtab.data.readers import SegmentReader
 from trimtab.data.rendering import Rendering
@@ -42,7 +42,7 @@ def open_cached(
         (cache_dir or default_cache_dir()).expanduser(),
         lambda text: progress(Progress("message", spec.name, message=text)),
     )
-    source = as_begun(source, cache.digests, progress=progress)
+    source = as_resumed(source, cache.digests, progress=progress)
     source = dataclasses.replace(source, form=detect(source))
     rendering = Rendering.of(source, frame.chat)
     stamps = stamp_files(source, cache.digests, progress=progress)

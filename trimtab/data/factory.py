@@ -97,14 +97,14 @@ def make_loader(
     dp_rank: int = 0,
     dp_size: int = 1,
     group_by_length: bool = False,
-    own_text_first: bool = True,
+    train_source_first: bool = True,
 ) -> Loader:
     """Builds a loader over corpora, or (corpus, weight) pairs, all cached or all streamed.
 
     A train source of weight 1 is seen once per epoch, of weight 2 twice, of 0.5 half (the other half in
     the next epoch). `replay_share` of all sequences come from the `replay` corpora; their weights scale their
     sizes. Without `packing`, `group_by_length` puts documents of similar length into each microbatch and
-    pads it to its own longest one. `own_text_first` puts a sequence of a train source into the first step if replay
+    pads it to its own longest one. `train_source_first` puts a sequence of a train source into the first step if replay
     alone would fill it; False keeps the order of earlier versions.
 
     Example:
@@ -142,7 +142,7 @@ def make_loader(
         shape=shape,
         seed=seed,
         group_by_length=group_by_length,
-        own_text_first=own_text_first,
+        train_source_first=train_source_first,
     )
 
 

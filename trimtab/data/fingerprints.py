@@ -99,7 +99,7 @@ def stamp_files(
     def digest(index: int) -> str:
         if sampled:
             return sample_file(source.files[index].path)
-        return remembered(source.files[index].path, stats[index], memory, hash_file)
+        return cached_digest(source.files[index].path, stats[index], memory, hash_file)
 
     stamps = []
     with ThreadPoolExecutor(4) as threads:
@@ -112,7 +112,7 @@ def stamp_files(
     return stamps
 
 
-def remembered(
+def cached_digest(
     path: Path, stat: tuple[int, int, int, int], memory: Path | None, read: Callable[[Path], str]
 ) -> str:
     """Returns a file's digest in hexadecimal; reads the file only if there is no valid cached digest.
@@ -167,7 +167,7 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
     return digest_of(1, digests, kinds, *settings, *others)
 
 
-def as_begun(
+def as_resumed(
     source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
 ) -> ResolvedSource:
     """Returns the source of a resumed run as it was read when the run began; returns that of a new run unchanged.

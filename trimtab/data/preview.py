@@ -64,7 +64,7 @@ def _words(example: Example) -> str:
     )
 
 
-def highlighted(
+def highlight_example(
     corpus: Corpus, tokenizer: Tokenizer, *, max_seq_length: int = 1024, number: int = 0
 ) -> dict[str, Any]:
     """A piece of a corpus as a record: `origin`, the number of `tokens` and of `trained` tokens, whether it was
@@ -81,7 +81,7 @@ def highlighted(
         DataError: there is nothing to train on.
 
     Example:
-        >>> highlighted(open_corpus("chats.jsonl", tokenizer), tokenizer)["runs"]      # doctest: +SKIP
+        >>> highlight_example(open_corpus("chats.jsonl", tokenizer), tokenizer)["runs"]      # doctest: +SKIP
         [('<|user|>Hi<|assistant|>', False), ('Hello!<|end|>', True)]
     """
     piece, cut = corpus.piece(number, max_seq_length)

@@ -136,7 +136,7 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
     return np.concatenate(sources)[order_E], np.concatenate(sequences)[order_E]
 
 
-def own_text_first(
+def train_source_first(
     source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, opening: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ensures that a run's first step, of `opening` sequences, contains a sequence of a train source.

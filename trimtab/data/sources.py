@@ -57,7 +57,7 @@ class SourceSpec:
     format of a row, `columns` maps its parts to columns with other names, `variables` are extra variables for the
     chat template; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of files, and `label`
     is the name in messages of a source that the user did not name. `began` contains the fingerprints of the data that
-    a resumed run began with, None for a new run (`fingerprints.as_begun`).
+    a resumed run began with, None for a new run (`fingerprints.as_resumed`).
 
     Example:
         >>> SourceSpec("notes/**/*.md", weight=2.0).name
@@ -148,18 +148,18 @@ class ResolvedSource:
     """The format of rows that are examples; None for plain text."""
 
 
-def keep_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
+def write_texts(name: str, texts: Iterable[str], folder: Path) -> SourceSpec:
     """Writes generated documents to `folder`, so that they are read like any other source.
 
     Example:
-        >>> keep_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
+        >>> write_texts("math", ["1 + 1 = 2"], Path("run/data")).files        # doctest: +SKIP
         (PosixPath('run/data/math.jsonl'),)
     """
-    return keep_rows(name, ({"text": text} for text in texts), folder)
+    return write_rows(name, ({"text": text} for text in texts), folder)
 
 
-def keep_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> SourceSpec:
-    """`keep_texts` for rows of any columns, such as {"messages": …}."""
+def write_rows(name: str, rows: Iterable[Mapping[str, Any]], folder: Path) -> SourceSpec:
+    """`write_texts` for rows of any columns, such as {"messages": …}."""
     path = folder / f"{name}.jsonl"
     with draft(folder, name) as (file, publish):
         file.writelines(f"{json.dumps(row)}\n".encode() for row in rows)

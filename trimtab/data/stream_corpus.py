@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from trimtab.data.cached_corpus import CachedCorpus
 from trimtab.data.detection import detect
 from trimtab.data.fingerprints import (
-    as_begun,
+    as_resumed,
     content_fingerprint,
     stamp_files,
 )
@@ -108,7 +108,7 @@ def open_stream(
 ) -> StreamCorpus:
     """Opens a source for streaming; see `trimtab.data.open_corpus`."""
     frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
-    source = as_begun(resolve(spec), None, sampled=True, progress=progress)
+    source = as_resumed(resolve(spec), None, sampled=True, progress=progress)
     source = dataclasses.replace(source, form=detect(source))
     rendering = Rendering.of(source, frame.chat)
     stamps = stamp_files(source, None, sampled=True, progress=progress)

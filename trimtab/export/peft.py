@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trimtab.adapt.lora import adapter_names, remember_adapters, remove_adapter, use_adapters
+from trimtab.adapt.lora import adapter_names, remove_adapter, save_active_adapters, use_adapters
 from trimtab.adapt.peft_config import CONFIG
 from trimtab.adapt.peft_files import load_adapter, save_adapter, stored_tensors
 from trimtab.adapt.saved_modules import rounded_modules
@@ -116,7 +116,7 @@ def export_peft(
 @contextmanager
 def _only_adapter(decoder: Decoder, adapter: str) -> Iterator[None]:
     """Activate only this adapter; restore the active adapters afterwards."""
-    restore = remember_adapters(decoder)
+    restore = save_active_adapters(decoder)
     use_adapters(decoder, adapter)
     try:
         yield

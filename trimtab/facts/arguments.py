@@ -12,7 +12,7 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import described
 
 
-def whole_number(value: object, name: str, *, least: int | None = None) -> int:
+def check_int(value: object, name: str, *, least: int | None = None) -> int:
     """Returns an integer, numpy's included, as int; RecipeError for anything else, such as 3.5, "3" or True.
 
     Args:
@@ -21,7 +21,7 @@ def whole_number(value: object, name: str, *, least: int | None = None) -> int:
         least: the minimum; None for no minimum.
 
     Example:
-        >>> whole_number(3, "max_new_tokens", least=1)
+        >>> check_int(3, "max_new_tokens", least=1)
         3
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
@@ -33,11 +33,11 @@ def whole_number(value: object, name: str, *, least: int | None = None) -> int:
     raise RecipeError(f"{name} is {described(value)}", remedy)
 
 
-def real_number(value: object, name: str, remedy: str) -> float:
+def check_float(value: object, name: str, remedy: str) -> float:
     """Returns a real number, numpy's included, as int or float; RecipeError with the remedy for anything else.
 
     Example:
-        >>> real_number(0.7, "temperature", "give 0 or more")
+        >>> check_float(0.7, "temperature", "give 0 or more")
         0.7
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -47,11 +47,11 @@ def real_number(value: object, name: str, remedy: str) -> float:
     raise RecipeError(f"{name} is {described(value)}", remedy)
 
 
-def text_or_none(value: object, name: str) -> str | None:
+def check_optional_str(value: object, name: str) -> str | None:
     """Returns a str or None unchanged; RecipeError for anything else.
 
     Example:
-        >>> text_or_none("Answer briefly.", "system")
+        >>> check_optional_str("Answer briefly.", "system")
         'Answer briefly.'
     """
     if value is None or isinstance(value, str):

@@ -68,9 +68,9 @@ class Gradient:
     name: str
     """The parameter's name within the block."""
     dims: tuple[int, ...]
-    made: int
+    computed_bytes: int
     """Bytes when the backward pass computes it, in the parameter's dtype."""
-    kept: int
+    stored_bytes: int
     """Bytes when it is stored, in the gradient dtype; it is cast if the two differ."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from trimtab.facts.arguments import whole_number
+from trimtab.facts.arguments import check_int
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.generate.cache import KVCache, PromptCache, WeightState
 from trimtab.generate.completion import Completion, GenerationState
@@ -84,8 +84,8 @@ def generate_many(
     """
     if isinstance(prompts, str):
         raise RecipeError("prompts is one text", "give a list of texts, or call generate")
-    batch_size = whole_number(batch_size, "batch_size", least=1)
-    first_index = whole_number(first_index, "first_index")
+    batch_size = check_int(batch_size, "batch_size", least=1)
+    first_index = check_int(first_index, "first_index")
     states = _prepare_states(decoder, tokenizer, prompts, options, None, first_index)
     return _complete(decoder, states, options, batch_size=batch_size)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, asdict, dataclass
 from typing import TypedDict, cast
 
-from trimtab.facts.arguments import real_number, refuse_unknown, whole_number
+from trimtab.facts.arguments import check_float, check_int, refuse_unknown
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import described
 
@@ -52,7 +52,7 @@ class SamplingOptions:
         checked = {
             "max_new_tokens": None
             if self.max_new_tokens is None
-            else whole_number(self.max_new_tokens, spelled("max_new_tokens"), least=1),
+            else check_int(self.max_new_tokens, spelled("max_new_tokens"), least=1),
             "temperature": None
             if self.temperature is None
             else _in_range(
@@ -61,9 +61,9 @@ class SamplingOptions:
                 "give a number: 0 (always the likeliest token) or more",
             ),
             "top_p": _in_range(self.top_p, spelled("top_p"), "give a number above 0, at most 1", most=1.0),
-            "top_k": whole_number(self.top_k, spelled("top_k"), least=0),
+            "top_k": check_int(self.top_k, spelled("top_k"), least=0),
             "stop": _stop_strings(self.stop, spelled("stop")),
-            "seed": whole_number(self.seed, spelled("seed")),
+            "seed": check_int(self.seed, spelled("seed")),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -109,7 +109,7 @@ class SamplingOptions:
 
 def _in_range(value: object, name: str, remedy: str, most: float | None = None) -> float:
     """Validate a temperature (finite, at least 0), or with `most` a probability (above 0, at most that)."""
-    number = real_number(value, name, remedy)
+    number = check_float(value, name, remedy)
     is_valid = 0 <= number < float("inf") if most is None else 0 < number <= most
     if not is_valid:
         raise RecipeError(f"{name} is {number}", remedy)

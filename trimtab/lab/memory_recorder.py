@@ -28,7 +28,7 @@ from trimtab.lab.memory_attribution import (
 )
 from trimtab.lab.memory_blocks import AttributedTimeline
 from trimtab.lab.memory_roles import Place
-from trimtab.run.allocations import AllocationRecorder, line_here
+from trimtab.run.allocations import AllocationRecorder, innermost_package_line
 from trimtab.run.live_tensors import NamedTensor, Origin, States, named_tensors
 
 FINAL_NORM = "model.norm"
@@ -121,7 +121,7 @@ class MemoryRecorder(AllocationRecorder):
             with super().entering(name):
                 yield
             return
-        origin = Origin(f"recomputation of {name}", line_here())
+        origin = Origin(f"recomputation of {name}", innermost_package_line())
         with self._numbered(OperationRecord("", origin, Place(RunPhase.BACKWARD, name))):
             yield
 

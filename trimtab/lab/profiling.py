@@ -47,11 +47,11 @@ from trimtab.plan import check_fits
 from trimtab.recipe import Recipe, build
 from trimtab.run.device import current_gpu
 from trimtab.run.memory_remedies import training_suggestions
-from trimtab.run.memory_text import essentials
+from trimtab.run.memory_text import summary_lines
 from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer
 from trimtab.run.prepare import Prepared
 from trimtab.run.target import named_recipe
-from trimtab.run.torch_setup import torch_put_back
+from trimtab.run.torch_setup import restore_torch_settings
 from trimtab.trainer.graphs import WARM_UP as GRAPH_WARM_UP
 
 RECORDED_MICROBATCHES = 2
@@ -97,7 +97,7 @@ def profile_recipe(
     check_options(options, target.prepared)
     check_fits(target.prepared.plan, target.prepared.device)
     explainer = MemoryExplainer(target.prepared.plan)
-    with current_gpu(target.prepared.recipe.device), torch_put_back(), _explained(explainer, target):
+    with current_gpu(target.prepared.recipe.device), restore_torch_settings(), _explained(explainer, target):
         return _Profiling(target, options, explainer, progress_callback).result()
 
 
@@ -121,7 +121,7 @@ def _explained(explainer: MemoryExplainer, target: ProfileTarget) -> Iterator[No
         report = error.report
         changes = training_suggestions(report, target.prepared.plan, began=False)
         remedy = f"set {changes[0].describe()}" if changes else "use a device with more memory"
-        raise ExplainedOutOfMemory(report, remedy, tuple(essentials(report))) from error.__cause__
+        raise ExplainedOutOfMemory(report, remedy, tuple(summary_lines(report))) from error.__cause__
 
 
 class _Phases:

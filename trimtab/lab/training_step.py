@@ -16,11 +16,11 @@ from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.model.decoder import Decoder
 from trimtab.parallel import Mesh
 from trimtab.run.build import (
-    build_in_backward,
+    build_in_backward_optimizer,
     build_microstep,
     build_optimizer,
     build_training_model,
-    keep_dequantized,
+    make_dequantized_copies,
 )
 from trimtab.run.prepare import Prepared
 from trimtab.run.torch_setup import set_up_torch
@@ -69,11 +69,11 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
     set_up_torch(resolved)
     decoder = build_training_model(recipe, resolved, prepared.shape, mesh, weights)
     load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    keep_dequantized(decoder, resolved)
+    make_dequantized_copies(decoder, resolved)
     parameters = trained_parameters(decoder)
     optimizer = build_optimizer(recipe, resolved, parameters)
     microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing, during=during)
-    in_backward = build_in_backward(recipe, resolved, optimizer, mesh)
+    in_backward = build_in_backward_optimizer(recipe, resolved, optimizer, mesh)
     lr, grad_scale, skip = (
         recipe.learning_rate,
         torch.ones((), device=device),

@@ -33,7 +33,7 @@ def main() -> int:
     import torch  # noqa: F401 - outside the first cell's time, and before the memory limit is set
 
     if not device.startswith("cuda"):
-        limit_memory()
+        limit_host_memory()
     with current_gpu(device):
         _write(answers, READY)
         for line in sys.stdin:
@@ -80,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def limit_memory() -> None:
+def limit_host_memory() -> None:
     """Limits this process to the free memory, so that a cell that needs more raises instead of swapping.
 
     Call it after importing torch, whose mapped libraries count towards the limit.

@@ -58,7 +58,7 @@ def persistent_sizes(job: Job) -> Iterator[int]:
     for parameter in job.trained.parameters:
         moments = optim_spec.state_bytes(job.optimizer, parameter.dims, parameter.dtype)
         yield from (nbytes(parameter.dtype, parameter.count), moments // 2, moments - moments // 2)
-    for layer in range(job.unpacked_layers):
+    for layer in range(job.dequantized_layers):
         copies = [
             spec_quantized.dequantized_bytes(job.shape, count, job.dtype) for count in (layer, layer + 1)
         ]
@@ -215,12 +215,12 @@ class _Step:
         remaining = {f"gradient {layer.number}"}
         if self.retain_gradients:
             gradients = [gradient for operation in layer.block.operations for gradient in operation.gradients]
-            sizes = {f"{layer.prefix} {gradient.name}.grad": gradient.kept for gradient in gradients}
+            sizes = {f"{layer.prefix} {gradient.name}.grad": gradient.stored_bytes for gradient in gradients}
             # Without a cast to another dtype, the accumulated gradient is the computed tensor itself.
             temporary = {
                 f"{layer.prefix} {gradient.name}.grad_made"
                 for gradient in gradients
-                if gradient.made == gradient.kept
+                if gradient.computed_bytes == gradient.stored_bytes
             }
             live.rename_current(
                 {name: name.removesuffix("_made") for name in temporary if name in live.current}

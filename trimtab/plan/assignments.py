@@ -1,6 +1,6 @@
 """All assignments of recompute policies to layers, and the fastest assignment within a memory limit. No torch.
 
-Layers with the lowest-memory policies come first (`trimtab.adapt.spec_recompute.canonical`), so that an
+Layers with the lowest-memory policies come first (`trimtab.adapt.spec_recompute.sort_policies`), so that an
 assignment is a few boundaries: layers before the first boundary have the first policy, and so on. Memory and
 time of a segment come from prefix sums over the layers, computed once. All boundaries on a grid are then compared in
 one vectorized pass, and the best are refined.

@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.spec_quantized import Quantization
-from trimtab.adapt.spec_recompute import canonical
+from trimtab.adapt.spec_recompute import sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
@@ -158,7 +158,7 @@ def _reversed_states(job: Job) -> Iterator[Change]:
         yield Change("bf16 gradients", {"gradient_dtype": "fp32"}, changed, same_training=False, in_use=True)
     if job.quantization is not None:
         key = QUANTIZED[job.quantization.kind]
-        changed = dataclasses.replace(job, quantization=None, unpacked_layers=0)
+        changed = dataclasses.replace(job, quantization=None, dequantized_layers=0)
         yield Change(
             f"{job.quantization.kind.upper()} weights",
             {key: False},
@@ -170,7 +170,7 @@ def _reversed_states(job: Job) -> Iterator[Change]:
         keys: dict[str, Any] = {"lora": None}
         if job.quantization is not None:
             keys[QUANTIZED[job.quantization.kind]] = False
-        full = dataclasses.replace(job, lora=None, quantization=None, unpacked_layers=0)
+        full = dataclasses.replace(job, lora=None, quantization=None, dequantized_layers=0)
         yield Change("LoRA", keys, full, same_training=False, in_use=True)
 
 
@@ -194,9 +194,9 @@ def _smaller_microbatch(job: Job) -> Iterator[Change]:
 def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
     """Changes of dequantized copies, recompute policies, feed-forward tiles and loss chunks."""
     layers = len(job.layers)
-    if job.unpacked_layers:
+    if job.dequantized_layers:
         yield Change(
-            "no dequantized copies", {"dequantized_layers": 0}, dataclasses.replace(job, unpacked_layers=0)
+            "no dequantized copies", {"dequantized_layers": 0}, dataclasses.replace(job, dequantized_layers=0)
         )
     policies = tuple(p for p in POLICIES[job.device] if p != "offload" or not device.unified)
     stronger = policies[policies.index(job.layers[0]) + 1 :] if job.layers[0] in policies else policies
@@ -208,7 +208,7 @@ def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
         yield Change(kind, {"recompute": policy}, changed)
     if layers > 1 and set(job.layers) == {"none"}:
         counts = {"block": layers // 2, "none": layers - layers // 2}
-        changed = job.changed(policies=canonical(counts))
+        changed = job.changed(policies=sort_policies(counts))
         yield Change("checkpointing half the layers", {"recompute": counts}, changed, suggested=False)
     next_count = next((count for count in tile_counts(job, None) if count > job.mlp_tiles), None)
     if next_count is not None:
@@ -257,7 +257,7 @@ def _quantized(job: Job, device: DeviceFacts) -> Iterator[Change]:
         yield Change("INT8 weights", {"load_in_8bit": True}, changed, same_training=False, suggested=False)
     if current != "nf4":
         keys = {"load_in_4bit": True} | ({"load_in_8bit": False} if current else {})
-        changed = dataclasses.replace(job, quantization=_quantization("nf4", device), unpacked_layers=0)
+        changed = dataclasses.replace(job, quantization=_quantization("nf4", device), dequantized_layers=0)
         yield Change("NF4 weights", keys, changed, same_training=False)
 
 

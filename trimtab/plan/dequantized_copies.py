@@ -50,7 +50,7 @@ def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> Memo
         >>> gpu = DeviceFacts("NVIDIA H200", "cuda", 150 * 10**9, capability=(9, 0), bf16=True)
         >>> for gigabytes in (12, 24, 80):
         ...     limit = gigabytes * 10**9
-        ...     print(add_dequantized_copies(job, find_setting(job, gpu, limit)[0], limit).unpacked_layers)
+        ...     print(add_dequantized_copies(job, find_setting(job, gpu, limit)[0], limit).dequantized_layers)
         0
         16
         32
@@ -60,8 +60,8 @@ def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> Memo
         return setting
     job = job.changed(policies=setting.policies, mlp_tiles=1, loss_memory=setting.loss_memory)
     for layers in range(job.shape.num_layers, 0, -1):
-        with_copies = job.changed(unpacked_layers=layers)
+        with_copies = job.changed(dequantized_layers=layers)
         needed = predict(with_copies).needed
         if needed <= usable_bytes(with_copies, limit):
-            return dataclasses.replace(setting, needed=needed, unpacked_layers=layers)
+            return dataclasses.replace(setting, needed=needed, dequantized_layers=layers)
     return setting

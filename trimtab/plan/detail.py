@@ -10,7 +10,7 @@ from trimtab.plan.make import Plan
 from trimtab.plan.step_time import OperationTime
 
 
-def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
+def detailed_dict(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
     """Returns `Plan.to_dict` with `fits`, `device`, `job`, `operations` and the model's active parameters added.
 
     Args:
@@ -18,7 +18,7 @@ def detailed(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
         timeline: whether to add every moment of a step, for a chart; `phases` has only the corner points.
 
     Example:
-        >>> detailed(make_plan(recipe, shape, resolved, device=gpu))["fits"]  # doctest: +SKIP
+        >>> detailed_dict(make_plan(recipe, shape, resolved, device=gpu))["fits"]  # doctest: +SKIP
         True
     """
     job, device = plan.job, plan.device

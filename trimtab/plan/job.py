@@ -55,7 +55,7 @@ class Job:
     attended_share: float = 1.0
     """Share of the query–key pairs of a causal sequence that are within one document: less than 1 for sequences packed
     with several documents."""
-    unpacked_layers: int = 0
+    dequantized_layers: int = 0
     """Layers whose quantized weights also have dequantized copies (`trimtab.adapt.dequantized`)."""
 
     @cached_property

@@ -390,7 +390,7 @@ def dense_gradient_bytes(job: Job, count: int) -> int:
 
 def dequantizes_weights(job: Job) -> bool:
     """Returns whether a step dequantizes weights: not if all layers have dequantized copies."""
-    return job.quantization is not None and job.unpacked_layers < job.shape.num_layers
+    return job.quantization is not None and job.dequantized_layers < job.shape.num_layers
 
 
 def dequantize_scratch_bytes(job: Job) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.adapt.spec_recompute import canonical
+from trimtab.adapt.spec_recompute import sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -61,7 +61,7 @@ def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | N
             f"recompute names {named} layers and the model has {L}", f"make the counts add up to at most {L}"
         )
     counts = {str(policy): count for policy, count in recompute.items()}
-    return canonical({**counts, "none": counts.get("none", 0) + L - named})
+    return sort_policies({**counts, "none": counts.get("none", 0) + L - named})
 
 
 def resolve_memory_plan(
@@ -80,7 +80,7 @@ def resolve_memory_plan(
     if tiles is None and recipe.mlp_tiles != "auto":
         tiles = recipe.mlp_tiles
     named = requested_policies(recipe, job.shape)
-    job = job.changed(unpacked_layers=dequantized_copies.requested_copies(recipe, job.shape))
+    job = job.changed(dequantized_layers=dequantized_copies.requested_copies(recipe, job.shape))
     if named is None:
         setting, fits = memory_search.find_setting(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
     else:
@@ -93,7 +93,7 @@ def resolve_memory_plan(
         recompute=tuple(setting.policies),
         mlp_tiles=setting.mlp_tiles,
         loss_memory=setting.loss_memory,
-        unpacked_layers=setting.unpacked_layers,
+        dequantized_layers=setting.dequantized_layers,
         limit=limit,
         limit_basis=basis,
         allocator_bytes=limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,

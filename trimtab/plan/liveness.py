@@ -79,7 +79,11 @@ def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) ->
     """Returns parameter gradients in the dtype in which they are accumulated, or as computed (`made`)."""
     suffix = ".grad_made" if made else ".grad"
     return [
-        Activation(gradient.name + suffix, gradient.made if made else gradient.kept, Part.PARAMETER_GRADIENTS)
+        Activation(
+            gradient.name + suffix,
+            gradient.computed_bytes if made else gradient.stored_bytes,
+            Part.PARAMETER_GRADIENTS,
+        )
         for gradient in gradients
     ]
 
@@ -128,7 +132,7 @@ def walk_backward(
             if activation.name not in overwritten:
                 new_gradients[activation.name] = activation.nbytes
             gradients.add(activation.name, activation.nbytes)
-        computed_bytes = sum(gradient.made for gradient in operation.gradients)
+        computed_bytes = sum(gradient.computed_bytes for gradient in operation.gradients)
         saved = sum(activation.nbytes for activation in live.values())
         common = saved + sum(gradients_before.values()) + sum(new_gradients.values()) + retained_bytes
         extra = max(computed_bytes + operation.backward.scratch, parameters.update)
@@ -140,15 +144,17 @@ def walk_backward(
             users[activation.name] -= 1
             if not users[activation.name]:
                 live.pop(activation.name, None)
-        casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
+        casts = [
+            gradient for gradient in operation.gradients if gradient.stored_bytes != gradient.computed_bytes
+        ]
         if casts:  # after the operation's saved activations are freed
             saved = sum(activation.nbytes for activation in live.values())
-            cast_bytes = sum(gradient.kept for gradient in casts)
+            cast_bytes = sum(gradient.stored_bytes for gradient in casts)
             total = saved + gradients.total() + retained_bytes + computed_bytes + cast_bytes
             yield Instant(operation, total, partial(_cast_tensors, operation, live, gradients, retained))
         if parameters.retain:
             retained.extend(operation.gradients)
-            retained_bytes += sum(gradient.kept for gradient in operation.gradients)
+            retained_bytes += sum(gradient.stored_bytes for gradient in operation.gradients)
 
 
 def _backward_tensors(
@@ -174,7 +180,7 @@ def _backward_tensors(
 def _cast_tensors(
     operation: Operation, live: Mapping[str, Activation], gradients: _Gradients, retained: Sequence[Gradient]
 ) -> list[Activation]:
-    casts = [gradient for gradient in operation.gradients if gradient.kept != gradient.made]
+    casts = [gradient for gradient in operation.gradients if gradient.stored_bytes != gradient.computed_bytes]
     tensors = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(retained)]
     return tensors + parameter_gradients(operation.gradients, made=True) + parameter_gradients(casts)
 
@@ -187,7 +193,7 @@ def branch_gradient(addition: Operation) -> int:
 
 def gradient_bytes(operations: Sequence[Operation]) -> int:
     """Returns the bytes of these operations' parameter gradients."""
-    return sum(gradient.kept for operation in operations for gradient in operation.gradients)
+    return sum(gradient.stored_bytes for operation in operations for gradient in operation.gradients)
 
 
 def _last_use(operations: Sequence[Operation]) -> dict[str, int]:

@@ -212,7 +212,7 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
         pointwise=resolved.pointwise.impl,
         lora=resolved.lora,
         quantization=resolved.quantization,
-        unpacked_layers=0 if memory is None else memory.unpacked_layers,
+        dequantized_layers=0 if memory is None else memory.dequantized_layers,
     )
 
 

@@ -121,14 +121,14 @@ def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLeng
     if tokens == 0:
         return MaxSeqLength(0, None)
     setting, _ = memory_search.find_setting(
-        _job_with_tokens(job.changed(unpacked_layers=0), tokens, limit), device, limit
+        _job_with_tokens(job.changed(dequantized_layers=0), tokens, limit), device, limit
     )
     return MaxSeqLength(tokens, setting)
 
 
 def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
     """Returns only the length, which is faster; 0 if not even `STEP` tokens fit."""
-    job = job.changed(unpacked_layers=0)
+    job = job.changed(dequantized_layers=0)
     within = memory_search.usable_bytes(job, limit)
     return STEP * largest_fitting(
         lambda steps: _job_with_tokens(job, steps * STEP, limit), device, within, MAX_TOKENS // STEP

@@ -144,7 +144,7 @@ def predict(job: Job) -> Memory:
 def weight_bytes(job: Job) -> int:
     """Returns the bytes of all weights, trained and frozen, including dequantized copies of packed weights."""
     return job.trained.weight_bytes + spec_quantized.dequantized_bytes(
-        job.shape, job.unpacked_layers, job.dtype
+        job.shape, job.dequantized_layers, job.dtype
     )
 
 

@@ -56,7 +56,7 @@ class MemorySetting:
     """Pinned host memory in bytes."""
     seconds: float
     """Extra time per microbatch over saving everything without tiles, plus the time of the loss."""
-    unpacked_layers: int = 0
+    dequantized_layers: int = 0
     """Layers whose quantized weights also have dequantized copies."""
 
 
@@ -179,7 +179,7 @@ def make_setting(job: Job, device: DeviceFacts, segments: Segments) -> MemorySet
         memory.needed,
         memory.host,
         seconds + loss_time(job, rates).seconds,
-        job.unpacked_layers,
+        job.dequantized_layers,
     )
 
 

@@ -127,7 +127,7 @@ class MemoryPlan:
     """Number of token chunks (tiles) in which feed-forward layers are computed."""
     loss_memory: int | None = None
     """Bytes that the loss may allocate beyond its inputs and gradients."""
-    unpacked_layers: int = 0
+    dequantized_layers: int = 0
     """Layers whose quantized weights also have dequantized copies."""
     limit: int = 0
     """Bytes that the run may use on its device."""
@@ -146,14 +146,14 @@ class MemoryPlan:
         Example:
             >>> MemoryPlan(("block", "none", "none"), mlp_tiles=4).description
             '1 layer block, 2 none; feed-forward in 4 tiles'
-            >>> MemoryPlan(("none",) * 3, unpacked_layers=2).description
+            >>> MemoryPlan(("none",) * 3, dequantized_layers=2).description
             'none in all 3 layers; weights of 2 also dequantized'
         """
         text = _describe_policies(self.recompute)
         if self.mlp_tiles > 1:
             text += f"; feed-forward in {self.mlp_tiles} tiles"
         return text + (
-            f"; weights of {self.unpacked_layers} also dequantized" if self.unpacked_layers else ""
+            f"; weights of {self.dequantized_layers} also dequantized" if self.dequantized_layers else ""
         )
 
 

@@ -39,6 +39,7 @@ REQUIRED = (
     "deterministic",
 )
 """Keys present in every version."""
+_RENAMED_MEMORY_KEYS = {"unpacked_layers": "dequantized_layers"}
 
 
 def resolved_to_dict(resolved: Resolved) -> dict[str, Any]:
@@ -123,8 +124,14 @@ def memory_to_dict(memory: MemoryPlan) -> dict[str, Any]:
 
 
 def memory_from_dict(data: Mapping[str, Any]) -> MemoryPlan:
-    """Returns a memory plan; the inverse of `memory_to_dict`."""
-    return _section(MemoryPlan, {**data, "recompute": tuple(data["recompute"])})
+    """Returns a memory plan; the inverse of `memory_to_dict`.
+
+    Example:
+        >>> memory_from_dict({"recompute": ["none"], "unpacked_layers": 1}).dequantized_layers  # the former key
+        1
+    """
+    renamed = {_RENAMED_MEMORY_KEYS.get(key, key): value for key, value in data.items()}
+    return _section(MemoryPlan, {**renamed, "recompute": tuple(data["recompute"])})
 
 
 def _section(kind: type[Section], data: Mapping[str, Any] | None) -> Section:

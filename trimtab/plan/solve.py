@@ -228,7 +228,7 @@ def solve_cheapest(
 def largest_batch(plan: Plan) -> int:
     """Returns the largest microbatch that fits with the lowest-memory setting; 0 if not even one sequence fits."""
     device, limit = plan.device, limit_of(plan.recipe, plan.device)[0]
-    job = plan.job.changed(unpacked_layers=0)
+    job = plan.job.changed(dequantized_layers=0)
     budget = memory_search.usable_bytes(job, limit)
 
     return largest_fitting(lambda batch: _lowest_memory_job(job, batch, limit), device, budget, LARGEST_BATCH)

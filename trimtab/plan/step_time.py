@@ -211,7 +211,7 @@ def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Oper
     for block, layers in declared_blocks(job):
         for policy in dict.fromkeys(job.layers[i] for i in layers):
             indices = [i for i in layers if job.layers[i] == policy]
-            num_dequantized = sum(1 for i in indices if i < job.unpacked_layers)
+            num_dequantized = sum(1 for i in indices if i < job.dequantized_layers)
             for times, is_dequantized in ((num_dequantized, True), (len(indices) - num_dequantized, False)):
                 if times:
                     for time in _layer_times(job, timer, block, policy, dequantized=is_dequantized):

@@ -102,11 +102,11 @@ def _smoothed(values: list[float]) -> list[float]:
 
 
 def _line(rows: list[dict[str, Any]], key: str, name: str, role: str, *, markers: bool = False) -> Line:
-    points = thinned([(r["step"], r[key]) for r in rows])
+    points = thin_points([(r["step"], r[key]) for r in rows])
     return Line(plain(name, keep_newlines=False), role, points, markers)
 
 
-def thinned(points: list[Point]) -> list[Point]:
+def thin_points(points: list[Point]) -> list[Point]:
     """Reduces the points to about MOST_POINTS and keeps every spike."""
     if len(points) <= MOST_POINTS:
         return points

@@ -21,7 +21,7 @@ from trimtab.report.draw_bars import part_names, part_value, scale
 from trimtab.report.draw_stack import Stack, moment_title, read_stack
 from trimtab.report.plain import as_text, plain
 from trimtab.report.progress import sparkline
-from trimtab.report.tables import ABSENT, FAILURES, numeric_columns, squared
+from trimtab.report.tables import ABSENT, FAILURES, numeric_columns, pad_rows
 
 WIDEST = 120
 PROSE = 100
@@ -77,7 +77,7 @@ def console_tables(table: Table, width: int) -> Iterator[RenderableType]:
     """Yields a table, split into several if its columns do not fit; each part repeats the first column."""
     if table.title:
         yield as_text(table.title, "bold", keep_newlines=False)
-    rows = [[plain(cell, keep_newlines=False) for cell in row] for row in squared(table).rows]
+    rows = [[plain(cell, keep_newlines=False) for cell in row] for row in pad_rows(table).rows]
     head = [plain(name, keep_newlines=False) for name in table.head]
     for number, columns in enumerate(_fitting(head, rows, width)):
         if number:

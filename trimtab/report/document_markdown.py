@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from trimtab.report.document import Block, Code, Document, Table, Text
 from trimtab.report.plain import plain
-from trimtab.report.tables import chart_table, numeric_columns, squared
+from trimtab.report.tables import chart_table, numeric_columns, pad_rows
 
 PICTURES = "pictures"
 """The folder of pictures, next to the file."""
@@ -93,7 +93,7 @@ def _table(table: Table) -> str:
     note = f"\n{_line(table.note)}\n" if table.note else ""
     if not table.head:
         return title + note
-    rows = [[_cell(cell) for cell in row] for row in (table.head, *squared(table).rows)]
+    rows = [[_cell(cell) for cell in row] for row in (table.head, *pad_rows(table).rows)]
     return title + aligned_table(rows, numeric_columns(table)) + note
 
 

@@ -32,7 +32,7 @@ from trimtab.report.html import (
     script_json,
     write_html,
 )
-from trimtab.report.tables import ABSENT, FAILURES, chart_table, numeric_columns, squared
+from trimtab.report.tables import ABSENT, FAILURES, chart_table, numeric_columns, pad_rows
 
 MOST_BYTES = 2_400_000
 """Maximum size of all stacks of a page together; beyond it, each stack gets fewer points in time."""
@@ -175,7 +175,7 @@ def _words(text: str) -> Iterator[tuple[bool, str]]:
 
 
 def _table(table: Table) -> ShownTable:
-    rows = squared(table).rows
+    rows = pad_rows(table).rows
     sides = ["n" if right else "" for right in numeric_columns(table)]
     for i in range(1, len(sides)):  # the style sheet sets the width of the first column
         longest = max((len(row[i]) for row in rows), default=0)

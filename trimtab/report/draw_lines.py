@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from trimtab.report.axes import Axis, axis_of, quantity_of, show, show_number, spread, unit_of
-from trimtab.report.charts import Point, thinned
+from trimtab.report.charts import Point, thin_points
 from trimtab.report.document import Histogram, LineChart, Series
 from trimtab.report.drawing import HEIGHT, WIDTH, Drawing, Stroke, Tick, tick_at
 from trimtab.report.plain import plain
@@ -108,7 +108,7 @@ def drawn_points(series: Series, x: Axis, y: Axis) -> list[Point]:
         for at, value in series.points
         if x.draws(at)
     ]
-    return thinned(sorted(points, key=lambda point: point[0]))
+    return thin_points(sorted(points, key=lambda point: point[0]))
 
 
 def _stroke(name: str, points: Sequence[Point], index: int, x: Axis, y: Axis) -> Stroke:

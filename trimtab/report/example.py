@@ -23,7 +23,7 @@ def example_view(record: dict[str, Any], console: Console) -> RenderableType:
     """Returns the example as a coloured panel, or without colour as text with the trained spans in brackets.
 
     Args:
-        record: `origin`, `tokens`, `trained`, `cut` and `runs`, as returned by `trimtab.data.highlighted`.
+        record: `origin`, `tokens`, `trained`, `cut` and `runs`, as returned by `trimtab.data.highlight_example`.
         console: the console on which it will be printed.
     """
     coloured = console.is_terminal and console.color_system is not None and not console.no_color

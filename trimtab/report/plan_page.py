@@ -22,7 +22,7 @@ def write_plan_page(plan: dict[str, Any], effects: list[dict[str, Any]], target:
     """Writes the page of one plan.
 
     Args:
-        plan: the result of `trimtab.plan.detail.detailed`.
+        plan: the result of `trimtab.plan.detail.detailed_dict`.
         effects: what-if rows from `trimtab.plan.what_if.Effect.to_dict`.
         target: the file to write; an existing one is replaced.
     """

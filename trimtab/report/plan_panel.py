@@ -53,7 +53,7 @@ def plan_view(plan: dict[str, Any], width: int) -> RenderableType:
     """Returns the output of `trimtab plan`: verdict, model and data, time, memory by phase and part.
 
     Args:
-        plan: the result of `trimtab.plan.detail.detailed`.
+        plan: the result of `trimtab.plan.detail.detailed_dict`.
         width: width of the terminal in columns.
     """
     style = "bold green" if plan.get("fits") else "bold red"

@@ -21,11 +21,11 @@ _NUMBER = re.compile(r"[≈~<>≤≥±]?\s*[+\-−]?\s*(\d[\d,.]*|\.\d+|inf\b|na
 _LONGEST_NUMBER = 28
 
 
-def squared(table: Table) -> Table:
+def pad_rows(table: Table) -> Table:
     """Pads or truncates every row to the number of columns in the head.
 
     Example:
-        >>> squared(Table("", ("a", "b"), (("1",), ("1", "2", "3")))).rows
+        >>> pad_rows(Table("", ("a", "b"), (("1",), ("1", "2", "3")))).rows
         (('1', ''), ('1', '2'))
     """
     width = len(table.head)
@@ -42,7 +42,7 @@ def numeric_columns(table: Table) -> list[bool]:
     """
     found = [False]
     for i in range(1, len(table.head)):
-        cells = [row[i].strip() for row in squared(table).rows]
+        cells = [row[i].strip() for row in pad_rows(table).rows]
         values = [cell for cell in cells if cell not in FAILURES and cell not in ABSENT]
         numbers = sum(is_number(cell) for cell in values)
         found.append(2 * numbers >= len(values) if values else bool(cells))

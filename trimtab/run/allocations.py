@@ -88,12 +88,12 @@ class AllocationRecorder(TorchDispatchMode):
     def _origin(self) -> Origin:
         node = torch._C._current_autograd_node()
         if node is not None and self._modules:  # a module runs inside the backward pass
-            return Origin(f"recomputation of {self._modules[-1]}", line_here())
+            return Origin(f"recomputation of {self._modules[-1]}", innermost_package_line())
         if node is not None:
-            made = self._forward.get(node._sequence_nr(), Origin(line=line_here()))
+            made = self._forward.get(node._sequence_nr(), Origin(line=innermost_package_line()))
             where = f"backward of {made.module}" if made.module else "backward"
             return Origin(where, made.line)
-        made = Origin(self._modules[-1] if self._modules else None, line_here())
+        made = Origin(self._modules[-1] if self._modules else None, innermost_package_line())
         # The node of the current operation got the last sequence number; so did that of an autograd.Function, inside
         # of which gradients are disabled.
         sequence = torch.autograd._get_sequence_nr() - 1
@@ -145,7 +145,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             own[name] = before
 
 
-def line_here() -> str | None:
+def innermost_package_line() -> str | None:
     """The innermost line of this package on the stack."""
     frame = sys._getframe(1)
     while frame is not None:

@@ -167,7 +167,7 @@ def _file(path: Path, cache: Path | None) -> FileDigest:
     stat = fingerprints.stat_of(path)
     if stat[0] < MIN_CACHED_BYTES:
         return digest(path)
-    checksum = fingerprints.remembered(path, stat, cache, lambda path: digest(path).sha256)
+    checksum = fingerprints.cached_digest(path, stat, cache, lambda path: digest(path).sha256)
     return FileDigest(stat[0], checksum)
 
 

@@ -171,9 +171,9 @@ def _init_adapters(recipe: Recipe, decoder: Decoder, weights: Path) -> None:
     copy_adapter_tensors(decoder, found, switchable=False)
 
 
-def keep_dequantized(decoder: Decoder, resolved: Resolved) -> None:
+def make_dequantized_copies(decoder: Decoder, resolved: Resolved) -> None:
     """Make the memory plan's dequantized copies; after loading, because they would raise its peak memory."""
-    layers = resolved.memory_plan.unpacked_layers
+    layers = resolved.memory_plan.dequantized_layers
     set_dequantized_copies(decoder, layers, dtype=torch_dtype(resolved.precision.dtype))
 
 
@@ -236,7 +236,7 @@ def build_microstep(
             loss,
             parameters,
             loss.device,
-            held=StepResources(decoder),  # wording: allow
+            resources=StepResources(decoder),
             on_event=on_event,
             during=during,
         )
@@ -268,7 +268,7 @@ def _learning_rate_scales(recipe: Recipe, parameters: dict[str, torch.nn.Paramet
     return {name: own / recipe.learning_rate for name in parameters if name.startswith(own_rate)}
 
 
-def build_in_backward(recipe: Recipe, resolved: Resolved, optimizer: Any, mesh: Mesh) -> Any:
+def build_in_backward_optimizer(recipe: Recipe, resolved: Resolved, optimizer: Any, mesh: Mesh) -> Any:
     """Build the optimizer that updates inside the backward pass, if the recipe requests it; otherwise None."""
     if not recipe.optim_in_backward:
         return None
@@ -337,7 +337,7 @@ def build_run(
         base=base,
     )
     decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=found is None)
-    keep_dequantized(decoder, resolved)
+    make_dequantized_copies(decoder, resolved)
     parameters = trained_parameters(decoder)
     log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
     optimizer = build_optimizer(recipe, resolved, parameters)
@@ -353,7 +353,7 @@ def build_run(
         parameters=parameters,
         microstep=microstep,
         optimizer=optimizer,
-        in_backward=build_in_backward(recipe, resolved, optimizer, mesh),
+        in_backward=build_in_backward_optimizer(recipe, resolved, optimizer, mesh),
         learning_rate=learning_rate(recipe, now),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
@@ -453,7 +453,7 @@ def _restore(run: Run, store: Store, found: SavedCheckpoint | None, on_event: Ca
     setup = run.setup
     assert isinstance(setup.log, MetricsLog | NoLog)
     if found is None:
-        setup.log.cut_back(-1)
+        setup.log.truncate_after(-1)
         on_event("no checkpoint was saved yet: restarting at step 0")
         return
     scalars = store.load(found, setup.tensors())

@@ -57,7 +57,7 @@ class DataPins:
     """Commits of hub datasets."""
     manifests: Sequence[Mapping[str, Any]]
     """Fingerprints of all files by corpus, in the format of `data`."""
-    own_text_first: bool = False
+    train_source_first: bool = False
     """Whether the first step has a sequence of a train source; in earlier versions it could have replay alone."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class DataPins:
         return {
             "commits": dict(self.commits),
             "manifests": [dict(manifest) for manifest in self.manifests],
-            OWN_TEXT_FIRST: self.own_text_first,
+            OWN_TEXT_FIRST: self.train_source_first,
         }
 
     @staticmethod

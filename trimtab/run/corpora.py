@@ -54,7 +54,7 @@ class Corpora:
     replay: list[tuple[Corpus, float]]
     evaluation: dict[str, list[CachedCorpus]]
     commits: dict[str, str | None]
-    own_text_first: bool = True
+    train_source_first: bool = True
     """Whether the first step has a sequence of a train source; in earlier versions it could have replay alone."""
 
     def loader(self, mesh: Mesh) -> Loader:
@@ -72,7 +72,7 @@ class Corpora:
             dp_rank=mesh.rank,
             dp_size=mesh.size,
             group_by_length=recipe.group_by_length,
-            own_text_first=self.own_text_first,
+            train_source_first=self.train_source_first,
         )
 
     @cached_property
@@ -100,7 +100,7 @@ class Corpora:
         """The first training example, as a record for the view; None if the data are plain texts."""
         for corpus, _ in self.train:
             if corpus.form is not None:
-                return data.highlighted(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
+                return data.highlight_example(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
         return None
 
     def eval_batches(self) -> dict[str, Sequence[Batch]]:
@@ -122,7 +122,7 @@ class Corpora:
 
     def pins(self) -> DataPins:
         """For choices.json: commits of hub datasets, fingerprints of all files, and the order of the first step."""
-        return DataPins(self.commits, [corpus.manifest() for corpus in self.all()], self.own_text_first)
+        return DataPins(self.commits, [corpus.manifest() for corpus in self.all()], self.train_source_first)
 
     def all(self) -> list[Corpus]:
         """Every corpus, in the recipe's order."""
@@ -169,8 +169,8 @@ def open_corpora(
         ]
         evaluation = {"domain": heldout, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
-    own_text_first = kept is None or kept.own_text_first
-    opened = Corpora(recipe, train, replay, evaluation, opening.commits, own_text_first)
+    train_source_first = kept is None or kept.train_source_first
+    opened = Corpora(recipe, train, replay, evaluation, opening.commits, train_source_first)
     if kept is not None:
         for corpus, manifest in zip(opened.all(), kept.manifests, strict=True):
             corpus.check(manifest)
@@ -367,9 +367,9 @@ class _SourceOpener:
         if field == CHAT:
             chats = starter.math_chats(STARTER_SEED, count, split)
             rows = ({"messages": messages} for messages in chats)
-            return data.keep_rows(kept, rows, self.cache_dir / "generated").files[0]
+            return data.write_rows(kept, rows, self.cache_dir / "generated").files[0]
         documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
-        return data.keep_texts(kept, documents, self.cache_dir / "generated").files[0]
+        return data.write_texts(kept, documents, self.cache_dir / "generated").files[0]
 
 
 def memory_folder(cache_dir: Path) -> Path:

@@ -23,7 +23,7 @@ def has_torch() -> bool:
     return find_spec("torch") is not None
 
 
-def need_torch() -> None:
+def require_torch() -> None:
     """Raises MissingDependency if torch is not installed."""
     if not has_torch():
         raise MissingDependency("this needs torch, which is not installed", INSTALL_TORCH)

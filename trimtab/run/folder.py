@@ -16,7 +16,7 @@ from typing import Any
 
 from trimtab.checkpoint import RunLock
 from trimtab.checkpoint.layout import step_folders
-from trimtab.checkpoint.lock import is_held
+from trimtab.checkpoint.lock import is_locked
 from trimtab.facts import files
 from trimtab.facts.errors import CheckpointError, ResourceError
 
@@ -263,7 +263,7 @@ class RunFolder:
     def _remove_drafts(self) -> None:
         """Removes drafts of killed starts: their process has ended and they are not locked."""
         for path in self.path.parent.iterdir():
-            if not path.name.startswith(self._draft_prefix) or is_held(path / RunLock.NAME):
+            if not path.name.startswith(self._draft_prefix) or is_locked(path / RunLock.NAME):
                 continue
             pid = path.name.removeprefix(self._draft_prefix).partition("-")[0]
             if not (pid.isdecimal() and _is_alive(int(pid))):

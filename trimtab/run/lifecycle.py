@@ -58,7 +58,7 @@ from trimtab.run.resume import (
     with_device,
 )
 from trimtab.run.starting import check_start, start_from
-from trimtab.run.torch_setup import torch_put_back
+from trimtab.run.torch_setup import restore_torch_settings
 from trimtab.text import Tokenizer
 
 MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
@@ -125,7 +125,7 @@ def train(
     if given is not None and given.model is not None:
         return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
     prepared = _prepare_new(recipe)
-    with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), torch_put_back():
+    with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), restore_torch_settings():
         return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or RunInputs())
 
 
@@ -146,7 +146,7 @@ def _train_loaded(
         update={"name": str(folder.path.absolute() / START_FOLDER), "revision": None}
     )
     unwritten = recipe.model_copy(update={"model": place})
-    with folder.create(dump(unwritten)), current_gpu(recipe.device), torch_put_back():
+    with folder.create(dump(unwritten)), current_gpu(recipe.device), restore_torch_settings():
         with explaining_memory(RunPhase.CHECKPOINT, opened.decoder):
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
@@ -195,7 +195,7 @@ def resume(
         device = resume_device(resolved, recipe, path, asked=device_requested)
         moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
-        around.enter_context(torch_put_back())
+        around.enter_context(restore_torch_settings())
         need_trackers(recipe.report_to)
         report_threads(resolved.threads, recipe, view.message)
         if not resolved.deterministic and device.kind == "cuda" and not moved:
@@ -234,7 +234,7 @@ def _restart(
         )
     view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
-    with folder.restart(), current_gpu(recipe.device), torch_put_back():
+    with folder.restart(), current_gpu(recipe.device), restore_torch_settings():
         return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab.checkpoint.layout import WRITER_LOCK, by_age, step_folders
-from trimtab.checkpoint.lock import RunLock, is_held
+from trimtab.checkpoint.layout import WRITER_LOCK, list_checkpoints, step_folders
+from trimtab.checkpoint.lock import RunLock, is_locked
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.names import path_of
 from trimtab.run.choices import damage
@@ -128,7 +128,7 @@ def _state(run: RunFolder, problem: str | None, end: State | None, step: int, to
 
     A run that was extended has the record of its first end, and fewer trained steps than its new total.
     """
-    if is_held(run.path / RunLock.NAME):
+    if is_locked(run.path / RunLock.NAME):
         return "running"
     if problem is not None:
         return "damaged"
@@ -167,7 +167,7 @@ def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
 def _newest(run: RunFolder) -> tuple[int | None, str | None]:
     """(step of the newest good checkpoint, the problem if there are only damaged ones)."""
     try:
-        good = by_age(run.checkpoints)
+        good = list_checkpoints(run.checkpoints)
     except CheckpointError as error:
         return None, error.cause
     if good:

@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab import hub, text
 from trimtab.checkpoint import Manifest, verify
-from trimtab.checkpoint.layout import by_age, step_folders
+from trimtab.checkpoint.layout import list_checkpoints, step_folders
 from trimtab.checkpoint.manifest import DamagedCheckpoint
 from trimtab.facts.errors import CheckpointError, ModelError
 from trimtab.facts.names import unusable_name
@@ -176,7 +176,7 @@ def _resolve_pointer(path: Path) -> str:
 
 
 def _latest_good(run: RunFolder) -> Path:
-    good = by_age(run.checkpoints)
+    good = list_checkpoints(run.checkpoints)
     if good:
         return good[0][0]
     cause = f"{run.path} has no good checkpoint to start from"

@@ -11,7 +11,7 @@ from trimtab.plan.make import Plan
 from trimtab.run.folder import RunFolder
 from trimtab.run.memory_remedies import Suggestion, resume_command, training_suggestions
 from trimtab.run.memory_report import MemoryReport
-from trimtab.run.memory_text import RECORDING, essentials
+from trimtab.run.memory_text import RECORDING, summary_lines
 from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer, write_report
 
 
@@ -30,7 +30,7 @@ def with_remedy(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> E
     report, began = error.report, folder.began()
     suggestions = training_suggestions(report, plan, began=began)
     best = suggestions[0] if suggestions else None
-    details = essentials(report)
+    details = summary_lines(report)
     details.append(_saved(folder))
     if write_report(report, folder, suggestions):
         lines = "" if report.recorded else f"; add {RECORDING} to record the lines that allocate the tensors"

@@ -70,7 +70,7 @@ def _starred(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
-def essentials(report: MemoryReport) -> list[str]:
+def summary_lines(report: MemoryReport) -> list[str]:
     """The lines below the error on a terminal: at most twelve."""
     lines = [*_predicted(report), *_measured(report), *_buckets(report)]
     if place := _describe_origin(report.asked):

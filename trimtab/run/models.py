@@ -150,7 +150,7 @@ def open_model(
             raise RecipeError(
                 f"{name} is a run that trained an adapter itself", "give its base model and the adapter"
             )
-        put_adapter(opened, Path(adapter), on_event)
+        load_adapter_into(opened, Path(adapter), on_event)
     return opened
 
 
@@ -198,7 +198,7 @@ def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
     load_with_new_tokens(decoder, stored, lambda: load_weights(decoder, place))
 
 
-def put_adapter(
+def load_adapter_into(
     opened: OpenedModel, folder: Path, on_event: Callable[[str], None], *, name: str = DEFAULT
 ) -> None:
     """Loads a peft adapter into an opened model and activates it."""

@@ -28,7 +28,7 @@ from trimtab.run.live_tensors import (
 from trimtab.run.memory_remedies import Suggestion, command_remedy
 from trimtab.run.memory_report import MemoryReport, PredictedMemory, describe_failure
 from trimtab.run.memory_state import MemoryState, is_out_of_memory, memory_state
-from trimtab.run.memory_text import essentials, full_text
+from trimtab.run.memory_text import full_text, summary_lines
 
 LISTED = 100
 """Number of tensors that oom.json lists, the largest first."""
@@ -158,7 +158,7 @@ def explaining_memory(
 
 
 def _details(report: MemoryReport, run: RunFolder | None) -> Iterator[str]:
-    yield from essentials(report)
+    yield from summary_lines(report)
     if run is not None and RunFolder.is_run(run.path) and write_report(report, run):
         yield f"full report   {run.oom_text}"
 

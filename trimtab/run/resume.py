@@ -73,7 +73,7 @@ def truncate_log(
 ) -> None:
     """Truncates the log to the step of a checkpoint and reports damaged lines and missing steps."""
     before = summarize_log(folder.metrics)
-    cut = log.cut_back(found.step)
+    cut = log.truncate_after(found.step)
     if isinstance(log, NoLog):
         return
     if before.saved_step is not None and before.saved_step > found.step:

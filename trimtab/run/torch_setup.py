@@ -17,7 +17,7 @@ from trimtab.plan.resolved import Resolved
 
 
 def set_up_torch(resolved: Resolved) -> None:
-    """Applies a run's settings before the model is built; `torch_put_back` restores the previous ones."""
+    """Applies a run's settings before the model is built; `restore_torch_settings` restores the previous ones."""
     torch.set_num_threads(resolved.threads)
     if resolved.device != "cuda":
         return
@@ -64,13 +64,13 @@ def on_device_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def torch_put_back() -> Iterator[None]:
+def restore_torch_settings() -> Iterator[None]:
     """Restores torch's settings at the end of the context and frees cached GPU memory.
 
     The next run in this process starts with the same threads, determinism and memory limit as the one before it.
 
     Example:
-        >>> with torch_put_back():
+        >>> with restore_torch_settings():
         ...     torch.use_deterministic_algorithms(True)
         >>> torch.are_deterministic_algorithms_enabled()
         False

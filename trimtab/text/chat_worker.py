@@ -18,7 +18,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Temporary marks around the content of a `generation` tag: noncharacters, which no real text contains."""
 
 
-def limit_memory(memory_bytes: int) -> None:
+def limit_host_memory(memory_bytes: int) -> None:
     """Limit the address space of this process, if the system supports it."""
     if sys.platform == "linux":  # elsewhere the call fails or has no effect
         import resource
@@ -292,7 +292,7 @@ def main() -> None:
     sys.path[:] = setup["path"]
     import jinja2  # noqa: F401 imported before the limits apply
 
-    limit_memory(setup["limits"]["memory_bytes"])
+    limit_host_memory(setup["limits"]["memory_bytes"])
     renderer = Renderer(setup)
     while (request := read_frame(stdin)) is not None:
         limit_cpu_time(setup["limits"]["seconds"])

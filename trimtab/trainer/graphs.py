@@ -84,12 +84,12 @@ class Graphs:
         parameters: dict[str, torch.nn.Parameter],
         device: torch.device,
         *,
-        held: CaptureResources | None = None,  # wording: allow
+        resources: CaptureResources | None = None,
         on_event: Callable[[str], None] = print,
         during: During = no_phase,
     ) -> None:
         self.loss, self.parameters, self.device = loss, parameters, device
-        self.resources = held  # wording: allow
+        self.resources = resources
         self.on_event, self.during = on_event, during
         self.steps = 0
         self.captures = 0

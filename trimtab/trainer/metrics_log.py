@@ -18,7 +18,7 @@ from trimtab.facts.files import write_atomic
 
 @dataclass(frozen=True)
 class LogTruncation:
-    """What `MetricsLog.cut_back` removed, and the remaining steps."""
+    """What `MetricsLog.truncate_after` removed, and the remaining steps."""
 
     removed: int = 0
     """Records of later steps."""
@@ -73,7 +73,7 @@ class MetricsLog:
             except OSError as error:
                 raise _explain(error, self.path) from error
 
-    def cut_back(self, step: int) -> LogTruncation:
+    def truncate_after(self, step: int) -> LogTruncation:
         """Removes the records after `step`, the checkpoint's step; returns what was removed and the remaining steps.
 
         It removes records of later steps, records without a step that follow such a record, and lines that
@@ -146,7 +146,7 @@ class NoLog:
     def sync(self) -> None:
         """Does nothing."""
 
-    def cut_back(self, step: int) -> LogTruncation:
+    def truncate_after(self, step: int) -> LogTruncation:
         """Does nothing."""
         return LogTruncation()
 

@@ -11,7 +11,7 @@ from typing import Any
 from trimtab.facts.errors import TrainingError
 from trimtab.lab.studies.claims.trial import REPLAYED, Result, Scores, Trial, recipe
 from trimtab.lab.study import NotSupported
-from trimtab.lab.training_runs import SMOLLM2, smollm2_file, train_quietly
+from trimtab.lab.training_runs import SMOLLM2, smollm2_file, train_without_output
 from trimtab.report import RunData, read_run
 from trimtab.starter import data_file
 
@@ -36,7 +36,7 @@ def run_trial(trial: Trial) -> Result:
         # by path: only the starter accepts the name starter:replay
         written = recipe(trial, model_name(trial.model), str(folder), str(data_file(REPLAYED)))
         try:
-            return result(train_quietly(written))
+            return result(train_without_output(written))
         except TrainingError as error:
             return result(read_run(folder), diverged=error.cause)
 

@@ -18,7 +18,7 @@ from trimtab.cli.main import main
 from trimtab.facts.errors import RecipeError
 from trimtab.parallel import Mesh
 from trimtab.recipe import load
-from trimtab.run.build import build_training_model, keep_dequantized
+from trimtab.run.build import build_training_model, make_dequantized_copies
 from trimtab.run.lifecycle import resume, train
 from trimtab.run.prepare import prepare
 
@@ -87,7 +87,7 @@ def test_losses_and_checkpoints_are_the_same(runs: tuple[Path, Path]) -> None:
     assert losses(unpacked) == losses(packed)
     assert equal(tensors(unpacked), tensors(packed))
     chosen = json.loads((unpacked / "choices.json").read_text())["memory"]
-    assert chosen["unpacked_layers"] == 2
+    assert chosen["dequantized_layers"] == 2
     assert chosen["sentence"] == "none in all 2 layers; weights of 2 also dequantized"
 
 
@@ -117,7 +117,7 @@ def test_a_resumed_run_continues_bit_by_bit(
         expected = {(): began, ("dequantized_layers=1",): 1, ("dequantized_layers=auto",): 0}[
             tuple(overrides)
         ]
-        assert view.plans[0]["choices"]["memory"].get("unpacked_layers") == expected
+        assert view.plans[0]["choices"]["memory"].get("dequantized_layers") == expected
 
 
 def stopped_copy(run: Path, folder: Path) -> Path:
@@ -132,7 +132,7 @@ def stopped_copy(run: Path, folder: Path) -> Path:
 def test_a_folder_of_before_there_was_a_choice(runs: tuple[Path, Path], tmp_path: Path) -> None:
     stopped = stopped_copy(runs[0], tmp_path)
     kept = json.loads((stopped / "choices.json").read_text())
-    del kept["memory"]["unpacked_layers"]
+    del kept["memory"]["dequantized_layers"]
     del kept["recipe"]["dequantized_layers"]
     (stopped / "choices.json").write_text(json.dumps(kept))
     lines = (stopped / "recipe.yaml").read_text().splitlines(keepends=True)
@@ -150,7 +150,7 @@ def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
     assert all(layer.dequantized_copy is None for _, layer in quantized_layers(decoder)), (
         "nothing whole while loading"
     )
-    keep_dequantized(decoder, prepared.resolved)
+    make_dequantized_copies(decoder, prepared.resolved)
     formats = [
         None if layer.dequantized_copy is None else layer.dequantized_copy.dtype
         for _, layer in quantized_layers(decoder)
