@@ -182,8 +182,8 @@ def test_the_command_measures_reports_and_resumes(tmp_path: Path, capsys: pytest
     again = capsys.readouterr()
     assert [json.loads(line)["time"] for line in again.out.splitlines()] == [one["time"] for one in records]
     assert (tmp_path / "study" / "report.md").read_text().startswith("# Attention: time and memory")
-    assert main(["bench", "attention", "flash", "--out", str(tmp_path / "other")]) == 2
-    assert "there is no backend 'flash'; did you mean" in capsys.readouterr().err
+    assert main(["bench", "attention", "--backends", "flash", "--out", str(tmp_path / "other")]) == 2
+    assert "--backends 'flash' is unknown; did you mean" in capsys.readouterr().err
 
 
 def on_a_gpu(backend: str, **changes: Any) -> AttentionResult:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from trimtab.cli.main import main
-from trimtab.cli.studying import split_ints
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import RunPhase
@@ -101,11 +100,11 @@ def test_cells_of_options() -> None:
     [
         (Options(sizes=["smal"]), "did you mean small"),
         (Options(["tiny"], precisions=["bf61"]), "did you mean bf16"),
-        (Options(["tiny"], passes=["full"]), "did you mean full step"),
+        (Options(["tiny"], passes=["ful"]), "did you mean full"),
         (Options(["tiny"], contexts=[0]), "use 1 to"),
         (Options(["tiny"], contexts=[10**6]), "use 1 to"),
         (Options(["tiny"], batch=0), "use at least 1"),
-        (Options(["tiny"], kernels="quick"), "the choices are reference, fast"),
+        (Options(["tiny"], kernels="quick"), "choose from reference, fast"),
         (Options(["tiny"], loss="cross entropy"), "did you mean cross_entropy"),
     ],
 )
@@ -114,10 +113,9 @@ def test_invalid_options_are_rejected(options: Options, words: str) -> None:
         cells(options)
 
 
-def test_numbers_of_an_option() -> None:
-    assert split_ints("128, 256,", "--contexts") == (128, 256)
-    with pytest.raises(RecipeError, match="--contexts long is not an integer"):
-        split_ints("128,long", "--contexts")
+def test_the_full_step_is_called_full_as_in_bench_step() -> None:
+    chosen = cells(Options(["tiny"], contexts=[8], precisions=["fp32"], passes=["full"]))
+    assert [cell.settings["pass"] for cell in chosen] == [Pass.FULL.value]
 
 
 def block(nbytes: int, start: int | None = None, end: int | None = None, **more: Any) -> Block:

@@ -193,7 +193,7 @@ def test_records_with_other_fields_are_of_another_version(
 def study(cells: list[Cell], folder: Path, **options: Any) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of a study's command."""
     out, err = io.StringIO(), io.StringIO()
-    settings = {"device": "cpu", "out": folder, "again": False, "as_json": False, **options}
+    settings = {"device": "cpu", "out": folder, "remeasure": False, "as_json": False, **options}
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             run_study("sample", cells, **settings)
@@ -218,7 +218,7 @@ def test_a_study_as_a_command(tmp_path: Path) -> None:
     assert code == 1
     said = err.splitlines()
     assert said[0].startswith("[4/4] sample fail: failed: ValueError: no such backend (")
-    assert "(3 recorded before; --again measures them again)" in said[1]
+    assert "(3 recorded before; --remeasure measures them again)" in said[1]
     assert "Written by `trimtab bench sample`." in out
 
     code, out, err = study(cells[:1], tmp_path, as_json=True)
@@ -243,8 +243,8 @@ def test_an_interrupted_study_explains_how_to_resume(tmp_path: Path, again: bool
     threading.Thread(target=interrupt, daemon=True).start()
     cells = [cell("measure", value=1), cell("sleep", pids=str(pids))]
     with pytest.raises(KeyboardInterrupt) as caught:
-        study(cells, tmp_path, again=again)
-    same = "the same command without --again" if again else "the same command"
+        study(cells, tmp_path, remeasure=again)
+    same = "the same command without --remeasure" if again else "the same command"
     assert str(caught.value) == f"stopped after 1 of 2 cells; {same} continues with the next"
 
 

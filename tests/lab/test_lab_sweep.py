@@ -105,7 +105,7 @@ def test_recorded_cells_are_not_measured_again(tmp_path: Path) -> None:
     ]
     assert len(lines(tmp_path)) == 5
 
-    third = sweep(cells[:1], tmp_path, again=True)
+    third = sweep(cells[:1], tmp_path, remeasure=True)
     assert third[0].result["process"] != first[0].result["process"]
     assert len(lines(tmp_path)) == 6
 

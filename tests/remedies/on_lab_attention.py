@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cases import World, case, in_turn, listed
+from cases import World, case
 
 from trimtab.lab.samples import Samples
 from trimtab.lab.studies.attention.cells import Options, cells
@@ -20,12 +20,6 @@ def ask(**options: Any) -> int:
     return found
 
 
-case(
-    f"{CELLS}:_known: {{}}use one of {{}}",
-    lambda w: ask(backends=["flash"]),
-    lambda w, remedy: in_turn(lambda name: ask(backends=[name]), listed(remedy, "use one of")),
-)
-case(f"{CELLS}:_positive: use at least 1", lambda w: ask(lengths=[0]), lambda w, remedy: ask(lengths=[1]))
 case(f"{CELLS}:_checked: use more than 0", lambda w: ask(seconds=0.0), lambda w, remedy: ask(seconds=0.001))
 
 
@@ -35,7 +29,7 @@ def measured_once_more(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/samples.py:damaged_record: measure once more: the same command with --again",
+    "lab/samples.py:damaged_record: measure once more: the same command with --remeasure",
     lambda w: Samples.from_dict({"times_ms": "fast"}),
     measured_once_more,
 )

@@ -41,12 +41,12 @@ def measured_again(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/compile_data.py:CompileLog.from_dict: measure it again with --again",
+    "lab/compile_data.py:CompileLog.from_dict: measure it again with --remeasure",
     lambda w: CompileLog.from_dict({}),
     measured_again,
 )
 case(
-    "lab/studies/compile/results.py:CompileResult.from_dict: measure it again with --again",
+    "lab/studies/compile/results.py:CompileResult.from_dict: measure it again with --remeasure",
     lambda w: CompileResult.from_dict({}),
     measured_again,
 )

@@ -36,12 +36,12 @@ def measured_again(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/profile_data.py:Profile.from_dict: measure it again with --again",
+    "lab/profile_data.py:Profile.from_dict: measure it again with --remeasure",
     lambda w: Profile.from_dict({}),
     measured_again,
 )
 case(
-    "lab/studies/kernels/results.py:KernelsResult.from_dict: measure it again with --again",
+    "lab/studies/kernels/results.py:KernelsResult.from_dict: measure it again with --remeasure",
     lambda w: KernelsResult.from_dict({}),
     measured_again,
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from cases import World, case, listed, settings
+from cases import World, case, settings
 from full_memory import SMALL, FullMemory
 from tiny_model import write_recipe
 
-from trimtab.cli.studying import split_ints
 from trimtab.lab.memory_summary import MemorySummary
 from trimtab.lab.profile_options import ProfileOptions, check_options
 from trimtab.lab.profile_target import find_target
@@ -23,22 +22,6 @@ CELLS = "lab/studies/memory/cells.py"
 OPTIONS = "lab/profile_options.py:check_options"
 
 
-def known_ones(w: World, remedy: str) -> None:
-    assert cells(Options(["tiny"], precisions=listed(remedy, "choices are")))
-
-
-case(
-    f"{CELLS}:_known: {{}}the choices are {{}}",
-    lambda w: cells(Options(["tiny"], precisions=["bf61"])),
-    known_ones,
-)
-case(
-    f"{CELLS}:cells: use at least 1",
-    lambda w: cells(Options(["tiny"], batch=0)),
-    lambda w, remedy: cells(Options(["tiny"], batch=1)),
-)
-
-
 def shortest_and_longest(w: World, remedy: str) -> None:
     assert cells(Options(["tiny"], [int(number) for number in re.findall(r"\d+", remedy)]))
 
@@ -47,11 +30,6 @@ case(
     f"{CELLS}:_check_contexts: use 1 to {{}}",
     lambda w: cells(Options(["tiny"], contexts=[0])),
     shortest_and_longest,
-)
-case(
-    "cli/studying.py:split_ints: write it like {} 128,256",
-    lambda w: split_ints("1k", "--contexts"),
-    lambda w, remedy: split_ints(remedy.rsplit(None, 1)[-1], "--contexts"),
 )
 
 
@@ -63,12 +41,12 @@ def measured_again(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/memory_summary.py:MemorySummary.from_dict: measure it with --again",
+    "lab/memory_summary.py:MemorySummary.from_dict: measure it with --remeasure",
     lambda w: MemorySummary.from_dict({}),
     measured_again,
 )
 case(
-    "lab/studies/memory/results.py:MemoryResult.from_dict: measure it with --again",
+    "lab/studies/memory/results.py:MemoryResult.from_dict: measure it with --remeasure",
     lambda w: MemoryResult.from_dict({}),
     measured_again,
 )

@@ -96,7 +96,7 @@ def measured_once_more(w: World, remedy: str) -> None:
 
 
 case(
-    "lab/samples.py:damaged_record: measure once more: the same command with --again",
+    "lab/samples.py:damaged_record: measure once more: the same command with --remeasure",
     lambda w: StepTimes.from_dict({"host": {}, "device": None, "warm_up_ms": []}),
     measured_once_more,
 )

@@ -15,7 +15,7 @@ from trimtab.cli.bench_memory import memory
 from trimtab.cli.bench_report import report
 from trimtab.cli.bench_sizes import sizes
 from trimtab.cli.bench_step import step
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -35,7 +35,7 @@ def bench(
     ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure time and memory of training on this machine: studies with tables, charts and an HTML report.
@@ -70,7 +70,7 @@ def bench(
         suite_cells(suite, device=used, memory_bytes=detect(device).memory_bytes),
         device=used,
         out=out,
-        again=again,
+        remeasure=remeasure,
         as_json=as_json,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",

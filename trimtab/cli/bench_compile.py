@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def compile(
@@ -34,7 +34,7 @@ def compile(
             "and auto for the whole model.",
         ),
     ] = None,
-    lengths: Annotated[
+    contexts: Annotated[
         str,
         typer.Option(metavar="N,M", help="Sequence lengths in the order they are run; the first is timed."),
     ] = "256,192,320,128",
@@ -52,7 +52,7 @@ def compile(
     steps: Annotated[int, typer.Option(help="Timed steps.")] = 5,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what torch.compile costs and gains: graph breaks, recompilations, compile time and step time.
@@ -77,10 +77,10 @@ def compile(
         methods=split_words(methods),
         scopes=split_words(scopes),
         shapes=split_words(shapes),
-        lengths=parse_counts(lengths, "--lengths"),
+        lengths=parse_counts(contexts, "--contexts"),
         batch=batch,
         precision=precision,
         backend=backend,
         steps=steps,
     )
-    run_study("compile", asked, device=chosen, out=out, again=again, as_json=as_json)
+    run_study("compile", asked, device=chosen, out=out, remeasure=remeasure, as_json=as_json)

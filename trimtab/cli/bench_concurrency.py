@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def concurrency(
@@ -19,11 +19,11 @@ def concurrency(
             show_default=False,
         ),
     ] = None,
-    way: Annotated[
-        list[str] | None,
+    ways: Annotated[
+        str | None,
         typer.Option(
-            "--way",
-            help="one-by-one, batch, threads, asyncio, asyncio-threads or processes; repeatable. All by default.",
+            metavar="A,B",
+            help="one-by-one, batch, threads, asyncio, asyncio-threads, processes. All by default.",
         ),
     ] = None,
     model: Annotated[
@@ -35,7 +35,7 @@ def concurrency(
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens per prompt.")] = 48,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare ways to generate a file of prompts: one by one, batched, threads, asyncio, processes.
@@ -47,12 +47,18 @@ def concurrency(
 
         trimtab bench concurrency
         trimtab bench concurrency questions.txt --workers 4 --max-new-tokens 100
-        trimtab bench concurrency --way batch --way processes --model runs/my-run
+        trimtab bench concurrency --ways batch,processes --model runs/my-run
     """
+    from trimtab.lab.choices import split_words
     from trimtab.lab.studies.concurrency.cells import cells
 
     used = study_device(device)
     chosen = cells(
-        way or (), file=prompts, model=model, max_new_tokens=max_new_tokens, workers=workers, device=used
+        split_words(ways),
+        file=prompts,
+        model=model,
+        max_new_tokens=max_new_tokens,
+        workers=workers,
+        device=used,
     )
-    run_study("concurrency", chosen, device=used, out=out, again=again, as_json=as_json)
+    run_study("concurrency", chosen, device=used, out=out, remeasure=remeasure, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import DEFAULT_FOLDER, Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import DEFAULT_FOLDER, AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def kernels(
@@ -46,7 +46,7 @@ def kernels(
     ] = False,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where a step spends its time: by kernel and by kind of kernel, for forward pass and full step.
@@ -79,4 +79,4 @@ def kernels(
         trace=(out or DEFAULT_FOLDER / "kernels") if trace else None,
         nvtx=nvtx,
     )
-    run_study("kernels", asked, device=chosen, out=out, again=again, as_json=as_json)
+    run_study("kernels", asked, device=chosen, out=out, remeasure=remeasure, as_json=as_json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def memory(
@@ -21,14 +21,15 @@ def memory(
     contexts: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N", help="Tokens per sequence; 128,256,512,1024 by default, 128,256 on a CPU."
+            metavar="N,M", help="Tokens per sequence; 128,256,512,1024 by default, 128,256 on a CPU."
         ),
     ] = None,
     precisions: Annotated[
         str | None, typer.Option(metavar="A,B", help="fp32, tf32, bf16, fp16; fp32,bf16 by default.")
     ] = None,
     passes: Annotated[
-        str | None, typer.Option(metavar="A,B", help="forward, full step; both by default.")
+        str | None,
+        typer.Option(metavar="A,B", help="forward, full (forward, backward and optimizer). Both by default."),
     ] = None,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     kernels: Annotated[
@@ -48,7 +49,7 @@ def memory(
     ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of a step goes: peak by sequence length, timeline, largest allocations with source lines.
@@ -65,19 +66,19 @@ def memory(
 
     On a CPU the same values come from the allocation events of torch's profiler.
     """
-    from trimtab.cli.studying import listed, split_ints
+    from trimtab.lab.choices import parse_counts, split_words
     from trimtab.lab.studies.memory.cells import Options, cells
 
     place = study_device(device)
     options = Options(
-        sizes=listed(sizes),
-        contexts=split_ints(contexts, "--contexts"),
-        precisions=listed(precisions),
-        passes=listed(passes),
+        sizes=split_words(sizes),
+        contexts=parse_counts(contexts or "", "--contexts"),
+        precisions=split_words(precisions),
+        passes=split_words(passes),
         batch=batch,
         kernels=kernels,
         loss=loss,
         snapshots=snapshots,
     )
     asked = cells(options, device=place.partition(":")[0])
-    run_study("memory", asked, device=place, out=out, again=again, as_json=as_json)
+    run_study("memory", asked, device=place, out=out, remeasure=remeasure, as_json=as_json)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def sizes(
@@ -19,7 +19,7 @@ def sizes(
     ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Count the parameters of the study models, or of any other model, exactly and by part.
@@ -34,4 +34,11 @@ def sizes(
     """
     from trimtab.lab.studies.sizes.cells import cells
 
-    run_study("sizes", cells(names or ()), device=study_device(device), out=out, again=again, as_json=as_json)
+    run_study(
+        "sizes",
+        cells(names or ()),
+        device=study_device(device),
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+    )

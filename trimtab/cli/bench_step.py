@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import Again, AsJson, Out, StudyDevice, run_study, study_device
+from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
 
 
 def step(
@@ -70,7 +70,7 @@ def step(
     ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
-    again: Again = False,
+    remeasure: Remeasure = False,
     as_json: AsJson = False,
 ) -> None:
     """Time forward, backward, both, and a full step with the optimizer, over model sizes and sequence lengths.
@@ -107,4 +107,4 @@ def step(
         steps=steps,
         budget_s=budget,
     )
-    run_study("step", asked, device=found, out=out, again=again, as_json=as_json)
+    run_study("step", asked, device=found, out=out, remeasure=remeasure, as_json=as_json)

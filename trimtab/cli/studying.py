@@ -18,7 +18,9 @@ Out = Annotated[
     Path | None,
     typer.Option(help="Folder for records and report; lab/STUDY by default. Existing records are kept."),
 ]
-Again = Annotated[bool, typer.Option("--again", help="Measure cells again that already have a record.")]
+Remeasure = Annotated[
+    bool, typer.Option("--remeasure", help="Measure all cells, including those that have a record.")
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the measurements as JSON lines instead of the report.")
 ]
@@ -35,39 +37,13 @@ def study_device(requested: str) -> str:
     return found.kind if found.index is None else f"{found.kind}:{found.index}"
 
 
-def listed(text: str | None) -> tuple[str, ...]:
-    """Splits a comma-separated option value.
-
-    Example:
-        >>> listed("small, medium"), listed(None)
-        (('small', 'medium'), ())
-    """
-    return tuple(word.strip() for word in (text or "").split(",") if word.strip())
-
-
-def split_ints(text: str | None, option: str) -> tuple[int, ...]:
-    """Splits a comma-separated option value of integers; raises a RecipeError for anything else.
-
-    Example:
-        >>> split_ints("128,256", "--contexts")
-        (128, 256)
-    """
-    from trimtab.facts.errors import RecipeError
-
-    words = listed(text)
-    wrong = next((word for word in words if not word.isdecimal()), None)
-    if wrong is not None:
-        raise RecipeError(f"{option} {wrong} is not an integer", f"write it like {option} 128,256")
-    return tuple(int(word) for word in words)
-
-
 def run_study(
     name: str,
     cells: Sequence[Cell],
     *,
     device: str,
     out: Path | None,
-    again: bool,
+    remeasure: bool,
     as_json: bool,
     command: str | None = None,
     title: str | None = None,
@@ -81,7 +57,7 @@ def run_study(
         cells: cells of this study, or of several studies.
         device: cpu, cuda or cuda:N.
         out: the folder of records and report; lab/NAME by default.
-        again: whether to measure cells again that already have a record.
+        remeasure: whether to measure cells that already have a record.
         as_json: whether to print the measurements as JSON lines instead of the report.
         command: the command in the report's footer; `trimtab bench NAME` by default.
         title: title of the report; the study's title by default.
@@ -103,16 +79,18 @@ def run_study(
                 folder,
                 device=device,
                 progress=progress,
-                again=again,
+                remeasure=remeasure,
                 cell_seconds=cell_seconds or CELL_SECONDS,
                 limit_seconds=limit_seconds,
             )
         except KeyboardInterrupt:
-            same = "the same command without --again" if again else "the same command"
+            same = "the same command without --remeasure" if remeasure else "the same command"
             message = f"stopped after {progress.done} of {len(cells)} cells; {same} continues with the next"
             raise KeyboardInterrupt(message) from None
     before = (
-        f" ({progress.recorded} recorded before; --again measures them again)" if progress.recorded else ""
+        f" ({progress.recorded} recorded before; --remeasure measures them again)"
+        if progress.recorded
+        else ""
     )
     print(count_outcomes(measurements) + before, file=sys.stderr)
     if len(measurements) < len(cells):

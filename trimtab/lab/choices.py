@@ -29,14 +29,22 @@ def choose_members(kind: type[Member], words: Sequence[str], option: str) -> lis
         ['BF16', 'FP32']
     """
     known = {str(member.value): member for member in kind}
-    members: dict[Member, None] = {}
+    return [known[word] for word in choose_names(words, list(known), option)]
+
+
+def choose_names(words: Sequence[str], known: Sequence[str], option: str) -> list[str]:
+    """The words without duplicates; raises RecipeError with the nearest known name for an unknown one.
+
+    Example:
+        >>> choose_names(["bf16", "fp32", "bf16"], ["fp32", "bf16"], "--precisions")
+        ['bf16', 'fp32']
+    """
     for word in words:
         if word not in known:
-            near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(str(word), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             raise RecipeError(f"{option} {word!r} is unknown", f"{hint}choose from {', '.join(known)}")
-        members[known[word]] = None
-    return list(members)
+    return list(dict.fromkeys(words))
 
 
 def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int]:

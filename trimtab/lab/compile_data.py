@@ -90,5 +90,5 @@ class CompileLog:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"a record of compilations is damaged: {type(error).__name__}: {error}",
-                "measure it again with --again",
+                "measure it again with --remeasure",
             ) from None

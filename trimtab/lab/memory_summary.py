@@ -111,7 +111,8 @@ class MemorySummary:
             return MemorySummary(**known)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"a record of memory is damaged: {type(error).__name__}: {error}", "measure it with --again"
+                f"a record of memory is damaged: {type(error).__name__}: {error}",
+                "measure it with --remeasure",
             ) from None
 
 

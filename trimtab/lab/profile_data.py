@@ -149,5 +149,5 @@ class Profile:
             return Profile(entries, span, host, str(data["device"]))
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"a profile is damaged: {type(error).__name__}: {error}", "measure it again with --again"
+                f"a profile is damaged: {type(error).__name__}: {error}", "measure it again with --remeasure"
             ) from None

@@ -128,8 +128,8 @@ def damaged_record(part: str, reason: str) -> DataError:
 
     Example:
         >>> str(damaged_record("times", "there are none"))
-        'times of a record are damaged: there are none; measure once more: the same command with --again'
+        'times of a record are damaged: there are none; measure once more: the same command with --remeasure'
     """
     return DataError(
-        f"{part} of a record are damaged: {reason}", "measure once more: the same command with --again"
+        f"{part} of a record are damaged: {reason}", "measure once more: the same command with --remeasure"
     )

@@ -47,7 +47,7 @@ def run_sweep(
     *,
     device: str,
     progress: Progress | None = None,
-    again: bool = False,
+    remeasure: bool = False,
     cell_seconds: float = CELL_SECONDS,
     limit_seconds: float | None = None,
     commit: str | None = None,
@@ -70,7 +70,7 @@ def run_sweep(
     """
     origin = provenance(device, PACKAGES, commit)
     machine = Machine(origin["device"], origin["versions"])
-    known = {} if again else _known(folder / RECORDS, machine)
+    known = {} if remeasure else _known(folder / RECORDS, machine)
     measurements: list[Measurement] = []
     begun = time.perf_counter()
     with _Worker(device, folder / LOG) as worker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import enum
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass, replace
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.weighted_sum.spec import IMPLS as WEIGHTED_SUM_IMPLS
+from trimtab.lab.choices import check_counts, choose_members, choose_names
 from trimtab.lab.studies.attention.formula import minimum_bytes
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
@@ -49,7 +49,7 @@ def compile_choice(name: str) -> Compile:
         >>> compile_choice("all")
         <Compile.ALL: 'all'>
     """
-    return Compile(_known("choice of --compile", [name], [choice.value for choice in Compile])[0])
+    return choose_members(Compile, [name], "--compile")[0]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Options:
         visibility: causal, or every query sees every key.
         repetitions: repetitions of each pass.
         seconds: time limit per cell, for the repetitions of both passes together.
-        every: also try cells that cannot fit the device's memory.
+        oversized: also try cells that cannot fit the device's memory.
         weighted_sum: also time the kernel of docs/writing-a-kernel.md.
     """
 
@@ -80,7 +80,7 @@ class Options:
     visibility: Visibility = Visibility.CAUSAL
     repetitions: int = 100
     seconds: float = 2.0
-    every: bool = False
+    oversized: bool = False
     weighted_sum: bool = True
 
 
@@ -89,7 +89,7 @@ def cells(options: Options | None = None, *, device: str = "cpu", memory_bytes: 
 
     A cell whose formula exceeds the device's memory is not tried: it is recorded as "out of memory (predicted)", never
     as measured. Its settings contain the memory that it was compared with, so that the same cell, measured with
-    `every`, is another record.
+    `oversized`, is another record.
 
     Args:
         options: the options; the defaults if None.
@@ -131,7 +131,7 @@ def _attention(
                 backend, mode, dtype, batch, checked.heads, head_dim, length, checked.visibility,
                 device, checked.repetitions, checked.seconds,
             )  # fmt: skip
-            fits = checked.every or minimum_bytes(cell) <= memory_bytes
+            fits = checked.oversized or minimum_bytes(cell) <= memory_bytes
             yield cell if fits else replace(cell, memory_bytes=memory_bytes)
 
 
@@ -146,31 +146,15 @@ def _checked(options: Options, device: str) -> Options:
     lengths = tuple(length for length in LENGTHS if not cpu or length <= LONGEST_ON_CPU)
     checked = replace(
         options,
-        backends=_known("backend", options.backends, BACKENDS) or BACKENDS,
-        dtypes=_known("dtype", [dtype_alias(name) for name in options.dtypes], DTYPES)
+        backends=choose_names(options.backends, BACKENDS, "--backends") or BACKENDS,
+        dtypes=choose_names([dtype_alias(name) for name in options.dtypes], DTYPES, "--precisions")
         or (DTYPES[:1] if cpu else DTYPES[:2]),
-        head_dims=_positive("head-dim", options.head_dims) or HEAD_DIMS,
-        lengths=_positive("length", options.lengths) or lengths,
-        batches=_positive("batch", options.batches) or BATCHES,
+        head_dims=check_counts(options.head_dims, "--head-dims") or HEAD_DIMS,
+        lengths=check_counts(options.lengths, "--contexts") or lengths,
+        batches=check_counts(options.batches, "--batches") or BATCHES,
     )
-    _positive("heads", [options.heads])
-    _positive("repetitions", [options.repetitions])
+    check_counts([options.heads], "--heads")
+    check_counts([options.repetitions], "--repetitions")
     if not options.seconds > 0:
-        raise RecipeError(f"--seconds {options.seconds:g} leaves no time to measure", "use more than 0")
+        raise RecipeError(f"--budget {options.seconds:g} leaves no time to measure", "use more than 0")
     return checked
-
-
-def _known(option: str, names: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise RecipeError(f"there is no {option} {name!r}", f"{hint}use one of {', '.join(known)}")
-    return tuple(dict.fromkeys(names))
-
-
-def _positive(option: str, values: Sequence[int]) -> tuple[int, ...]:
-    for value in values:
-        if value < 1:
-            raise RecipeError(f"--{option} {value} is too small", "use at least 1")
-    return tuple(dict.fromkeys(values))

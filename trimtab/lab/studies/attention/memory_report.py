@@ -164,7 +164,7 @@ def _limits_text(readings: Readings, usable_bytes: int) -> str:
     if predicted:
         sentences.append(
             f"Not tried, because the formula alone exceeds the device's memory: {len(predicted)} of "
-            f"{len(readings.all)} cells. They are predicted, not measured; --every tries them."
+            f"{len(readings.all)} cells. They are predicted, not measured; --oversized tries them."
         )
     flash = [
         reading.result.peak_bytes  # type: ignore[union-attr]

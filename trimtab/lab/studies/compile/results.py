@@ -84,5 +84,5 @@ class CompileResult:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"a result is damaged: {type(error).__name__}: {error}", "measure it again with --again"
+                f"a result is damaged: {type(error).__name__}: {error}", "measure it again with --remeasure"
             ) from None

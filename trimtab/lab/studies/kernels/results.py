@@ -79,5 +79,5 @@ class KernelsResult:
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DataError(
-                f"a result is damaged: {type(error).__name__}: {error}", "measure it again with --again"
+                f"a result is damaged: {type(error).__name__}: {error}", "measure it again with --remeasure"
             ) from None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.facts.errors import RecipeError
+from trimtab.lab.choices import check_counts, choose_members, choose_names
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
 from trimtab.lab.studies.memory.settings import MemorySettings, Pass
 from trimtab.lab.study import Cell
@@ -20,6 +20,8 @@ CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
 """Defaults on a CPU, where a step of the larger models takes minutes."""
 PRECISIONS = (Precision.FP32.value, Precision.BF16.value)
 BATCH = 4
+PASSES = {"forward": Pass.FORWARD, "full": Pass.FULL}
+"""Values of --passes, named as the parts of `trimtab bench step`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Options:
         sizes: study models, recipes or models by name; all five study models by default, on a CPU `small`.
         contexts: tokens per sequence; 128 to 1024 by default, on a CPU 128 and 256.
         precisions: fp32, tf32, bf16, fp16; fp32 and bf16 by default.
-        passes: forward, full step; both by default.
+        passes: forward, full; both by default.
         batch: sequences per step.
         kernels: reference or fast.
         loss: logits_sum or cross_entropy.
@@ -61,24 +63,19 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     on_cpu = not device.startswith("cuda")
     sizes = options.sizes or (CPU_SIZES if on_cpu else tuple(STUDY_MODELS))
     contexts = options.contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS)
-    precisions = _known("precision", options.precisions or PRECISIONS, [member.value for member in Precision])
-    passes = _known(
-        "pass", options.passes or [member.value for member in Pass], [member.value for member in Pass]
-    )
-    [kernels] = _known("set of kernels", [options.kernels], [member.value for member in Kernels])
-    [loss] = _known("loss", [options.loss], [member.value for member in Loss])
-    if options.batch < 1:
-        raise RecipeError(f"--batch {options.batch} is too small", "use at least 1")
+    precisions = choose_members(Precision, options.precisions or PRECISIONS, "--precisions")
+    passes = [PASSES[name] for name in choose_names(options.passes or list(PASSES), list(PASSES), "--passes")]
+    [kernels] = choose_members(Kernels, [options.kernels], "--kernels")
+    [loss] = choose_members(Loss, [options.loss], "--loss")
+    check_counts([options.batch], "--batch")
     cells = []
     for size in dict.fromkeys(sizes):
         _check_contexts(size, contexts)
         model = model_settings(size)
         for context, precision, part in itertools.product(dict.fromkeys(contexts), precisions, passes):
-            step = StepSettings(
-                size, context, options.batch, Precision(precision), Kernels(kernels), Loss(loss), device
-            )
+            step = StepSettings(size, context, options.batch, precision, kernels, loss, device)
             folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
-            cell_settings = MemorySettings(step, Pass(part), model.get("shape"), folder)
+            cell_settings = MemorySettings(step, part, model.get("shape"), folder)
             cells.append(Cell(STUDY, cell_settings.to_dict()))
     return cells
 
@@ -90,13 +87,3 @@ def _check_contexts(size: str, contexts: Sequence[int]) -> None:
             raise RecipeError(
                 f"--contexts {context} is outside the positions of {size}", f"use 1 to {longest}"
             )
-
-
-def _known(what: str, names: Sequence[str], choices: Sequence[str]) -> list[str]:
-    """The names without duplicates; raises RecipeError with the nearest choice for an unknown one."""
-    for name in names:
-        if name not in choices:
-            near = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise RecipeError(f"there is no {what} {name!r}", f"{hint}the choices are {', '.join(choices)}")
-    return list(dict.fromkeys(names))

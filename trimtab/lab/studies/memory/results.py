@@ -90,5 +90,5 @@ class MemoryResult:
         except (KeyError, TypeError) as error:
             raise DataError(
                 f"a record of the memory study is damaged: {type(error).__name__}: {error}",
-                "measure it with --again",
+                "measure it with --remeasure",
             ) from None
