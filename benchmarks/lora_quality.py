@@ -54,7 +54,7 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro", type=int, default=8, help="sequences per microbatch")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--eval-windows", type=int, default=64)
+    parser.add_argument("--eval-sequences", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for torch's default")
     parser.add_argument("--at-once", type=int, default=1, help="concurrent processes, on a large GPU")
@@ -175,11 +175,15 @@ def run_case(options: argparse.Namespace) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def kept_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+def read_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of the file."""
     if not options.out.exists():
         return []
-    return [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in options.out.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if "eval_windows" in row["settings"]:  # the former name of the setting
+            row["settings"]["eval_sequences"] = row["settings"].pop("eval_windows")
+    return rows
 
 
 def groups_of(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -238,7 +242,7 @@ def picture(groups: dict[str, list[dict[str, Any]]]) -> str:
 
 def report(options: argparse.Namespace) -> None:
     """Prints a table for each group of settings and draws them."""
-    rows = kept_of(options)
+    rows = read_rows(options)
     error = next((row["quantization_error"] for row in rows if row["case"] == WEIGHTS), {})
     print(f"error of the weights (rms): {', '.join(f'{k} {v:.3f}' for k, v in error.items())}")
     groups = groups_of(rows)
@@ -270,7 +274,7 @@ def main() -> None:
         run_case(options)
         return
     cases = [WEIGHTS, *(f"{method}:{seed}" for seed in range(1, options.seeds + 1) for method in METHODS)]
-    same = [row for row in kept_of(options) if row["settings"] == settings_of(options)]
+    same = [row for row in read_rows(options) if row["settings"] == settings_of(options)]
     done = {row["case"] for row in same}
     missing = [] if options.report else [case for case in cases if case not in done]
     while missing:

@@ -194,6 +194,11 @@ case(
     lambda w, remedy: (load(remedy.removeprefix("did you mean ").partition(",")[0]), load(from_file(w))),
 )
 case(
+    "recipe/loading.py:load: continue that run with `trimtab train --resume {}`",
+    lambda w: load(w.own("run") / "run"),
+    lambda w, remedy: w.cli(*remedy.partition("`trimtab ")[2].removesuffix("`").split()),
+)
+case(
     "recipe/loading.py:load: give the recipe file inside it",
     lambda w: load(w.tmp),
     lambda w, remedy: load(from_file(w)),

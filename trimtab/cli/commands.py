@@ -40,7 +40,16 @@ VERBS = {
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 
-MEANT = {"version": "--version", "resume": "train --resume RUN"}
+MEANT = {
+    "version": "--version",
+    "resume": "train --resume RUN",
+    "finetune": "train",
+    "fine-tune": "train",
+    "pretrain": "train",
+    "inference": "generate",
+    "evaluate": "eval",
+    "merge-lora": "merge",
+}
 """Verbs of other tools → their equivalents in trimtab."""
 
 # typer carries its own copy of click in newer versions; the base of its public exceptions is the same in all.

@@ -7,7 +7,7 @@ import shutil
 from importlib.util import find_spec
 
 TRITON_MIN_CAPABILITY = (7, 0)
-"""Minimum compute capability of CUDA devices that Triton generates code for."""
+"""Minimum compute capability that torch.compile requires for its Triton kernels."""
 
 
 def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> str | None:
@@ -19,7 +19,8 @@ def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> st
     """
     if kind == "cuda":
         if capability is not None and capability < TRITON_MIN_CAPABILITY:
-            return f"Triton needs capability 7.0, the device has {capability[0]}.{capability[1]}"
+            needed, found = (".".join(map(str, pair)) for pair in (TRITON_MIN_CAPABILITY, capability))
+            return f"Triton needs capability {needed}, the device has {found}"
         if find_spec("triton") is None:
             return "Triton is not installed (it comes with torch's CUDA builds)"
         if not _is_on_path("CC", "gcc", "clang", "cc"):

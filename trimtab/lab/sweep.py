@@ -59,7 +59,7 @@ def run_sweep(
         folder: folder of records.jsonl, to which each measurement is appended.
         device: cpu, cuda or cuda:N.
         progress: called before and after each cell.
-        again: also measure cells that have a record.
+        remeasure: also measure cells that have a record.
         cell_seconds: the time limit of one cell.
         limit_seconds: no cell begins after this time; recorded cells are returned all the same.
         commit: commit of the code, if git does not know it.

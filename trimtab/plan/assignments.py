@@ -70,7 +70,6 @@ class _Policy:
         self.seconds = _prefix_sums(np.array([seconds[i] for i in self._runs(layers)], dtype=np.float64))
         gradients = _prefix_sums(per_layer["gradients"])
         above = gradients[-1] - gradients[1:]
-        self.host_layer = int(per_layer["host"].max(initial=0))
         self.peak_forward = _range_maxima(self.on_device[:-1] + per_layer["forward"])
         self.peak_backward = _range_maxima(self.on_device[:-1] + per_layer["peak"] + above)
         self.host_per_layer = per_layer["host"]

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.names import path_of, shortened
+from trimtab.facts.run_layout import CHECKPOINTS
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
 from trimtab.recipe.renamed import current_path, rename_keys
@@ -50,6 +51,10 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
             else f"check the path, or name a recipe that ships with trimtab: {', '.join(ours)}",
         ) from error
     except IsADirectoryError as error:
+        if (file / CHECKPOINTS).is_dir():
+            raise RecipeError(
+                f"{file} is a run folder", f"continue that run with `trimtab train --resume {file}`"
+            ) from error
         raise RecipeError(f"{file} is a folder", "give the recipe file inside it") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{file} is not UTF-8 text", "give a YAML file in UTF-8") from error

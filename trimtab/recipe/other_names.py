@@ -20,6 +20,7 @@ UNSUPPORTED_NAMES = {
     "finetuning_type": "write lora: {r: 16} for adapters, or nothing to train all parameters",
     "adapter": "write lora: {r: 16}, for QLoRA with load_in_4bit: true; to start from an adapter, "
     "lora: {adapter: FOLDER}",
+    "activation_offloading": "write recompute: offload",
     "save_strategy": "set save_steps; save_steps=null saves only at the end",
     "eval_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
     "evaluation_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
@@ -115,6 +116,7 @@ OTHER_NAMES = {
     "tokenizer_name_or_path": "model.tokenizer",
     "tokenizer_path": "model.tokenizer",
     "template": "model.chat_template",
+    "chat_template": "model.chat_template",
     "attn_impl": "model.attn_implementation",
     "flash_attention": "model.attn_implementation",
     "flash_attn": "model.attn_implementation",
