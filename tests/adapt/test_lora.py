@@ -342,7 +342,7 @@ def test_dropout_on_only_an_embedding_allocates_nothing() -> None:
 @pytest.mark.parametrize("words", [["wq"], "wq.*"])
 def test_an_unknown_target_lists_the_known_ones(words: str | list[str]) -> None:
     for shape, offered in ((TIED, False), (UNTIED, True)):
-        with pytest.raises(RecipeError, match=r"there are .*q_proj") as caught:
+        with pytest.raises(RecipeError, match=r"choose from .*q_proj") as caught:
             adapt_spec.resolve(shape, LoraSettings(r=2, target_modules=words))
         assert ("embed_tokens" in str(caught.value)) is offered
 

@@ -124,7 +124,7 @@ PHASES: dict[str, tuple[Callable[[], FullMemory], dict[str, Any]]] = {
     ),
     "generation": (lambda: FullMemory("generate/loop.py"), {"eval_on_start": True, "prompts": ["the cat"]}),
     "probe": (lambda: FullMemory("evaluate/likelihood.py"), {"eval_on_start": True, "probe": True}),
-    "checkpoint": (lambda: FullMemory("checkpoint/tensors.py", "take", host=True), {}),
+    "checkpoint": (lambda: FullMemory("checkpoint/tensors.py", "copy", host=True), {}),
     "load": (lambda: FullMemory("run/build.py", "build_training_model"), {}),
 }
 

@@ -57,7 +57,7 @@ def test_states(folder: Path) -> None:
     assert done.size_bytes == sum(p.stat().st_size for p in done.path.rglob("*") if p.is_file())
     assert (found["begun"].step, found["begun"].loss) == (0, None)
     problems = [found[name].problem or "" for name in ("gone", "unchosen", "broken")]
-    assert ["gone" in problems[0], "choices.json" in problems[1], "damaged" in problems[2]] == [True] * 3
+    assert ["missing" in problems[0], "choices.json" in problems[1], "damaged" in problems[2]] == [True] * 3
 
 
 @pytest.mark.parametrize(

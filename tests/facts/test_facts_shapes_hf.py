@@ -148,7 +148,7 @@ def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> 
         ({"rms_norm_eps": float("nan")}, "expected a number"),
         ({"hidden_act": "gelu"}, "silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "already quantized"),
-        ({"partial_rotary_factor": 0.5}, "whole heads"),
+        ({"partial_rotary_factor": 0.5}, "all dimensions of a head"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown scaling 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "no factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": -1.0}}, "are positive"),

@@ -136,7 +136,7 @@ def test_losses_that_cannot_be_measured(base: trimtab.Model, model: trimtab.Mode
         base.loss(["the cat", "a"])
     with pytest.raises(ModelError, match=r"text 1 has \d+ tokens, the model's context 128; shorten it"):
         base.loss("the cat " * 200)
-    with pytest.raises(DataError, match="conversation:1 has no answer"):
+    with pytest.raises(DataError, match="conversation:1 has no assistant message"):
         model.loss(HI)
     with pytest.raises(ModelError, match="no chat template"):
         base.loss(HI)
@@ -217,7 +217,7 @@ def test_the_oldest_turns_are_dropped(chat: Chat) -> None:
     assert all(count % 2 == 0 for count in counts)
     assert len(chat.messages) == 12, "nothing is forgotten by the transcript"
     before = list(chat.messages)
-    with pytest.raises(ModelError, match=r"the message has \d+ tokens.*128 positions; shorten it"):
+    with pytest.raises(ModelError, match=r"the message has \d+ tokens.*128 tokens; shorten it"):
         chat.send("the cat " * 100)
     assert chat.messages == before
     assert chat.left_out == counts[-1]

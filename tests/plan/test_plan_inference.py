@@ -53,9 +53,9 @@ CASES: dict[str, Job] = {
 class RealBytes(LiveBytes):
     """Ignores tensors on the meta device, which take no memory."""
 
-    def _see(self, storage: Any, inputs: set[int]) -> None:
+    def _track(self, storage: Any, inputs: set[int]) -> None:
         if storage.device.type != "meta":
-            super()._see(storage, inputs)
+            super()._track(storage, inputs)
 
 
 def computing_in(job: Job) -> Any:

@@ -102,7 +102,7 @@ def test_the_adapter_in_use_is_the_one_that_is_saved(home: Path, tmp_path: Path)
     model.save_adapter(tmp_path / "default")
     found = json.loads((tmp_path / "default" / "adapter_config.json").read_text())["target_modules"]
     assert sorted(found) == ["down_proj", "q_proj"]
-    for used, said in (((), "none are in use"), (("default", "whole"), "2 are in use")):
+    for used, said in (((), "none are active"), (("default", "whole"), "2 are active")):
         model.use_adapters(*used)
         with pytest.raises(RecipeError, match=rf"default, whole, {said}.*adapter=NAME"):
             model.save_adapter(tmp_path / "unclear")

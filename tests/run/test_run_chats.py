@@ -149,8 +149,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[TrimtabError], str]] = {
     "no such file": ({"template": "chat.jinja"}, RecipeError, "there is no file chat.jinja"),
     "syntax": ({"template": "{% for %}"}, ModelError, "the chat template failed: .*line 1.*correct the chat"),
     "raises": ({"template": "{{ raise_exception('no!') }}"}, DataError, r"\.jsonl:1: the chat template failed: no!"),
-    "format": ({"train": {"source": "chats.jsonl", "format": "alpaca"}}, DataError, "the columns messages and not"),
-    "too short": ({"max_seq_length": 4}, DataError, "within 4 tokens; raise max_seq_length"),
+    "format": ({"train": {"source": "chats.jsonl", "format": "alpaca"}}, DataError, "the columns messages, but not"),
+    "too short": ({"max_seq_length": 4}, DataError, r"\(4 tokens\); raise max_seq_length"),
 }  # fmt: skip
 
 

@@ -293,7 +293,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora": {"target_modules": ["q_proj", "wq"]}}, ["no wq", "there are", "q_proj"]),
+        ({"lora": {"target_modules": ["q_proj", "wq"]}}, ["no wq", "choose from", "q_proj"]),
         ({"lora": {"r": 0}}, ["lora.r"]),
         ({"lora": {"r": 4000}}, ["lora.r is 4000", "at most"]),
         ({"lora": {"rank": 8}}, ["unknown key 'rank'", "r"]),
