@@ -42,7 +42,8 @@ def bench(
 
     `trimtab bench step` runs one study.
 
-    `trimtab bench --suite study` runs all of them, with at most two seconds of timing per cell.
+    `trimtab bench --suite study` runs sizes, step, kernels, memory, compile and attention, with at most two seconds of
+    timing per cell.
 
     `trimtab bench --suite study --minutes 9` runs a part of the suite; repeat the command to continue.
 
@@ -50,7 +51,7 @@ def bench(
 
     A cell is one configuration of a study. Each study writes every measurement as a JSON line, so an interrupted
     command continues with the next cell. Out of memory is recorded as a result, and the sweep continues in a new
-    process. `full` runs every study with all its default cells, which takes hours.
+    process. `full` runs the same studies with all their default cells, which takes hours.
     """
     if context.invoked_subcommand is not None:
         return

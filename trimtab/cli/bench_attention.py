@@ -74,8 +74,9 @@ def attention(
     from trimtab.lab.choices import parse_counts, split_words
     from trimtab.lab.studies.attention.cells import Options, cells, compile_choice
     from trimtab.lab.studies.attention.settings import Visibility
-    from trimtab.run.device import detect
+    from trimtab.run.device import detect, require_torch
 
+    require_torch()
     found = detect(device)
     options = Options(
         backends=split_words(backends),

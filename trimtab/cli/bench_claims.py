@@ -61,7 +61,9 @@ def claims(
     """
     from trimtab.lab.choices import split_words
     from trimtab.lab.studies.claims.cells import cells
+    from trimtab.run.device import require_torch
 
+    require_torch()
     used = study_device(device)
     chosen = cells(names or (), seeds=seeds, steps=steps, models=split_words(models), device=used)
     run_study(

@@ -51,7 +51,9 @@ def concurrency(
     """
     from trimtab.lab.choices import split_words
     from trimtab.lab.studies.concurrency.cells import cells
+    from trimtab.run.device import require_torch
 
+    require_torch()
     used = study_device(device)
     chosen = cells(
         split_words(ways),

@@ -68,7 +68,9 @@ def memory(
     """
     from trimtab.lab.choices import parse_counts, split_words
     from trimtab.lab.studies.memory.cells import Options, cells
+    from trimtab.run.device import require_torch
 
+    require_torch()
     place = study_device(device)
     options = Options(
         sizes=split_words(sizes),

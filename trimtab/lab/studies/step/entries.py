@@ -11,6 +11,7 @@ from trimtab.lab.samples import Samples
 from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
 from trimtab.lab.studies.step.result import StepResult, TimedStep
 from trimtab.lab.study import Measurement, Outcome
+from trimtab.report.distributions import t_quantile
 
 NOTHING = "–"
 
@@ -162,22 +163,6 @@ def digits_of(ms: float) -> int:
     return 1 if ms >= 10 else 2 if ms >= 1 else 3
 
 
-STUDENT_T = {
-    1: 12.71,
-    2: 4.30,
-    3: 3.18,
-    4: 2.78,
-    5: 2.57,
-    6: 2.45,
-    8: 2.31,
-    10: 2.23,
-    15: 2.13,
-    20: 2.09,
-    30: 2.04,
-}
-"""97.5 % quantiles of Student's t by degrees of freedom: few samples need a larger distance."""
-
-
 def differ(a: Samples, b: Samples) -> bool:
     """Whether the 95 % interval of the difference of two means excludes zero; False for single samples.
 
@@ -190,7 +175,7 @@ def differ(a: Samples, b: Samples) -> bool:
     if min(a.repetitions, b.repetitions) < 2:
         return False
     freedom = a.repetitions + b.repetitions - 2
-    quantile = STUDENT_T[max(known for known in STUDENT_T if known <= freedom)]
+    quantile = t_quantile(0.05, freedom)
     error = math.sqrt(a.std_ms**2 / a.repetitions + b.std_ms**2 / b.repetitions)
     return abs(a.mean_ms - b.mean_ms) > quantile * error
 
