@@ -36,7 +36,7 @@ sameness: $(VENV)/.dev  ## compare the losses of this tree and PARENT=commit bit
 	@$(BIN)/python -m tools.sameness $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
 
 sameness-ptx: $(VENV)/.dev  ## compare what this tree and PARENT=commit ask of a CUDA GPU, without one
-	@$(BIN)/python -m tools.sameness.ptx $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)')
+	@$(BIN)/python -m tools.sameness.ptx $(if $(PARENT),--parent $(PARENT)) $(if $(ONLY),--only '$(ONLY)') $(addprefix --renamed ,$(RENAMED))
 
 check: $(VENV)/.dev  ## lint, types, the import contract and wording, in a minute
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(BIN)/python -m tools.import_contract && $(BIN)/python -m tools.wording

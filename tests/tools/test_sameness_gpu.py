@@ -98,6 +98,21 @@ def test_a_copy_on_other_lines_is_identical(
     assert (kernel.kernel, kernel.pairs, kernel.identical) == ("demo._scale_kernel", 1, 1)
 
 
+def test_a_renamed_kernel_is_compared_by_its_current_name(
+    record_source: Callable[[str], Recording], tmp_path: Path
+) -> None:
+    parent, head = record_source(KERNEL), record_source(KERNEL)
+    for entry in parent.entries:
+        if entry.kernel:
+            object.__setattr__(entry, "name", "launch demo._former_kernel")
+    pairs: Pairs = {}
+    assert compare_case("demo", parent, head, {}).different
+    renamed = {"demo._former_kernel": "demo._scale_kernel"}
+    assert compare_case("demo", parent, head, pairs, renamed).text == "equal"
+    (kernel,) = compare_kernels(pairs, Store(tmp_path / "1"), Store(tmp_path / "2"))
+    assert (kernel.pairs, kernel.identical) == (1, 1)
+
+
 def test_a_changed_constant_in_a_kernel_is_reported(
     record_source: Callable[[str], Recording], tmp_path: Path
 ) -> None:

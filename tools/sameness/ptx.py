@@ -78,7 +78,8 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> int:
         )
         before, after = (record(side, names, scratch, options) for side in (parent, head))
         pairs: Pairs = {}
-        verdicts = [compare_case(name, before.read(name), after.read(name), pairs) for name in names]
+        renamed = dict(pair.split("=", 1) for pair in options.renamed)
+        verdicts = [compare_case(name, before.read(name), after.read(name), pairs, renamed) for name in names]
         kernels = compare_kernels(pairs, before, after)
         never = after.launchable() - {specialization.place for _, specialization in pairs.values()}
     print(report(verdicts, kernels))
@@ -133,6 +134,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--parent",
         help="the commit to compare with; by default HEAD for uncommitted changes, else the merge base",
+    )
+    add(
+        "--renamed",
+        metavar="PARENT=HEAD",
+        action="append",
+        default=[],
+        help="a renamed kernel: attention.forward_kernel=attention.attention_forward_kernel; repeatable",
     )
     add("--only", metavar="PATTERN", help="cases whose name matches, or contains it")
     add("--list", action="store_true", help="list the cases and exit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tools.sameness.gpu.compiled import Compiled, canonical
@@ -53,11 +53,21 @@ class KernelVerdict:
 Pairs = dict[tuple[str, str], tuple[Specialization, Specialization]]
 
 
-def compare_case(name: str, parent: Recording | None, head: Recording | None, pairs: Pairs) -> Verdict:
-    """Compares a case, and adds the specializations that both commits launched at the same place to `pairs`."""
+def compare_case(
+    name: str,
+    parent: Recording | None,
+    head: Recording | None,
+    pairs: Pairs,
+    renamed: Mapping[str, str] | None = None,
+) -> Verdict:
+    """Compares a case, and adds the specializations that both commits launched at the same place to `pairs`.
+
+    `renamed` maps names of kernels in the parent to their names in the head.
+    """
     if parent is None or head is None:
         return Verdict(name, 0, 0, f"not recorded in the {'parent' if parent is None else 'head'}")
     before, after = _work(parent.entries), _work(head.entries)
+    before = [_with_current_name(entry, renamed or {}) for entry in before]
     counts = len(after), sum(entry.kernel is not None for entry in after)
     if parent.error or head.error:
         same = parent.error == head.error
@@ -74,6 +84,12 @@ def compare_case(name: str, parent: Recording | None, head: Recording | None, pa
     text = _first_difference(before, after)
     diff = () if text == "equal" else tuple(_shortened(_changes(before, after)))
     return Verdict(name, *counts, text, _allocations(parent.entries, head.entries), diff)
+
+
+def _with_current_name(entry: Entry, renamed: Mapping[str, str]) -> Entry:
+    """The entry; if it launches a kernel that the head has renamed, with the current name."""
+    kind, _, kernel = entry.name.partition(" ")
+    return replace(entry, name=f"{kind} {renamed[kernel]}") if kernel in renamed else entry
 
 
 def _work(entries: Iterable[Entry]) -> list[Entry]:
