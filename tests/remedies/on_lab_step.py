@@ -51,7 +51,7 @@ case(
     any_named_model,
 )
 case(
-    f"{CHOICES}:choose_members: {{}}choose from {{}}",
+    f"{CHOICES}:choose_names: {{}}choose from {{}}",
     lambda w: ask(precisions=["bf61"]),
     lambda w, remedy: in_turn(lambda name: ask(precisions=[name]), listed(remedy, "choose from")),
 )

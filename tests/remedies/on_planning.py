@@ -20,6 +20,13 @@ def choices(remedy: str) -> list[str]:
 
 
 case(
+    "cli/plan.py:plan: add the answer's lines to the command and repeat it without --solve",
+    lambda w: w.cli(
+        "plan", "starter", "--gpu", "24GB", "--solve", "batch_size", "--page", w.tmp / "plan.html"
+    ),
+    lambda w, remedy: w.cli("plan", "starter", "--gpu", "24GB", "--page", w.tmp / "plan.html"),
+)
+case(
     "cli/plan.py:plan: give a recipe or a model: `trimtab plan Qwen/Qwen3-8B --gpu 24GB --method qlora`; "
     "see `trimtab plan --help`",
     lambda w: plan(w),

@@ -12,7 +12,8 @@ from trimtab.facts.names import path_of
 from trimtab.recipe import load, loads
 from trimtab.recipe.keys import Recipe
 
-BASE = "model: starter\ndata: {train: starter:math}\n"
+REST = "\ndata: {train: starter:math}\n"
+BASE = f"model: starter{REST}"
 
 
 def recipe(*overrides: str, base: str = BASE) -> Recipe:
@@ -289,6 +290,16 @@ case(
     "recipe/problems.py:unknown_key: did you mean '{}'{}?",
     lambda w: recipe("lora.learning_rate=1e-4", base=LORA),
     lambda w, remedy: recipe(f"{meant(remedy)}=1e-4", base=LORA),
+)
+case(
+    "recipe/problems.py:unknown_key: write `{}`",
+    lambda w: loads(f"{BASE}base_model: starter\n"),
+    lambda w, remedy: loads(remedy.removeprefix("write `").removesuffix("`").replace("…", "starter") + REST),
+)
+case(
+    "recipe/problems.py:unknown_key: write `{}`; dots are for the command line",
+    lambda w: loads(f"model.name: starter{REST}"),
+    lambda w, remedy: loads(remedy.removeprefix("write `").partition("`")[0].replace("…", "starter") + REST),
 )
 case(
     "recipe/problems.py:unknown_key: known keys here are {}",

@@ -128,6 +128,11 @@ def plan(
         )
     found = _read(target, words, gpu, method, host_memory)
     if solve is not None:
+        if page is not None or what_if or recompute or dtypes:
+            raise RecipeError(
+                "--solve prints an answer only, without --page, --what-if, --recompute or --dtypes",
+                "add the answer's lines to the command and repeat it without --solve",
+            )
         questions.print_answer(found, solve, prices, as_json=as_json)
         return
     _print(found, what_if=what_if, recompute=recompute, dtypes=dtypes, as_json=as_json, page=page)

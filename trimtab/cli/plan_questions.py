@@ -159,7 +159,7 @@ def print_costs(costs: list[PolicyCost], num_layers: int) -> None:
     console = new_console()
     console.print("Each policy applied to all layers, for one microbatch:", table)
     if costs[0].seconds is None:
-        console.print("No times are shown: the FLOP/s of this device are unknown.")
+        console.print("No times are shown: the device's speed is not known.")
 
 
 def print_dtypes(found: Target) -> None:

@@ -182,5 +182,6 @@ def _unknown(job: Job, device: DeviceFacts) -> str:
     if device.kind == "cpu":
         return f"the speed of {device.name} is not known; `trimtab plan --calibrate` measures it in a minute"
     return (
-        f"no {job.dtype} rate of {device.name} is known; `trimtab plan --calibrate` measures it in a minute"
+        f"no {job.dtype} rate of {device.name} is known; name the GPU, as in --gpu rtx4090, or run "
+        "`trimtab plan --calibrate` on the machine that has it"
     )

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+ATTENTION_IS_AUTOMATIC = (
+    "leave it out: the fastest exact attention is chosen; model.attn_implementation forces a backend"
+)
+
 UNSUPPORTED_NAMES = {
     "trust_remote_code": "code from a model repository is never run; delete the line",
     "token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
@@ -20,13 +24,17 @@ UNSUPPORTED_NAMES = {
     "finetuning_type": "write lora: {r: 16} for adapters, or nothing to train all parameters",
     "adapter": "write lora: {r: 16}, for QLoRA with load_in_4bit: true; to start from an adapter, "
     "lora: {adapter: FOLDER}",
+    "flash_attention": ATTENTION_IS_AUTOMATIC,
+    "flash_attn": ATTENTION_IS_AUTOMATIC,
+    "use_flash_attention_2": ATTENTION_IS_AUTOMATIC,
+    "type": "leave it out: the format of rows is detected; `format` in a source forces one",
     "activation_offloading": "write recompute: offload",
     "save_strategy": "set save_steps; save_steps=null saves only at the end",
     "eval_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
     "evaluation_strategy": "set eval_steps; eval_steps=null evaluates only before and after training",
     "logging_strategy": "set logging_steps",
     "evals_per_epoch": "set eval_steps, which counts steps",
-    "saves_per_epoch": "set save_steps, which counts steps",
+    "saves_per_epoch": "set save_steps to a number of steps; a checkpoint is saved at the end in any case",
     "load_best_model_at_end": "leave it out: the best checkpoint is kept in addition to the newest ones, and "
     "`--checkpoint best` uses it",
     "per_device_eval_batch_size": "leave it out: evaluation uses per_device_train_batch_size too",
@@ -37,7 +45,7 @@ UNSUPPORTED_NAMES = {
     "overwrite_output_dir": "set another output_dir: a run is never overwritten",
     "push_to_hub": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder for `hf upload`",
     "hub_model_id": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder for `hf upload`",
-    "wandb_project": "write report_to: wandb; Weights & Biases reads the environment variable WANDB_PROJECT",
+    "wandb_project": "write report_to: wandb, and set the environment variable WANDB_PROJECT",
     "wandb_entity": "write report_to: wandb; Weights & Biases reads the environment variable WANDB_ENTITY",
     "deepspeed": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
     "fsdp": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
@@ -118,9 +126,6 @@ OTHER_NAMES = {
     "template": "model.chat_template",
     "chat_template": "model.chat_template",
     "attn_impl": "model.attn_implementation",
-    "flash_attention": "model.attn_implementation",
-    "flash_attn": "model.attn_implementation",
-    "use_flash_attention_2": "model.attn_implementation",
     "special_tokens": "model.added_tokens",
     "dataset": "data.train",
     "datasets": "data.train",
@@ -133,7 +138,6 @@ OTHER_NAMES = {
     "path": "data.train.0.source",
     "text_field": "data.train.0.text_column",
     "dataset_text_field": "data.train.0.text_column",
-    "type": "data.train.0.format",
     "max_samples": "data.train.0.first",
     "max_train_samples": "data.train.0.first",
     "train_on_inputs": "data.train.0.train_on",

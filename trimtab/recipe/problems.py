@@ -131,10 +131,15 @@ def unknown_key(path: Path, place: str) -> tuple[str, str]:
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
     if key in UNSUPPORTED_NAMES and parent != ("lora",):
         return cause, UNSUPPORTED_NAMES[key]
+    typed_as_override = place.startswith(" (from ")
+    if "." in key and as_path(key) in all_keys():
+        return cause, f"write `{nested(as_path(key))}`; dots are for the command line"
     near = nearest_key(path)
     if near is not None:
         if near[:-1] == parent:
             return cause, f"did you mean '{near[-1]}'?"
+        if len(near) > 1 and not typed_as_override:
+            return cause, f"write `{nested(near)}`"
         top = " at the top level of the recipe" if len(near) == 1 else ""
         return cause, f"did you mean '{dotted(near)}'{top}?"
     model = section_at(parent)
@@ -158,6 +163,19 @@ def nearest_key(path: Path) -> Path | None:
         return min(elsewhere, key=len)
     near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
     return (*parent, near[0]) if near else None
+
+
+def nested(path: Path) -> str:
+    """A key as it is written in a recipe file.
+
+    Example:
+        >>> nested(("model", "name")), nested(("data", "train", 0, "first"))
+        ('model: {name: …}', 'data: {train: [{first: …}]}')
+    """
+    text = "…"
+    for part in reversed(path[1:]):
+        text = f"[{text}]" if isinstance(part, int) else f"{{{part}: {text}}}"
+    return f"{path[0]}: {text}"
 
 
 def as_path(text: str) -> Path:

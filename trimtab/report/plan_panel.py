@@ -41,6 +41,13 @@ def verdict(plan: dict[str, Any]) -> str:
             f"Does not fit: needs {format_bytes(needed, up=True)}, but {has} {format_bytes(limit)}; "
             f"{format_bytes(needed - limit, up=True)} are missing."
         )
+    phases = section(plan, "phases")
+    peak = next((phase for phase in phases.get("phases", []) if phase["phase"] == phases.get("peak")), None)
+    if peak is not None and int(peak["needed"]) > limit:
+        return (
+            f"Does not fit: the phase {peak['phase']} needs {format_bytes(int(peak['needed']), up=True)}, but {has} "
+            f"{format_bytes(limit)}."
+        )
     if plan.get("fits") is False:
         return f"Does not fit: the host has too little memory to pin {format_bytes(memory['host'])}."
     return (

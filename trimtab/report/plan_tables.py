@@ -34,7 +34,11 @@ def what_if_view(effects: list[dict[str, Any]]) -> RenderableType:
             _effects(used, "memory"),
         ]
     if any(effect["seconds"] is None for effect in effects):
-        parts.append(Text("No times are shown: the FLOP/s of this device are unknown (--calibrate)."))
+        parts.append(
+            Text(
+                "No times are shown: the device's speed is not known; name the GPU (--gpu rtx4090), or use --calibrate."
+            )
+        )
     if any(not effect["same_training"] for effect in effects):
         parts.append(Text("* changes the trainable parameters or their dtypes", style="bright_black"))
     return Group(*parts)
