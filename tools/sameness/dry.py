@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 from tools.sameness.case import Case
@@ -26,6 +27,8 @@ def pretended_gpu() -> AbstractContextManager[object]:
         memory_reserved=lambda *_: 0,
         get_device_capability=lambda *_: (9, 0),
         get_device_name=lambda *_: "NVIDIA H200",
+        current_device=lambda: 0,
+        get_device_properties=lambda *_: SimpleNamespace(is_integrated=False, uuid=None),
     )
 
 

@@ -161,6 +161,7 @@ def emulated_cuda_api(log: Log) -> Iterator[None]:
         "synchronize": lambda *_: log.add("synchronize", {}),
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
+        "max_memory_reserved": lambda *_: 0,
         "Stream": streams.make,
         "current_stream": streams.current,
         "stream": streams.on,
