@@ -228,10 +228,13 @@ def test_saving_a_step_again_replaces_it(store: Store) -> None:
     [
         ({"extra": torch.zeros(1)}, "missing in the checkpoint: extra"),
         ({"model.weight": None}, "only in the checkpoint: model.weight"),
-        ({"model.weight": torch.zeros(3, 4)}, r"model.weight \[4, 3\] there, \[3, 4\] here"),
+        (
+            {"model.weight": torch.zeros(3, 4)},
+            r"model.weight \[4, 3\] in the checkpoint, \[3, 4\] in this run",
+        ),
         (
             {"model.weight": torch.zeros(4, 3, dtype=torch.bfloat16)},
-            "model.weight float32 there, bfloat16 here",
+            "model.weight float32 in the checkpoint, bfloat16 in this run",
         ),
         ({f"layer.{i}": torch.zeros(1) for i in range(9)}, "layer.0, layer.1, layer.2 and 6 more"),
     ],

@@ -20,7 +20,7 @@ def smollm2() -> tuple[Decoder, Tokenizer]:
     decoder = build(read_shape(path), dtype="fp32", device="cpu", attention="sdpa_math")
     load_weights(decoder, path)
     tokenizer = text.load(path)
-    text.check_fits(tokenizer, decoder.shape.vocab_size)
+    text.check_vocabulary(tokenizer, decoder.shape.vocab_size)
     return decoder, tokenizer
 
 

@@ -193,7 +193,7 @@ def test_explicit_policies(override: str, policies: tuple[str, ...]) -> None:
     result = plan(override, "mlp_tiles=2")
     assert result.job.layers == policies
     assert result.job.mlp_tiles == 2
-    assert result.resolved.memory_plan.reason == "named in the recipe"
+    assert result.resolved.memory_plan.reason == "set in the recipe"
 
 
 def test_an_explicit_list_has_one_policy_per_layer() -> None:

@@ -55,7 +55,7 @@ EARLY: dict[str, Any] = {
 }
 """choices.json in its first version."""
 
-words = st.sampled_from(["", "fp32", "bf16", "varlen", "triton", "named in the recipe"])
+words = st.sampled_from(["", "fp32", "bf16", "varlen", "triton", "set in the recipe"])
 sizes = st.integers(0, 2**45)
 backends = st.builds(LayerAttention, words.filter(bool), words.filter(bool))
 layers = st.lists(backends, min_size=3, max_size=3).map(tuple)
@@ -137,7 +137,7 @@ def test_an_early_file_has_the_defaults_of_its_time() -> None:
         attention=AttentionConfig(
             (LayerAttention("varlen", "varlen"),) * 4, "packed documents", (("flex", "compiles"),)
         ),
-        optimizer=OptimizerConfig("adamw_torch_fused", "torch", "named in the recipe"),
+        optimizer=OptimizerConfig("adamw_torch_fused", "torch", "set in the recipe"),
     )
     assert resolved.loss == LossConfig("chunked", None, "", 0.0, 0.0)
     assert resolved.pointwise.impl == "reference"

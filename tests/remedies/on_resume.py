@@ -72,7 +72,7 @@ case(
     lambda w, remedy: follow_changed(w, remedy, lora_run(w)),
 )
 case(
-    "run/lengths.py:check_length: leave it out, or set max_steps={} or more",
+    "run/planned_steps.py:check_planned_steps: leave it out, or set max_steps={} or more",
     lambda w: resume(w, "max_steps=1"),
     lambda w, remedy: (resume(w), resume(w, re.findall(r"max_steps=\d+", remedy)[0])),
 )

@@ -116,7 +116,7 @@ case(
     lambda w, remedy: (generate(w, "--checkpoint", "latest"), generate(w, "--checkpoint", 4)),
 )
 case(
-    "run/models.py:open_model: leave the revision out; a run's states are chosen with checkpoint",
+    "run/models.py:open_model: leave the revision out; a run's checkpoint is selected with checkpoint",
     lambda w: trimtab.load(str(run(w)), revision="main"),
     lambda w, remedy: (trimtab.load(str(run(w))), trimtab.load(str(run(w)), checkpoint=4)),
 )
@@ -126,7 +126,7 @@ case(
     lambda w, remedy: trimtab.load(str(w.model)),
 )
 case(
-    "run/models.py:open_model: leave the checkpoint out; a hub id's states are chosen with revision",
+    "run/models.py:open_model: leave the checkpoint out; a hub model's commit is selected with revision",
     lambda w: generate(w, "--checkpoint", 4, model=w.model),
     lambda w, remedy: generate(w, model=w.model),
 )
@@ -365,8 +365,8 @@ case(
     ),
 )
 case(
-    "run/prepare.py:check_embedding_learning_rate: name embed_tokens or lm_head in lora.modules_to_save, or leave it "
-    "out",
+    "run/prepare.py:check_embedding_learning_rate: add embed_tokens or lm_head to lora.modules_to_save, or leave "
+    "embedding_learning_rate out",
     lambda w: w.plan("embedding_learning_rate=1e-5", lora={"r": 2}),
     lambda w, remedy: (
         w.plan("embedding_learning_rate=1e-5", lora={"r": 2, "modules_to_save": ["embed_tokens"]}),

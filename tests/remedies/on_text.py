@@ -313,7 +313,7 @@ def other_tokenizer(w: World) -> object:
 
 
 case(
-    "text/tokenizer.py:check_fits: use the tokenizer that belongs to the model",
+    "text/tokenizer.py:check_vocabulary: use the tokenizer that belongs to the model",
     other_tokenizer,
     lambda w, remedy: w.train(model={"name": str(w.model), "tokenizer": str(w.model)}, max_steps=1),
 )

@@ -19,7 +19,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "api/prompt_files.py:OutputFile.write: free some space and repeat the call, which continues after these rows, "
         "or name another {}",
         "adapt/offload.py:_Pinned.__init__: set recompute: block, or raise the locked memory limit (ulimit -l)",
-        "checkpoint/lock.py:RunLock._unwritable: check its rights and those of its files",
+        "checkpoint/lock.py:RunLock._unwritable: check the permissions of the folder and its files",
         "checkpoint/store.py:_no_space: free some space{}, then resume; the earlier checkpoints are intact",
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
         "then resume; the earlier checkpoints are intact",
@@ -43,7 +43,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "model/weights_safetensors.py:_open: check the disk",
         "plan/disk.py:check_disk: free some space or {}",
         "plan/disk.py:check_disk: free some space, {}, or {}",
-        "recipe/loading.py:load: check its rights",
+        "recipe/loading.py:load: check its permissions",
         "report/rundata.py:_unreadable: check its permissions",
         "run/folder.py:_writing: free some disk space or check the permissions",
         "trainer/metrics_log.py:_explain: free some space and resume; records already written are kept",

@@ -84,7 +84,7 @@ PLAN: dict[str, Any] = {
         "precision": "everything in fp32",
         "threads": 2,
         "deterministic": False,
-        "optimizer": {"name": "adamw_torch", "reason": "named in the recipe"},
+        "optimizer": {"name": "adamw_torch", "reason": "set in the recipe"},
     },
     "notes": [],
 }

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.report.distributions import exact_share_interval, incomplete_beta, t_quantile, t_two_sided
-from trimtab.report.paired import ALPHA, FEWEST, PairedItemTest, flips, holm, shift, weighted_mean
+from trimtab.report.paired import (
+    ALPHA,
+    FEWEST,
+    PairedItemTest,
+    compare_items,
+    compare_losses,
+    holm,
+    weighted_mean,
+)
 from trimtab.report.rundata import RunData
 from trimtab.report.verdicts import Change, changes, verdict
 
@@ -35,9 +43,9 @@ def test_exact_test_of_changed_items(gained: int, lost: int, p: float) -> None:
 
 
 def test_items_are_compared_one_by_one() -> None:
-    assert flips([True, True, False, False], [True, False, True, True]) == PairedItemTest(2, 1, 4)
+    assert compare_items([True, True, False, False], [True, False, True, True]) == PairedItemTest(2, 1, 4)
     with pytest.raises(ValueError, match="zip"):
-        flips([True], [True, False])
+        compare_items([True], [True, False])
 
 
 @given(st.integers(1, 60), st.integers(0, 60), st.floats(0.01, 0.99))
@@ -87,12 +95,12 @@ def test_holm_s_correction() -> None:
 
 def test_documents_of_equal_length_have_the_textbook_interval() -> None:
     before, after = [3.0, 2.5, 2.0, 4.0, 3.5, 3.1], [2.8, 2.6, 1.7, 3.5, 3.4, 2.8]
-    found = shift(before, after, [50] * 6)
+    found = compare_losses(before, after, [50] * 6)
     assert found is not None
     differences = [a - b for a, b in zip(after, before, strict=True)]
     mean = sum(differences) / 6
     error = math.sqrt(sum((d - mean) ** 2 for d in differences) / 5 / 6)
-    assert (found.difference, found.error, found.freedom) == pytest.approx((mean, error, 5))
+    assert (found.difference, found.error, found.degrees_of_freedom) == pytest.approx((mean, error, 5))
     assert found.interval()[1] == pytest.approx(
         mean + 2.570582 * error, abs=1e-6
     )  # t for 5 degrees of freedom
@@ -102,16 +110,16 @@ def test_long_documents_weigh_more_and_a_few_of_them_count_as_few() -> None:
     found = weighted_mean([1.0] + [0.0] * 9, [910] + [10] * 9)
     assert found is not None
     assert found.difference == pytest.approx(0.91)
-    assert found.freedom == 1.0  # equivalent to one document: not significant
+    assert found.degrees_of_freedom == 1.0  # equivalent to one document: not significant
     assert found.p > ALPHA
 
 
 def test_too_few_documents_are_not_tested() -> None:
-    assert shift([1.0] * (FEWEST - 1), [0.5] * (FEWEST - 1), [10] * (FEWEST - 1)) is None
+    assert compare_losses([1.0] * (FEWEST - 1), [0.5] * (FEWEST - 1), [10] * (FEWEST - 1)) is None
 
 
 def test_documents_that_all_change_alike() -> None:
-    same, moved = shift([1.1] * 6, [1.1] * 6, [7] * 6), shift([1.1] * 6, [1.4] * 6, [7] * 6)
+    same, moved = compare_losses([1.1] * 6, [1.1] * 6, [7] * 6), compare_losses([1.1] * 6, [1.4] * 6, [7] * 6)
     assert same is not None
     assert moved is not None
     assert (same.p, same.interval()) == (1.0, (0.0, 0.0))

@@ -120,7 +120,7 @@ def test_tokens_go_with_the_adapter_that_has_them(home: Path, tmp_path: Path) ->
     assert (tmp_path / "again" / "tokenizer.json").exists()
 
 
-def test_what_was_trained_and_moved_since_is_what_counts(home: Path, tmp_path: Path) -> None:
+def test_export_writes_current_values(home: Path, tmp_path: Path) -> None:
     decoder = opened(home / "whole" / "run").opened.decoder
     decoder.double().float()  # other storage, as on another device
     norm = decoder.get_parameter("model.norm.weight")
@@ -195,7 +195,7 @@ def test_a_merge_in_training_mode_drops_nothing(home: Path, tmp_path: Path) -> N
     export_merged(model.opened.decoder, model.opened.tokenizer, tmp_path / "merged", dtype="fp32")
 
 
-def test_an_adapter_may_be_called_as_the_check_calls_its_own(home: Path, tmp_path: Path) -> None:
+def test_an_adapter_may_be_named_read_back(home: Path, tmp_path: Path) -> None:
     decoder = opened(home / "model").opened.decoder
     source = opened(home / "plain" / "run").opened.decoder
     attach_adapters(decoder, settings_of(source), "read_back")

@@ -17,7 +17,7 @@ from trimtab.recipe import loads
 from trimtab.run.choices import (
     Choices,
     DataPins,
-    Length,
+    PlannedSteps,
     read_choices,
     read_model_choices,
     read_recipe,
@@ -43,7 +43,7 @@ CHOICES = Choices(
     data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], train_source_first=True),
     base=BASE,
     started_from=dataclasses.replace(BASE, files={}, seed=3),
-    lengths=(Length(0, 20), Length(10, 40)),
+    lengths=(PlannedSteps(0, 20), PlannedSteps(10, 40)),
 )
 
 
@@ -81,7 +81,7 @@ def test_every_field_is_in_the_file(folder: RunFolder) -> None:
             "data": DataPins({}, []),
             "base": None,
             "started_from": None,
-            "lengths": (Length(0, 1),),
+            "lengths": (PlannedSteps(0, 1),),
             "logs_checkpoints": False,
             "dropout_by_sequence": False,
         }[field.name]

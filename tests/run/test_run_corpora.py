@@ -36,7 +36,7 @@ def opened(folder: Path, tokenizer: text.Tokenizer, kept: Any = None, **data: An
         **data,
     }
     recipe = build({"model": "x", "data": section, "max_seq_length": 64, "max_steps": 3})
-    return open_corpora(recipe, tokenizer, Quiet(), kept=kept)
+    return open_corpora(recipe, tokenizer, Quiet(), pins=kept)
 
 
 def trained_texts(corpora: Corpora, tokenizer: text.Tokenizer, **data: Any) -> set[str]:

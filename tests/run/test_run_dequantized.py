@@ -1,4 +1,4 @@
-"""Runs over packed weights that are kept unpacked as well: same losses, same files, changed and unchanged on resume."""
+"""Runs whose quantized weights also have dequantized copies: same losses and files; changed or kept on resume."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def stopped_copy(run: Path, folder: Path) -> Path:
     return stopped
 
 
-def test_a_folder_of_before_there_was_a_choice(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_folders_without_the_key_resume(runs: tuple[Path, Path], tmp_path: Path) -> None:
     stopped = stopped_copy(runs[0], tmp_path)
     kept = json.loads((stopped / "choices.json").read_text())
     del kept["memory"]["dequantized_layers"]

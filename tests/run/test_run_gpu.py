@@ -94,7 +94,7 @@ def on_the_cpu(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], lis
     ],
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
-def test_follows_the_cpu(
+def test_losses_are_close_to_the_cpus(
     tmp_path: Path, on_the_cpu: Callable[[bool], list[float]], changes: dict[str, object]
 ) -> None:
     """The same sequences and weights: the GPU's loss curve stays close to the CPU's in fp32."""
@@ -106,7 +106,7 @@ def test_follows_the_cpu(
     assert relative(ours, theirs) < bound
 
 
-def test_runs_of_one_process_do_not_meet(tmp_path: Path) -> None:
+def test_a_runs_settings_do_not_affect_the_next_run(tmp_path: Path) -> None:
     """Nondeterministic attention works after a deterministic run, and all memory is usable after a run with a limit."""
     run(tmp_path, "first", **{**EXACT, "eval_steps": None, "save_steps": None, "memory_limit": "4GiB"})
     assert torch.cuda.get_per_process_memory_fraction() == 1.0

@@ -39,13 +39,15 @@ def resolved_graphs(recipe: Recipe, device: DeviceFacts) -> CudaGraphsConfig:
     return resolve_recipe(recipe, SHAPE, device, threads=1).graphs
 
 
-def test_on_where_launches_cost_more_than_arithmetic() -> None:
-    assert graphs_of("") == CudaGraphsConfig(True, "forward and backward of a microbatch need one launch")
+def test_graphs_are_enabled_if_launches_cost_more_than_arithmetic() -> None:
+    assert graphs_of("") == CudaGraphsConfig(
+        True, "forward and backward of a microbatch take one launch instead of thousands"
+    )
     long = graphs_of("per_device_train_batch_size: 2000000")
     assert long.enabled is False
     assert "the overhead of kernel launches is hidden" in long.reason
     assert graphs_of("cuda_graphs: true\nper_device_train_batch_size: 2000000").enabled is True
-    assert graphs_of("cuda_graphs: false") == CudaGraphsConfig(False, "named in the recipe")
+    assert graphs_of("cuda_graphs: false") == CudaGraphsConfig(False, "set in the recipe")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_on_where_launches_cost_more_than_arithmetic() -> None:
         ),
     ],
 )
-def test_off_where_a_step_cannot_be_captured(lines: str, device: DeviceFacts, why: str) -> None:
+def test_graphs_are_disabled_if_a_step_cannot_be_captured(lines: str, device: DeviceFacts, why: str) -> None:
     chosen = graphs_of(lines, device)
     assert chosen.enabled is False
     assert chosen.reason.startswith(why)
@@ -188,11 +190,11 @@ def test_a_captured_microbatch_is_bitwise_identical_to_an_eager_one(kind: str, p
     graphs = Graphs(losses[0], parameters_of(ours), device, resources=StepResources(ours))
     eager = eager_graphs(theirs, losses[1])
     assert all(map(torch.equal, run_steps(graphs, range(5)), run_steps(eager, range(5))))
-    assert len(graphs._recorded) == 2
+    assert len(graphs._captured) == 2
     graphs.release()
-    assert not graphs._recorded
+    assert not graphs._captured
     assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(eager, range(5, 7))))
-    assert len(graphs._recorded) == 2
+    assert len(graphs._captured) == 2
 
 
 @pytest.mark.gpu
@@ -205,7 +207,7 @@ def test_fewer_rows_run_eagerly(short: tuple[int, int]) -> None:
     graphs = Graphs(losses[0], parameters_of(ours), device)
     found = run_steps(graphs, range(6), short=short)
     assert all(map(torch.equal, found, run_steps(eager_graphs(theirs, losses[1]), range(6), short=short)))
-    assert len(graphs._recorded) == 2, "complete microbatches are still captured"
+    assert len(graphs._captured) == 2, "complete microbatches are still captured"
 
 
 class Waiting(MicrobatchLoss):
@@ -234,7 +236,7 @@ def test_a_step_that_synchronizes_falls_back_to_eager_with_a_message(later: bool
     steps = range(WARM_UP + 2)
     assert all(map(torch.equal, run_steps(graphs, steps), run_steps(eager, steps)))
     assert graphs.failed
-    assert not graphs._recorded, "the graph that was captured is released"
+    assert not graphs._captured, "the graph that was captured is released"
     assert len(said) == 1
     assert said[0].startswith("CUDA graph capture failed, and steps run eagerly: ")
     # The failed capture leaves no state: the next possible capture succeeds.
@@ -245,7 +247,7 @@ def test_a_step_that_synchronizes_falls_back_to_eager_with_a_message(later: bool
     assert pools <= {(0, 0)}, pools
     after = Graphs(MicrobatchLoss(ours, device, nullcontext, packing=True), parameters_of(ours), device)
     run_steps(after, steps)
-    assert len(after._recorded) == 2
+    assert len(after._captured) == 2
 
 
 @pytest.mark.gpu

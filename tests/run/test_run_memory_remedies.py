@@ -35,7 +35,7 @@ def qwen() -> Plan:
 def failed(plan: Plan, phase: RunPhase, *, beyond: int = 0, free: int = 0) -> MemoryReport:
     """A failed allocation of 1 GiB, with the phase's predicted memory and `beyond` more allocated."""
     predicted = predicted_memory(plan, phase)
-    allocated = (predicted.phase or predicted.allocated) + beyond - GIB
+    allocated = (predicted.phase_allocated or predicted.allocated) + beyond - GIB
     state = MemoryState(
         "NVIDIA A10",
         requested=GIB,

@@ -21,7 +21,7 @@ NEW = DeviceFacts("an RTX 4090", "cuda", memory_bytes=2**34, capability=(8, 9), 
 
 @pytest.mark.parametrize("device", [OLD, BARE], ids=["too old for it", "not installed"])
 @pytest.mark.parametrize("bits", ["load_in_4bit", "load_in_8bit"])
-def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
+def test_auto_selects_no_triton_kernels(device: DeviceFacts, bits: str) -> None:
     text = (
         f"model: x\ndata: {{train: y}}\nmax_seq_length: 64\nlora: {{r: 4}}\noptim: adamw_8bit\n{bits}: true"
     )
@@ -40,7 +40,7 @@ def test_nothing_of_it_is_chosen(device: DeviceFacts, bits: str) -> None:
     assert better.impl == "triton"
 
 
-def test_asked_for_by_name_it_is_refused() -> None:
+def test_requesting_triton_raises() -> None:
     with pytest.raises(RecipeError, match="do not run here"):
         spec_quantized.choose_quantized_kernels(device="cuda", triton=False, requested="triton")
 
@@ -49,7 +49,7 @@ def test_asked_for_by_name_it_is_refused() -> None:
     ("installed", "capability", "runs"),
     [(True, (7, 5), True), (True, (7, 0), False), (False, (9, 0), False)],
 )
-def test_kernels_ask_the_device(
+def test_support_depends_on_capability(
     monkeypatch: pytest.MonkeyPatch, installed: bool, capability: tuple[int, int], runs: bool
 ) -> None:
     monkeypatch.setattr(triton_support, "find_spec", lambda _: object() if installed else None)

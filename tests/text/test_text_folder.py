@@ -111,11 +111,11 @@ def test_fingerprint_depends_on_conventions_and_template(tmp_path: Path) -> None
     assert plain.fingerprint != text.load(bigger).fingerprint
 
 
-def test_check_fits(tmp_path: Path) -> None:
+def test_check_vocabulary(tmp_path: Path) -> None:
     tokenizer = text.load(write_folder(tmp_path))
-    text.check_fits(tokenizer, tokenizer.vocab_size)
+    text.check_vocabulary(tokenizer, tokenizer.vocab_size)
     with pytest.raises(ModelError, match="embedding only"):
-        text.check_fits(tokenizer, tokenizer.vocab_size - 1)
+        text.check_vocabulary(tokenizer, tokenizer.vocab_size - 1)
 
 
 def test_vocab_size_is_the_largest_id_plus_one(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class Watched(Graphs):
         self.graphs_during_eager: list[int] = []
 
     def _run_eager(self, inputs: dict[str, torch.Tensor], factor: float) -> torch.Tensor:
-        self.graphs_during_eager.append(len(self._recorded))
+        self.graphs_during_eager.append(len(self._captured))
         return super()._run_eager(inputs, factor)
 
     def _capture(self, graph: Any, static: dict[str, torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
@@ -104,11 +104,11 @@ def test_smaller_microbatches_never_run_while_graphs_are_allocated(watched: Watc
     for _ in range(WARM_UP):
         step(watched, [4, 4, 4])
     step(watched, [4, 4, 4])
-    assert len(watched._recorded) == 2
+    assert len(watched._captured) == 2
     step(watched, rows)
     assert not any(watched.graphs_during_eager), "an eager microbatch while the graphs' memory is allocated"
     step(watched, [4, 4, 4])
-    assert len(watched._recorded) == 2, "captured again"
+    assert len(watched._captured) == 2, "captured again"
     num_eager = len(watched.graphs_during_eager)
     step(watched, [4, 4, 4])
     assert len(watched.graphs_during_eager) == num_eager, "and replayed"
@@ -122,7 +122,7 @@ def test_a_session_that_begins_with_fewer_rows_captures_full_microbatches(
         step(watched, [2])
     for _ in range(WARM_UP + 2):
         step(watched, [4])
-    assert watched._recorded[True].inputs["x"].shape == (4, 3)
+    assert watched._captured[True].inputs["x"].shape == (4, 3)
 
 
 @pytest.mark.parametrize(

@@ -328,7 +328,7 @@ class Model:
                 receipt=receipt,
                 source={"model": opened.name, "step": opened.step},
                 overwrite=overwrite,
-                tokenizer=opened.tokenizer if adapter in opened.with_tokens else None,
+                tokenizer=opened.tokenizer if adapter in opened.adapters_with_tokenizer else None,
             )
         return receipt
 

@@ -20,7 +20,7 @@ from trimtab.facts.errors import CheckpointError
 # msvcrt locks byte ranges, which no other process can then read: lock a byte far behind the file's content.
 _LOCKED_BYTE = 2**30
 PROBE_SECONDS = 0.2
-"""Longer than `is_locked` has the lock while it tests a file."""
+"""Seconds before a second attempt: longer than `is_locked` keeps the lock while it tests a file."""
 
 
 def _lock_now(descriptor: int) -> bool:
@@ -183,7 +183,7 @@ class RunLock:
     def _unwritable(self, why: str) -> CheckpointError:
         cause = f"cannot write in the run folder {self.folder}: {why}"
         if self.elsewhere is None:
-            return CheckpointError(cause, "check its rights and those of its files")
+            return CheckpointError(cause, "check the permissions of the folder and its files")
         return CheckpointError(cause, f"give another {self.elsewhere}, in a folder that can be written")
 
     def release(self) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 
-from trimtab.checkpoint import layout
-from trimtab.checkpoint import manifest as manifests
-from trimtab.checkpoint import scalars as plain
-from trimtab.checkpoint import tensors as files
+from trimtab.checkpoint import layout, manifest
+from trimtab.checkpoint import scalars as scalar_json
+from trimtab.checkpoint import tensors as tensor_files
 from trimtab.checkpoint.lock import FileLock
 from trimtab.checkpoint.manifest import DamagedCheckpoint, Manifest, TensorEntry
 from trimtab.checkpoint.ranks import Ranks
@@ -64,10 +63,10 @@ class Store:
 
     Example:
         >>> store = Store("run/checkpoints", keep_last=2)                           # doctest: +SKIP
-        >>> store.save(100, {"weight": weight}, {"loader": {"window": 7}})          # doctest: +SKIP
+        >>> store.save(100, {"weight": weight}, {"loader": {"sequence": 7}})        # doctest: +SKIP
         >>> found = store.latest()                                                  # doctest: +SKIP
         >>> store.load(found, {"weight": weight})                                   # doctest: +SKIP
-        {'loader': {'window': 7}}
+        {'loader': {'sequence': 7}}
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class Store:
         self._file_bytes = file_bytes
         self._base = base
         self._ranks = Ranks()
-        self._host = files.HostCopy()
+        self._host = tensor_files.HostCopy()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
         self._published: str | None = None
@@ -113,19 +112,19 @@ class Store:
         for tag in tags:
             assert tag.isidentifier(), f"{tag!r} cannot be a tag"
             assert tag != layout.LATEST, "the latest checkpoint is known without a tag"
-        own = files.describe(tensors)
-        state = plain.encode(scalars)
+        own = tensor_files.describe(tensors)
+        state = scalar_json.encode(scalars)
         if self._pending is not None and not self._pending[1].done():
             self._notify(f"waiting until the checkpoint of step {self._pending[0]} is written")
         # Errors of an earlier save were reported when they happened; they do not prevent this one.
         with suppress(TrimtabError):
             self.wait()
         table = {name: entry for part in self._ranks.run_on_all(lambda: own) for name, entry in part.items()}
-        needed = sum(files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
+        needed = sum(tensor_files.nbytes(entry) + TENSOR_OVERHEAD for entry in table.values())
         needed += len(state) + STATE_BYTES
         self._ranks.run_on_leader(lambda: self._check_space(step, needed))
-        job = _Save(step, tuple(sorted(set(tags))), self._host.copy(tensors), table, state, needed)
-        self._pending = (step, self._thread.submit(self._write, job))
+        save = _Save(step, tuple(sorted(set(tags))), self._host.copy(tensors), table, state, needed)
+        self._pending = (step, self._thread.submit(self._write, save))
         if wait:
             self.wait()
 
@@ -182,10 +181,10 @@ class Store:
             lambda: sorted(entry.step for _, entry in layout.list_checkpoints(self.folder))
         )
 
-    def prune(self, newest: SavedCheckpoint) -> None:
-        """Remove all but the `keep_last` newest checkpoints, as after a save, if `newest` is the newest one.
+    def prune(self, checkpoint: SavedCheckpoint) -> None:
+        """Remove all but the `keep_last` newest checkpoints, as after a save, if `checkpoint` is the newest one.
 
-        `newest` must be verified. If it is not the newest one, the later ones are damaged and nothing is removed.
+        It must be verified. If a later one exists, that one is damaged and nothing is removed.
 
         Example:
             >>> store.prune(store.latest())                                             # doctest: +SKIP
@@ -193,7 +192,7 @@ class Store:
 
         def work() -> None:
             ordered = layout.list_checkpoints(self.folder)
-            if not ordered or ordered[0][0] != newest.path:
+            if not ordered or ordered[0][0] != checkpoint.path:
                 return
             try:
                 for name in layout.prune(self.folder, self.keep_last):
@@ -213,26 +212,24 @@ class Store:
         states).
         """
         self.wait()
-        wanted = files.describe(tensors)
-        manifest = self._ranks.run_on_leader(
-            lambda: manifests.verify(found.path, checksums=not found.verified)
-        )
+        wanted = tensor_files.describe(tensors)
+        stored = self._ranks.run_on_leader(lambda: manifest.verify(found.path, checksums=not found.verified))
         # A pipeline rank requests only its own stage; a tensor that no rank requests is a difference.
         requested = {name for names in self._ranks.run_on_all(lambda: list(wanted)) for name in names}
         have = {
             name: entry
-            for name, entry in manifest.tensors.items()
+            for name, entry in stored.tensors.items()
             if name in wanted or not (partial or name in requested)
         }
         self._ranks.run_on_all(lambda: _compare(found.path, have, wanted))
         self._published = None
         if requested:
-            files.read(found.path, tensors, self._ranks)
+            tensor_files.read(found.path, tensors, self._ranks)
         return self.scalars(found)
 
     def scalars(self, found: SavedCheckpoint) -> dict[str, Any]:
         """Read only the scalars of a checkpoint."""
-        return plain.decode((found.path / manifests.STATE).read_text(encoding="utf-8"))
+        return scalar_json.decode((found.path / manifest.STATE).read_text(encoding="utf-8"))
 
     def _find(self, tag: str | None, verify: bool) -> SavedCheckpoint | None:
         self.wait()
@@ -242,15 +239,15 @@ class Store:
         if not self.folder.is_dir():
             return None
         self._recover()
-        for path, manifest in layout.list_checkpoints(self.folder, self._report):
-            if (tag is not None and tag not in manifest.tags) or step not in (None, manifest.step):
+        for path, stored in layout.list_checkpoints(self.folder, self._report):
+            if (tag is not None and tag not in stored.tags) or step not in (None, stored.step):
                 continue
             try:
-                manifests.verify(path, checksums=verify)
+                manifest.verify(path, checksums=verify)
             except DamagedCheckpoint as error:
                 self._report(f"skipping a damaged checkpoint: {error}")
                 continue
-            return SavedCheckpoint(manifest.step, path, verified=verify)
+            return SavedCheckpoint(stored.step, path, verified=verify)
         return None
 
     def _recover(self) -> None:
@@ -274,26 +271,26 @@ class Store:
         if free < needed:
             raise _no_space(self.folder, step, needed, free, self.keep_last)
 
-    def _write(self, job: _Save) -> None:
+    def _write(self, save: _Save) -> None:
         """Write, check, publish and prune; runs in the background thread of every rank."""
         started = time.monotonic()
         lock = FileLock(self.folder / layout.WRITER_LOCK)
         staging: Path | None = None
         try:
-            staging = self._ranks.run_on_leader(lambda: self._begin(job, lock))
-            files.write(staging, job.copies, self._ranks, self._file_bytes)
+            staging = self._ranks.run_on_leader(lambda: self._begin(save, lock))
+            tensor_files.write(staging, save.copies, self._ranks, self._file_bytes)
             assert staging is not None
             written: dict[str, FileDigest] = {}
-            for part in self._ranks.run_on_all(lambda: self._check(staging, job)):
+            for part in self._ranks.run_on_all(lambda: self._check(staging, save)):
                 written.update(part)
-            gone = self._ranks.run_on_leader(lambda: self._publish(staging, job, written))
+            gone = self._ranks.run_on_leader(lambda: self._publish(staging, save, written))
         except (OSError, TrimtabError) as error:
             known = (
-                _explain(error, self.folder, job.step, job.needed, self.keep_last)
+                _explain(error, self.folder, save.step, save.needed, self.keep_last)
                 if isinstance(error, OSError)
                 else error
             )
-            self._notify(f"the checkpoint of step {job.step} was not written: {known}")
+            self._notify(f"the checkpoint of step {save.step} was not written: {known}")
             raise known from error
         finally:
             if self._ranks.is_leader:
@@ -303,41 +300,41 @@ class Store:
         size = format_bytes(sum(file.size for file in written.values()))
         took = format_seconds(time.monotonic() - started)
         removed = f", removed {', '.join(gone)}" if gone else ""
-        self._notify(f"saved {layout.step_name(job.step)} ({size} in {took}){removed}")
+        self._notify(f"saved {layout.step_name(save.step)} ({size} in {took}){removed}")
 
-    def _begin(self, job: _Save, lock: FileLock) -> Path:
+    def _begin(self, save: _Save, lock: FileLock) -> Path:
         if not lock.try_acquire():
             raise CheckpointError(
                 f"{lock.holder()} is writing a checkpoint in {self.folder}",
                 "let one run at a time use the folder",
             )
         layout.recover(self.folder)
-        staging = layout.staging_path(self.folder, job.step)
+        staging = layout.staging_path(self.folder, save.step)
         staging.mkdir()
         return staging
 
-    def _check(self, staging: Path, job: _Save) -> dict[str, FileDigest]:
-        own = files.own_files(staging, self._ranks)
-        written = manifests.digests(own, sync=True)
-        files.read_back(own, job.copies)
+    def _check(self, staging: Path, save: _Save) -> dict[str, FileDigest]:
+        own = tensor_files.own_files(staging, self._ranks)
+        written = manifest.digests(own, sync=True)
+        tensor_files.read_back(own, save.copies)
         return written
 
-    def _publish(self, staging: Path, job: _Save, written: dict[str, FileDigest]) -> list[str]:
-        write_atomic(staging / manifests.STATE, job.state)
-        written[manifests.STATE] = digest(staging / manifests.STATE)
-        tags = set(job.tags)
+    def _publish(self, staging: Path, save: _Save, written: dict[str, FileDigest]) -> list[str]:
+        write_atomic(staging / manifest.STATE, save.state)
+        written[manifest.STATE] = digest(staging / manifest.STATE)
+        tags = set(save.tags)
         sequence = 1
         for path, old in layout.list_checkpoints(self.folder):
             sequence = max(sequence, old.sequence + 1)
-            if path.name == layout.step_name(job.step) == self._published:
+            if path.name == layout.step_name(save.step) == self._published:
                 # A step saved again at the end of a run keeps its tags (`best`).
                 tags |= set(old.tags)
-        manifest = Manifest(job.step, sequence, tuple(sorted(tags)), written, job.table, self._base)
-        write_atomic(staging / manifests.NAME, manifests.to_text(manifest))  # and syncs the folder
-        manifests.verify(staging, checksums=False)
-        self._published = layout.publish(self.folder, staging, job.step).name
+        new = Manifest(save.step, sequence, tuple(sorted(tags)), written, save.table, self._base)
+        write_atomic(staging / manifest.NAME, manifest.to_text(new))  # and syncs the folder
+        manifest.verify(staging, checksums=False)
+        self._published = layout.publish(self.folder, staging, save.step).name
         if self._on_published is not None:
-            self._on_published(job.step)
+            self._on_published(save.step)
         layout.update_pointers(self.folder)
         return layout.prune(self.folder, self.keep_last)
 
@@ -353,12 +350,12 @@ def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEnt
         "missing in the checkpoint": [name for name in want if name not in have],
         "only in the checkpoint": [name for name in have if name not in want],
         "other shape": [
-            f"{name} {list(have[name].shape)} there, {list(want[name].shape)} here"
+            f"{name} {list(have[name].shape)} in the checkpoint, {list(want[name].shape)} in this run"
             for name in both
             if have[name].shape != want[name].shape
         ],
         "other dtype": [
-            f"{name} {have[name].dtype} there, {want[name].dtype} here"
+            f"{name} {have[name].dtype} in the checkpoint, {want[name].dtype} in this run"
             for name in both
             if have[name].dtype != want[name].dtype
         ],

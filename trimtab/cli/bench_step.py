@@ -41,8 +41,8 @@ def step(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="logits_sum, cross_entropy; only the first is timed for every part, the others for forward + backward "
-            "only. Both by default.",
+            help="logits_sum, cross_entropy. The first one given is timed for every part, the other only for "
+            "forward + backward. Both by default.",
         ),
     ] = None,
     parts: Annotated[
@@ -76,8 +76,8 @@ def step(
     """Time forward, backward, both, and a full step with the optimizer, over model sizes and sequence lengths.
 
     Every step is synchronized and timed by the host's and the device's clock, and every time is recorded. The report
-    has mean and standard deviation, tokens/s, model FLOPs utilization and the share of the throughput measured on this
-    device; the speed-up from a precision, torch.compile, CUDA graphs or faster kernels; and the difference between the
+    has mean and standard deviation, tokens/s, model FLOPs utilization and the share of this device's measured matmul
+    rate; the speed-up from a precision, torch.compile, CUDA graphs or faster kernels; and the difference between the
     two clocks. Out of memory is recorded as a result, and the study continues. The loss is the sum of the logits;
     forward + backward is also timed with cross-entropy.
 

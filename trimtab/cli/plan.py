@@ -81,7 +81,7 @@ def plan(
         bool, typer.Option("--longest", hidden=True, help="Former name of --solve max_seq_length.")
     ] = False,
 ) -> None:
-    """Predict memory, time and disk space of a run, without training or downloading anything.
+    """Predict memory, time and disk space of a run, without training.
 
     TARGET is a recipe, or a model, which is planned with the recipe defaults. The first line tells whether the run
     fits. If it does not fit, the exit code is 6, and the error lists settings that would fit.
@@ -99,8 +99,9 @@ def plan(
         trimtab plan r.yaml --gpu h200 --page plan.html         as an HTML page
         trimtab plan --calibrate                                measure this machine
 
-    Neither weights nor training data are read. `--dtypes` runs one layer of the model with the recipe's dtypes and
-    lists the observed dtypes; it needs torch.
+    Neither weights nor training data are read or downloaded. The hub is asked only for config and tokenizer, of a
+    recipe's model that is neither local nor in the catalogue, or that has its own revision, tokenizer or tokens.
+    `--dtypes` runs one layer of the model with the recipe's dtypes and lists the observed dtypes; it needs torch.
     """
     from trimtab.cli import plan_questions as questions
     from trimtab.facts.errors import RecipeError

@@ -28,7 +28,8 @@ def train(
     resume: Annotated[
         Path | None,
         typer.Option(
-            help="Continue this run folder from its last valid checkpoint, or start a run that was not begun.",
+            help="Resume this run folder from its last valid checkpoint, or start its recipe if it was stopped before "
+            "the first step.",
             metavar="RUN",
         ),
     ] = None,

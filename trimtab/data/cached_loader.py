@@ -3,6 +3,8 @@
 The order of an epoch's sequences is a function of (seed, epoch); each step takes the next sequences of it.
 So a position is two numbers, and batch size × gradient accumulation of 1 × 16, 4 × 4 and 16 × 1 see the same
 sequences in each step, on any number of ranks.
+
+# E sequences of an epoch, P pieces
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class CachedLoader(Loader):
             group_by_length=(shape.batch_size, shape.num_sequences) if group_by_length else None,
         )
         self._epoch = self._sequence = 0
-        self._opening = shape.num_sequences if train_source_first else 0
+        self._first_step_sequences = shape.num_sequences if train_source_first else 0
         self._plan: tuple[int, tuple[np.ndarray, np.ndarray]] | None = None
 
     @property
@@ -193,7 +195,7 @@ class CachedLoader(Loader):
             "version": 1,
             "epoch": self._epoch,
             "window": self._sequence,
-            "opening": self._opening,
+            "opening": self._first_step_sequences,
             "settings": self._settings.to_dict(),
         }
 
@@ -202,7 +204,7 @@ class CachedLoader(Loader):
         self._settings.check(position)
         self._epoch, self._sequence = int(position["epoch"]), int(position["window"])
         # Runs of earlier versions, in which replay alone could fill the first step, keep their order.
-        self._opening, self._plan = int(position.get("opening", 0)), None
+        self._first_step_sequences, self._plan = int(position.get("opening", 0)), None
 
     def close(self) -> None:
         """Does nothing: no threads or processes are open."""
@@ -224,7 +226,11 @@ class CachedLoader(Loader):
         order = epoch_plan(self.mixture, self.seed, epoch)
         if self.group_by_length:
             order = self._grouped(order, epoch)
-        return train_source_first(*order, self.mixture.num_train, self._opening) if epoch == 0 else order
+        return (
+            train_source_first(*order, self.mixture.num_train, self._first_step_sequences)
+            if epoch == 0
+            else order
+        )
 
     def _grouped(self, order: tuple[np.ndarray, np.ndarray], epoch: int) -> tuple[np.ndarray, np.ndarray]:
         place_E = grouped_order(self._lengths(*order), self.shape, self.seed, epoch)

@@ -175,8 +175,8 @@ def as_resumed(
     Earlier versions inferred the delimiter of a CSV file from its name. If the run's data has the fingerprint of that
     delimiter, it is used again. `memory`, `sampled` and `progress` are those of `stamp_files`.
     """
-    began = source.spec.began
-    if began is None:
+    original = source.spec.original_fingerprints
+    if original is None:
         return source
     accepted = [dataclasses.replace(file, accepted=True) for file in source.files]
     source = dataclasses.replace(source, files=tuple(accepted))
@@ -192,7 +192,7 @@ def as_resumed(
     except DataError:
         return source  # no run can have begun with that delimiter
     stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
-    return before if content_fingerprint(before, stamps) in began else source
+    return before if content_fingerprint(before, stamps) in original else source
 
 
 def check_unchanged(source: ResolvedSource, stamps: Iterable[FileStamp]) -> None:

@@ -20,8 +20,9 @@ from trimtab.facts.errors import DataError
 
 
 class Piece(NamedTuple):
-    """Ids [length] of one document, or of a piece of one, its origin `file:row`, and which ids are trained on
-    [length] (None: all).
+    """A document or a part of one.
+
+    `ids` [length], `origin` as `file:row`, and `trained` [length], which ids are targets (None: all).
     """
 
     ids: np.ndarray
@@ -160,7 +161,7 @@ def chunk_ends(length_P: np.ndarray, max_seq_length: int) -> list[int]:
 def pack_chunk(length_P: np.ndarray, max_seq_length: int) -> tuple[np.ndarray, np.ndarray]:
     """Packs by best-fit decreasing; returns (piece indices by sequence [P], pieces in each sequence [W]).
 
-    Each amount of free space in an open sequence is a set bit of one integer. Finding the fullest sequence that
+    Bit s of one integer is set if some open sequence has s free positions. Finding the fullest sequence that
     still fits a piece is then a shift and a lowest set bit: about a microsecond per piece.
 
     Example:

@@ -56,7 +56,7 @@ class SourceSpec:
     name. `first` keeps the first rows, `weight` is how often the source is seen per epoch (1: once). `format` is the
     format of a row, `columns` maps its parts to columns with other names, `variables` are extra variables for the
     chat template; `bad_rows: skip` leaves out rows that cannot be used. `rows` are read instead of files, and `label`
-    is the name in messages of a source that the user did not name. `began` contains the fingerprints of the data that
+    is the name in messages of a source that the user did not name. `original_fingerprints` are those of the data that
     a resumed run began with, None for a new run (`fingerprints.as_resumed`).
 
     Example:
@@ -77,7 +77,7 @@ class SourceSpec:
     bad_rows: BadRows = "stop"
     rows: RowStream | None = None
     label: str | None = None
-    began: frozenset[str] | None = None
+    original_fingerprints: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         for key, value, known in (

@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cursor:
-    """The start of a chunk: a document (file, row), its tokens in earlier chunks, and the documents before it."""
+    """The start of a chunk, in the document (file, row)."""
 
     file: int = 0
     row: int = 1
     skip: int = 0
+    """Tokens of that document in earlier chunks."""
     taken: int = 0
+    """Documents before it in the pass."""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ class Chunk:
 
 @dataclass
 class _Document:
-    """The current document: ids that are not yet in a piece (`buffer`), and the number of ids that are (`cut`)."""
+    """The current document: ids that are not yet in a piece (`buffer`), and the number of ids in pieces (`emitted`)."""
 
     segment: TokenSegment
     taken_before: int
     skip: int
     buffer: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint32))
-    cut: int = 0
+    emitted: int = 0
 
 
 class PieceReader:
@@ -159,8 +161,8 @@ class PieceReader:
         while num_buffered - at >= (T + 2) or (segment.last and num_buffered > at):
             # Wait for T + 2 ids or the document's end: a full piece must not leave a remainder of one token.
             length = T - 1 if packing and num_buffered - at == T + 1 else min(T, num_buffered - at)
-            begin = document.cut
-            document.cut += length
+            begin = document.emitted
+            document.emitted += length
             if begin >= document.skip and not (begin and not packing):
                 cursor = Cursor(segment.file, segment.row, begin, document.taken_before)
                 yield cursor, Piece(document.buffer[at : at + length], self._origin(segment))

@@ -112,7 +112,7 @@ def _reason(
     limit_name: str,
 ) -> str:
     if named:
-        return "named in the recipe" if fits else f"named in the recipe; does not fit {limit_name}"
+        return "set in the recipe" if fits else f"set in the recipe; does not fit {limit_name}"
     if not fits and setting.needed <= limit:
         return f"the lowest-memory setting; it uses almost all of {limit_name}"
     if not fits:

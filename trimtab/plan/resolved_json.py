@@ -147,7 +147,7 @@ def _optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerConfig:
     if data.get("optimizer"):
         return _section(OptimizerConfig, data["optimizer"])
     name = data["recipe"]["optim"]
-    return OptimizerConfig(name, "reference" if name == "adamw_8bit" else "torch", "named in the recipe")
+    return OptimizerConfig(name, "reference" if name == "adamw_8bit" else "torch", "set in the recipe")
 
 
 def _attention_to_dict(attention: AttentionConfig) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     except UnicodeDecodeError as error:
         raise RecipeError(f"{file} is not UTF-8 text", "give a YAML file in UTF-8") from error
     except OSError as error:
-        raise RecipeError(f"{file} cannot be read: {error.strerror}", "check its rights") from error
+        raise RecipeError(f"{file} cannot be read: {error.strerror}", "check its permissions") from error
     return loads(text, overrides, name=file.name if file in ours.values() else str(file))
 
 

@@ -95,7 +95,7 @@ def _memory(data: RunData) -> dict[str, Any] | None:
             {"when": row.when, "source": row.source, "bars": bars, "total": format_bytes(total(row.buckets))}
         )
     sentences = [s for s in (summary.memory_verdict(data), summary.memory_basis(data)) if s]
-    return {"names": names, "rows": drawn, "sentences": sentences, "tensors": data.device == "cpu"}
+    return {"names": names, "rows": drawn, "sentences": sentences, "tensors_only": data.device == "cpu"}
 
 
 def _answers(data: RunData) -> dict[str, Any] | None:
@@ -104,18 +104,18 @@ def _answers(data: RunData) -> dict[str, Any] | None:
     if not asked:
         return None
     first, last = asked[0], asked[-1]
-    again = first["step"] != last["step"]
+    repeated = first["step"] != last["step"]
     rows = [
         {
             "topic": topic,
-            "before": first["by_topic"].get(topic, [0, 0]) if again else None,
+            "before": first["by_topic"].get(topic, [0, 0]) if repeated else None,
             "after": counts,
         }
         for topic, counts in last["by_topic"].items()
     ]
-    whole = {"topic": "all", "before": [first["exact"], first["total"]] if again else None}
+    whole = {"topic": "all", "before": [first["exact"], first["total"]] if repeated else None}
     rows.append({**whole, "after": [last["exact"], last["total"]]})
-    return {"rows": rows, "step": last["step"], "again": again}
+    return {"rows": rows, "step": last["step"], "repeated": repeated}
 
 
 def _how(data: RunData) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _planned(data: RunData) -> dict[str, str]:
     rows = {}
     if corpus.get("windows"):
         rows["data"] = (
-            f"{format_count(corpus['tokens'])} tokens in {corpus['windows']} packed sequences, "
+            f"{format_count(corpus['tokens'])} tokens in {corpus['windows']} sequences, "
             f"{corpus['fill']:.1%} full"
         )
     if section(data.plan, "memory").get("moment"):

@@ -46,11 +46,11 @@ class PairedItemTest:
         return min(1.0, 2 * tail / 2**changed)
 
 
-def flips(before: Sequence[bool], after: Sequence[bool]) -> PairedItemTest:
+def compare_items(before: Sequence[bool], after: Sequence[bool]) -> PairedItemTest:
     """Compares right/wrong results of the same items.
 
     Example:
-        >>> flips([True, False, False], [False, True, True])
+        >>> compare_items([True, False, False], [False, True, True])
         PairedItemTest(gained=2, lost=1, total=3)
     """
     pairs = list(zip(before, after, strict=True))
@@ -63,27 +63,30 @@ class PairedMeanTest:
 
     difference: float
     error: float
-    freedom: float
-    units: int
+    degrees_of_freedom: float
+    num_units: int
+    """Number of documents, or of pieces or groups of documents."""
 
     @property
     def p(self) -> float:
         """The p-value of the two-sided t-test, not corrected."""
         if self.error == 0:
             return 1.0 if self.difference == 0 else 0.0
-        return t_two_sided(self.difference / self.error, self.freedom)
+        return t_two_sided(self.difference / self.error, self.degrees_of_freedom)
 
     def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
         """Returns the two-sided confidence interval of the difference at level 1 − `alpha`."""
-        reach = t_quantile(alpha, self.freedom) * self.error if self.error else 0.0
+        reach = t_quantile(alpha, self.degrees_of_freedom) * self.error if self.error else 0.0
         return self.difference - reach, self.difference + reach
 
 
-def shift(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> PairedMeanTest | None:
+def compare_losses(
+    before: Sequence[float], after: Sequence[float], tokens: Sequence[int]
+) -> PairedMeanTest | None:
     """Compares mean losses of the same documents; returns None for fewer than `FEWEST` documents.
 
     Example:
-        >>> found = shift([2.0] * 8, [1.5, 1.6, 1.4, 1.5, 1.5, 1.7, 1.3, 1.5], [100] * 8)
+        >>> found = compare_losses([2.0] * 8, [1.5, 1.6, 1.4, 1.5, 1.5, 1.7, 1.3, 1.5], [100] * 8)
         >>> round(found.difference, 3), [round(end, 3) for end in found.interval()]
         (-0.5, [-0.6, -0.4])
     """

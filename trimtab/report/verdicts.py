@@ -6,7 +6,15 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trimtab.report.paired import ALPHA, FEWEST, PairedItemTest, PairedMeanTest, flips, holm, shift
+from trimtab.report.paired import (
+    ALPHA,
+    FEWEST,
+    PairedItemTest,
+    PairedMeanTest,
+    compare_items,
+    compare_losses,
+    holm,
+)
 from trimtab.report.rundata import RunData
 from trimtab.report.summary import signed
 
@@ -78,7 +86,7 @@ class Change:
         if isinstance(self.test, PairedMeanTest):
             low, high = self.interval()
             reach = (high - low) / 2
-            units = f"{self.test.units} {PLURALS.get(self.sampled, self.sampled)}"
+            units = f"{self.test.num_units} {PLURALS.get(self.sampled, self.sampled)}"
             return f"± {reach:.{_digits(reach)}f}, {units}"
         return ""
 
@@ -162,7 +170,7 @@ def _loss_changes(data: RunData) -> list[Change]:
         before, after = (record.get("units") for record in pair)
         if before and after:
             same = (before["unit"], before["tokens"]) == (after["unit"], after["tokens"])
-            test = shift(before["losses"], after["losses"], before["tokens"]) if same else None
+            test = compare_losses(before["losses"], after["losses"], before["tokens"]) if same else None
             few = f"fewer than {FEWEST} {PLURALS.get(before['unit'], before['unit'])}"
             row = replace(row, test=test, sampled=before["unit"], untested=few if same else OTHER_ITEMS)
         rows.append(row)
@@ -211,7 +219,7 @@ def _tested(row: Change, before: str | None, after: str | None, *, same: bool) -
         return row
     if not same or len(before) != len(after):
         return replace(row, untested=OTHER_ITEMS)
-    return replace(row, test=flips([item == "1" for item in before], [item == "1" for item in after]))
+    return replace(row, test=compare_items([item == "1" for item in before], [item == "1" for item in after]))
 
 
 def _same_items(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:

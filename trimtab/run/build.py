@@ -50,13 +50,13 @@ from trimtab.parallel import Mesh
 from trimtab.plan.resolved import Resolved
 from trimtab.recipe import Recipe
 from trimtab.run.base_weights import check_adapter_base
-from trimtab.run.choices import Length
+from trimtab.run.choices import PlannedSteps
 from trimtab.run.corpora import Corpora
 from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
 from trimtab.run.folder import RunFolder
-from trimtab.run.lengths import extend, learning_rate
 from trimtab.run.metrics_summary import CHECKPOINT_KIND
 from trimtab.run.microbatch import MicrobatchLoss
+from trimtab.run.planned_steps import extend, learning_rate
 from trimtab.run.quantizing import quantize_linear_layers
 from trimtab.run.resume import truncate_log
 from trimtab.run.torch_setup import set_up_torch
@@ -82,7 +82,7 @@ class Run:
     state: TrainState
     scaler: LossScaler | None
     folder: RunFolder
-    lengths: tuple[Length, ...]
+    lengths: tuple[PlannedSteps, ...]
     """The planned numbers of steps, one entry per resume that changed it."""
 
     def train(self) -> Outcome:
@@ -294,10 +294,10 @@ def build_run(
     observers: Sequence[Observer] = (),
     on_event: Callable[[str], None] = print,
     resume: bool = False,
-    found: SavedCheckpoint | None = None,
+    checkpoint: SavedCheckpoint | None = None,
     base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
-    lengths: Sequence[Length] = (),
+    lengths: Sequence[PlannedSteps] = (),
     dropout_by_sequence: bool = True,
     during: During = no_phase,
 ) -> Run:
@@ -315,12 +315,12 @@ def build_run(
         observers: called with each metrics record.
         on_event: called with one-line messages.
         resume: resume instead of starting.
-        found: the checkpoint to resume from (`resume.find_checkpoint`); None restarts at step 0.
+        checkpoint: the one to resume from (`resume.find_checkpoint`); None restarts at step 0.
         base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
         callbacks: the user's callbacks (`trainer.callbacks`).
         lengths: the planned numbers of steps so far; empty for a new run.
         dropout_by_sequence: `Choices.dropout_by_sequence`.
-        during: entered with each phase of the run; explains errors that leave it.
+        during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
     """
     device = torch.device(resolved.device)
     set_up_torch(resolved)
@@ -336,13 +336,13 @@ def build_run(
         on_published=published,
         base=base,
     )
-    decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=found is None)
+    decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=checkpoint is None)
     make_dequantized_copies(decoder, resolved)
     parameters = trained_parameters(decoder)
     log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
     optimizer = build_optimizer(recipe, resolved, parameters)
     total_steps = corpora.total_steps(mesh)
-    now = extend(lengths, found.step if found else 0, total_steps)
+    planned_steps = extend(lengths, checkpoint.step if checkpoint else 0, total_steps)
     microstep = build_microstep(
         decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event, during=during
     )
@@ -354,7 +354,7 @@ def build_run(
         microstep=microstep,
         optimizer=optimizer,
         in_backward=build_in_backward_optimizer(recipe, resolved, optimizer, mesh),
-        learning_rate=learning_rate(recipe, now),
+        learning_rate=learning_rate(recipe, planned_steps),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
         loader=corpora.loader(mesh),
@@ -380,9 +380,9 @@ def build_run(
         callbacks=_callbacks(callbacks, folder, total_steps),
         during=during,
     )
-    run = Run(setup, TrainState(), None, folder, now)
+    run = Run(setup, TrainState(), None, folder, planned_steps)
     if resume:
-        _restore(run, store, found, on_event)
+        _restore(run, store, checkpoint, on_event)
     return run
 
 
@@ -448,19 +448,21 @@ def build_trackers(recipe: Recipe, folder: RunFolder, config: dict[str, Any]) ->
     return found
 
 
-def _restore(run: Run, store: Store, found: SavedCheckpoint | None, on_event: Callable[[str], None]) -> None:
+def _restore(
+    run: Run, store: Store, checkpoint: SavedCheckpoint | None, on_event: Callable[[str], None]
+) -> None:
     """Load a checkpoint into a run and truncate its log to the checkpoint's step."""
     setup = run.setup
     assert isinstance(setup.log, MetricsLog | NoLog)
-    if found is None:
+    if checkpoint is None:
         setup.log.truncate_after(-1)
         on_event("no checkpoint was saved yet: restarting at step 0")
         return
-    scalars = store.load(found, setup.tensors())
-    store.prune(found)  # a lower save_total_limit frees its space before the next checkpoint is written
-    run.state = TrainState(**{"measured": found.step, **scalars["state"]})  # not in older checkpoints
+    scalars = store.load(checkpoint, setup.tensors())
+    store.prune(checkpoint)  # a lower save_total_limit frees its space before the next checkpoint is written
+    run.state = TrainState(**{"measured": checkpoint.step, **scalars["state"]})  # not in older checkpoints
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     setup.optimizer.restore_scalars(scalars["optimizer"])
     setup.loader.restore(scalars["loader"])
-    truncate_log(setup.log, found, run.folder, on_event)
-    on_event(f"continuing from step {found.step}")
+    truncate_log(setup.log, checkpoint, run.folder, on_event)
+    on_event(f"continuing from step {checkpoint.step}")

@@ -42,8 +42,8 @@ _TYPES: dict[str, type] = {
 
 
 @dataclass(frozen=True)
-class Length:
-    """From `step` on, the run was planned for `total` steps."""
+class PlannedSteps:
+    """From step `step` on, the run was planned to end at step `total`."""
 
     step: int
     total: int
@@ -88,7 +88,7 @@ class Choices:
     """The frozen weights of a run that trains adapters."""
     started_from: BaseWeights | None = None
     """The checkpoint of another run that the initial weights were read from."""
-    lengths: tuple[Length, ...] = ()
+    lengths: tuple[PlannedSteps, ...] = ()
     """The planned numbers of steps; empty for runs of versions that did not store them."""
     logs_checkpoints: bool = True
     """Whether metrics.jsonl has a record of every checkpoint since the first step."""
@@ -131,7 +131,7 @@ class Choices:
             DataPins.from_dict(data["data"]),
             None if base is None else BaseWeights.from_dict(base),
             None if started_from is None else BaseWeights.from_dict(started_from),
-            tuple(Length(entry["step"], entry["total"]) for entry in data.get("lengths") or ()),
+            tuple(PlannedSteps(entry["step"], entry["total"]) for entry in data.get("lengths") or ()),
             data.get(LOGS_CHECKPOINTS) is True,
             data.get(DROPOUT_BY_SEQUENCE) is True,
         )

@@ -78,11 +78,11 @@ class Corpora:
     @cached_property
     def facts(self) -> DataFacts:
         """Facts about the data for the planner."""
-        facts = self._alone.facts
+        facts = self._single_process_loader.facts
         return DataFacts(facts.num_sequences, facts.num_tokens, facts.fill, facts.attended_share)
 
     @cached_property
-    def _alone(self) -> Loader:
+    def _single_process_loader(self) -> Loader:
         """A single-process loader, for facts and notes; no batches are drawn from it."""
         return self.loader(Mesh.single())
 
@@ -94,7 +94,7 @@ class Corpora:
 
     def notes(self) -> list[str]:
         """Notes on documents that were truncated or left out because of the sequence length."""
-        return self._alone.notes()
+        return self._single_process_loader.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
         """The first training example, as a record for the view; None if the data are plain texts."""
@@ -126,8 +126,8 @@ class Corpora:
 
     def all(self) -> list[Corpus]:
         """Every corpus, in the recipe's order."""
-        measured = [corpus for corpora in self.evaluation.values() for corpus in corpora]
-        return [*(corpus for corpus, _ in [*self.train, *self.replay]), *measured]
+        held_out = [corpus for corpora in self.evaluation.values() for corpus in corpora]
+        return [*(corpus for corpus, _ in [*self.train, *self.replay]), *held_out]
 
 
 def open_corpora(
@@ -135,16 +135,16 @@ def open_corpora(
     tokenizer: Tokenizer,
     watcher: Watcher,
     *,
-    kept: DataPins | None = None,
+    pins: DataPins | None = None,
     passed: Mapping[str, PassedRows] | None = None,
 ) -> Corpora:
     """Opens all sources of a recipe's `data`.
 
-    With `kept` (the `pins` of a run that is resumed) hub datasets are read at their stored commits, files are read as
-    at the first start, and a file that has changed raises an error. `passed` are the rows that were passed from Python,
+    With `pins`, those of a run that is resumed, hub datasets are read at their stored commits, files are read as at
+    the first start, and a file that has changed raises an error. `passed` are the rows that were passed from Python,
     by the names of their sources.
     """
-    opening = _SourceOpener(recipe.data, tokenizer, watcher, kept, passed=passed)
+    opening = _SourceOpener(recipe.data, tokenizer, watcher, pins, passed=passed)
     section = recipe.data
     opening.check_streams(section.train)
     opening.check_streams(section.replay.sources if section.replay else [])
@@ -161,7 +161,8 @@ def open_corpora(
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
         heldout = [cast(CachedCorpus, part) for _, part in halves]  # nothing is streamed here
-        # A document of several sources may be held out in only one of them.
+        # A document that occurs in several sources may be held out from only one of them:
+        # remove it from the others too.
         others = [[part for part in heldout if part is not own] for own in heldout]
         train = [
             (_without(part, {"domain": apart}), weight)
@@ -169,10 +170,10 @@ def open_corpora(
         ]
         evaluation = {"domain": heldout, **evaluation}
     replay = [(_without(corpus, evaluation), weight) for corpus, weight in replay]
-    train_source_first = kept is None or kept.train_source_first
+    train_source_first = pins is None or pins.train_source_first
     opened = Corpora(recipe, train, replay, evaluation, opening.commits, train_source_first)
-    if kept is not None:
-        for corpus, manifest in zip(opened.all(), kept.manifests, strict=True):
+    if pins is not None:
+        for corpus, manifest in zip(opened.all(), pins.manifests, strict=True):
             corpus.check(manifest)
     return opened
 
@@ -198,8 +199,8 @@ def open_for_eval(
 
 def _without(corpus: Corpus, evaluation: dict[str, list[CachedCorpus]]) -> Corpus:
     """A training corpus without the documents of the evaluation sets."""
-    for measured in (c for corpora in evaluation.values() for c in corpora):
-        corpus = corpus.without(measured)
+    for held_out in (c for corpora in evaluation.values() for c in corpora):
+        corpus = corpus.without(held_out)
     return corpus
 
 
@@ -241,7 +242,7 @@ class _SourceOpener:
         section: Data | None,
         tokenizer: Tokenizer,
         watcher: Watcher,
-        kept: DataPins | None = None,
+        pins: DataPins | None = None,
         cache_dir: Path | None = None,
         passed: Mapping[str, PassedRows] | None = None,
     ) -> None:
@@ -250,8 +251,10 @@ class _SourceOpener:
         self.streaming = section is not None and section.streaming
         self.num_proc = section.num_proc if section else None
         self.variables = section.chat_template_kwargs if section else tokenizer.template_variables
-        self.kept_commits = kept.commits if kept else {}
-        self.began = frozenset(manifest["fingerprint"] for manifest in kept.manifests) if kept else None
+        self.pinned_commits = pins.commits if pins else {}
+        self.original_fingerprints = (
+            frozenset(manifest["fingerprint"] for manifest in pins.manifests) if pins else None
+        )
         self.commits: dict[str, str | None] = {}
         self.cache_dir = cache_folder(section.cache_dir if section else str(cache_dir) if cache_dir else None)
 
@@ -305,7 +308,7 @@ class _SourceOpener:
         elif _is_hub_id(source.source):
             # The same dataset may be named twice, at two revisions.
             pin = source.source if source.revision is None else f"{source.source}@{source.revision}"
-            revision = self.kept_commits.get(pin) or source.revision
+            revision = self.pinned_commits.get(pin) or source.revision
             resolved = hub.resolve_dataset(
                 source.source, revision=revision, config=source.config, split=source.split
             )
@@ -325,7 +328,7 @@ class _SourceOpener:
             bad_rows=source.bad_rows,
             rows=passed.stream if passed else None,
             label=passed.label if passed else None,
-            began=self.began,
+            original_fingerprints=self.original_fingerprints,
         )
 
     def check_streams(self, sources: Sequence[Source]) -> None:
@@ -363,13 +366,13 @@ class _SourceOpener:
             raise DataError(f"{STARTER_PREFIX}{name} does not exist", f"use one of {known}")
         split = "train" if field == name else "heldout"
         count = first or GENERATED_DOCUMENTS[split]
-        kept = f"{name}-{STARTER_SEED}-{count}"
+        file_name = f"{name}-{STARTER_SEED}-{count}"
         if field == CHAT:
             chats = starter.math_chats(STARTER_SEED, count, split)
             rows = ({"messages": messages} for messages in chats)
-            return data.write_rows(kept, rows, self.cache_dir / "generated").files[0]
+            return data.write_rows(file_name, rows, self.cache_dir / "generated").files[0]
         documents = starter.math_documents(STARTER_SEED, count, split, topics=starter.FIELDS[field])
-        return data.write_texts(kept, documents, self.cache_dir / "generated").files[0]
+        return data.write_texts(file_name, documents, self.cache_dir / "generated").files[0]
 
 
 def memory_folder(cache_dir: Path) -> Path:

@@ -71,7 +71,7 @@ def _predicted(decoder: Decoder, activations: int, moment: str) -> PredictedMemo
         moment=moment,
         process=weights + activations + OUTSIDE.get(device, 0),
         buckets={"weights": weights, "gradients": 0, "optimizer": 0, "activations": activations, "other": 0},
-        phase=weights + activations,
+        phase_allocated=weights + activations,
         host=weights + activations + OUTSIDE["cpu"] if device == "cpu" else OUTSIDE["cpu"],
     )
 

@@ -28,11 +28,10 @@ from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
 from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
 from trimtab.run.allocations import AllocationRecorder, recording
-from trimtab.run.choices import Choices, Length, read_choices, read_recipe, write_choices
+from trimtab.run.choices import Choices, PlannedSteps, read_choices, read_recipe, write_choices
 from trimtab.run.device import current_gpu, need_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
-from trimtab.run.lengths import check_length, describe_change
 from trimtab.run.locate import (
     START_FOLDER,
     absolute,
@@ -46,6 +45,7 @@ from trimtab.run.memory_record import reporting_out_of_memory
 from trimtab.run.models import OpenedModel
 from trimtab.run.out_of_memory import MemoryExplainer, explaining_memory
 from trimtab.run.plan_receipt import PlanReceipt
+from trimtab.run.planned_steps import check_planned_steps, describe_change
 from trimtab.run.prepare import Prepared, StoredConfig, note_untrained_head, prepare
 from trimtab.run.resume import (
     describe_device_change,
@@ -142,11 +142,11 @@ def _train_loaded(
     need_trackers(recipe.report_to)
     check_start(recipe, opened)
     # Until the weights are written, recipe.yaml must not name the original model: a resume would train that one.
-    place = recipe.model.model_copy(
+    start_model = recipe.model.model_copy(
         update={"name": str(folder.path.absolute() / START_FOLDER), "revision": None}
     )
-    unwritten = recipe.model_copy(update={"model": place})
-    with folder.create(dump(unwritten)), current_gpu(recipe.device), restore_torch_settings():
+    recipe_before_weights = recipe.model_copy(update={"model": start_model})
+    with folder.create(dump(recipe_before_weights)), current_gpu(recipe.device), restore_torch_settings():
         with explaining_memory(RunPhase.CHECKPOINT, opened.decoder):
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
@@ -285,22 +285,22 @@ def _build(
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
     tokenizer_commit = None
-    found = _resume_checkpoint(folder, recipe, view) if saved is not None else None
+    checkpoint = _resume_checkpoint(folder, recipe, view) if saved is not None else None
     if saved is None:
-        tokenizer_commit = _write_skeleton(prepared, folder)
-        unwritten = note_untrained_head(prepared)
-        if unwritten is not None:
-            view.message(unwritten)
+        tokenizer_commit = _write_config_and_tokenizer(prepared, folder)
+        note = note_untrained_head(prepared)
+        if note is not None:
+            view.message(note)
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
-            recipe, tokenizer, view, kept=saved.data if saved else None, passed=given.rows
+            recipe, tokenizer, view, pins=saved.data if saved else None, passed=given.rows
         )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
     check_disk(plan.disk, free, str(folder.path), resumed=saved is not None)
-    if found is not None:
-        check_length(recipe, found.step, opened.total_steps(Mesh.world()))
+    if checkpoint is not None:
+        check_planned_steps(recipe, checkpoint.step, opened.total_steps(Mesh.world()))
     view.plan(plan.to_dict())
     for note in (*plan.notes, *opened.notes()):
         view.message(f"note: {note}")  # as `trimtab plan` prints it
@@ -326,7 +326,7 @@ def _build(
             observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
             resume=saved is not None,
-            found=found,
+            checkpoint=checkpoint,
             base=base,
             callbacks=given.callbacks,
             lengths=planned,
@@ -348,7 +348,7 @@ def _build(
         _write_new(folder, choices, plan)
     else:
         _write_changes(prepared, folder, run, plan, saved, planned, view)
-    if example is not None and run.state.step == 0 and found is None:
+    if example is not None and run.state.step == 0 and checkpoint is None:
         run.setup.log.append(example)
     return run, plan
 
@@ -386,7 +386,7 @@ def _write_changes(
     run: building.Run,
     plan: Plan,
     saved: Choices,
-    planned: Sequence[Length],
+    planned: Sequence[PlannedSteps],
     view: View,
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
@@ -419,13 +419,13 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _planned_lengths(saved: Choices | None, opened: corpora.Corpora) -> tuple[Length, ...]:
+def _planned_lengths(saved: Choices | None, opened: corpora.Corpora) -> tuple[PlannedSteps, ...]:
     """The planned lengths of a run that is resumed; empty for a new run."""
     if saved is None or saved.lengths:
         return saved.lengths if saved else ()
     planned = total_steps(saved.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
-    return (Length(0, planned),)
+    return (PlannedSteps(0, planned),)
 
 
 def _add_stop_tokens(
@@ -449,10 +449,13 @@ def _add_stop_tokens(
     return models.add_stop_tokens(folder.model, tokenizer, new)
 
 
-def _write_skeleton(prepared: Prepared, folder: RunFolder) -> str | None:
-    """Write config and tokenizer into the run folder, from which every start reads them; returns the commit."""
+def _write_config_and_tokenizer(prepared: Prepared, folder: RunFolder) -> str | None:
+    """Write config and tokenizer into the run folder, which this and every later start reads.
+
+    Returns the commit of the tokenizer.
+    """
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
-    text.check_fits(tokenizer, prepared.shape.vocab_size)
+    text.check_vocabulary(tokenizer, prepared.shape.vocab_size)
     models.save_skeleton(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.resolved.precision.weights_dtype
     )
@@ -490,13 +493,13 @@ def _initial_checkpoint(
 def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
     """The location of the pretrained weights, which are downloaded now if this start reads them."""
     recipe = prepared.recipe
-    saved = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
-    if recipe.model.init == "random" or saved:
+    has_full_checkpoint = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
+    if recipe.model.init == "random" or has_full_checkpoint:
         return prepared.model
-    place, _ = model_folder(initial_model(recipe.model.name, folder.path), revision=prepared.commit)
-    if shape_of(recipe, place) != prepared.shape:
+    weights, _ = model_folder(initial_model(recipe.model.name, folder.path), revision=prepared.commit)
+    if shape_of(recipe, weights) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one that the run started from",
             "put that model back, or start a new run",
         )
-    return place
+    return weights

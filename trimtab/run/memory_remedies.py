@@ -135,7 +135,7 @@ def would_fit(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
     if used is None or state.free is None or state.requested is None or predicted is None:
         wanted = state.requested or 0
         return lambda remedy: remedy.saving >= wanted
-    expected = predicted.process if not state.on_gpu else (predicted.phase or predicted.allocated)
+    expected = predicted.process if not state.on_gpu else (predicted.phase_allocated or predicted.allocated)
     excess = max(0, used + state.requested - expected)
     available = used + state.free
     outside = plan.memory.outside if state.on_gpu else 0

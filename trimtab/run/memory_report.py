@@ -25,10 +25,14 @@ class PredictedMemory:
     """Peak memory of the whole process."""
     buckets: dict[str, int]
     """By kind of tensor, at the peak of the phase that failed, or of a step if the plan does not cover that phase."""
-    phase: int | None = None
+    phase_allocated: int | None = None
     """Peak of allocated tensors in the phase that failed; None if the plan does not cover it."""
     host: int | None = None
     """Host memory of the process in that phase."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"phase" if name == "phase_allocated" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class MemoryReport:
     """First line of the exception's message."""
     step: int | None = None
     """The current optimizer step, counted from 1; None outside of training."""
-    asked: Origin = UNKNOWN
+    requested_at: Origin = UNKNOWN
     """The module and the line that requested the memory."""
     buckets: dict[str, int] | None = None
     """Bytes of live tensors by kind; None where they could not be listed."""
@@ -58,9 +62,9 @@ class MemoryReport:
             "phase": self.phase.name.lower(),
             "step": self.step,
             "message": self.message,
-            "asked": asdict(self.asked),
+            "asked": asdict(self.requested_at),
             "memory": self.state.to_dict(),
-            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "predicted": None if self.predicted is None else self.predicted.to_dict(),
             "buckets": self.buckets,
             "recorded": self.recorded,
             "tensors": [tensor.to_dict() for tensor in self.tensors],

@@ -73,7 +73,7 @@ def _starred(name: str) -> str:
 def summary_lines(report: MemoryReport) -> list[str]:
     """The lines below the error on a terminal: at most twelve."""
     lines = [*_predicted(report), *_measured(report), *_buckets(report)]
-    if place := _describe_origin(report.asked):
+    if place := _describe_origin(report.requested_at):
         lines.append(f"requested by  {place}")
     for index, group in enumerate(group_tensors(report.tensors)[:SHOWN_GROUPS]):
         lines.append(f"{'largest' if index == 0 else '':<13} {group.describe()}")
@@ -84,7 +84,7 @@ def full_text(report: MemoryReport, remedies: Sequence[str] = ()) -> str:
     """Everything, for oom.txt."""
     parts = [describe_failure(report), report.message, ""]
     parts += [*_predicted(report), *_measured(report, every_process=True), *_buckets(report)]
-    if place := _describe_origin(report.asked):
+    if place := _describe_origin(report.requested_at):
         parts.append(f"requested by  {place}")
     if remedies:
         parts += ["", "Changes that save memory, cheapest first:", *(f"  {remedy}" for remedy in remedies)]
@@ -99,8 +99,8 @@ def _predicted(report: MemoryReport) -> Iterator[str]:
     predicted = report.predicted
     if predicted is None:
         return
-    own = predicted.phase is not None and predicted.phase != predicted.allocated
-    phase = f", {format_bytes(predicted.phase or 0)} in this phase" if own else ""
+    own = predicted.phase_allocated is not None and predicted.phase_allocated != predicted.allocated
+    phase = f", {format_bytes(predicted.phase_allocated or 0)} in this phase" if own else ""
     host = (
         ""
         if report.state.on_gpu or predicted.host is None

@@ -67,8 +67,8 @@ class OpenedModel:
     """For a run with adapters: source, revision and checksums of its base weights."""
     own_tokenizer: bool = False
     """Whether the tokenizer differs from the base's: added tokens, another chat template."""
-    with_tokens: set[str] = field(default_factory=set)
-    """The adapters that need this tokenizer."""
+    adapters_with_tokenizer: set[str] = field(default_factory=set)
+    """Names of the loaded adapters that are exported with this tokenizer."""
     commit: str | None = None
     """The loaded commit of a hub id."""
 
@@ -76,7 +76,7 @@ class OpenedModel:
 def load_tokenizer(folder: Path, shape: ModelShape) -> Tokenizer:
     """The tokenizer of a folder or GGUF file, checked against the size of the embeddings."""
     tokenizer = text.load(folder)
-    text.check_fits(tokenizer, shape.vocab_size)
+    text.check_vocabulary(tokenizer, shape.vocab_size)
     return tokenizer
 
 
@@ -108,28 +108,28 @@ def open_model(
     if revision is not None and (is_run or name == STARTER or Path(name).expanduser().exists()):
         raise RecipeError(
             f"revision {revision!r} is set, and {name} is not a hub id",
-            "leave the revision out" + ("; a run's states are chosen with checkpoint" if is_run else ""),
+            "leave the revision out" + ("; a run's checkpoint is selected with checkpoint" if is_run else ""),
         )
     if not is_run and str(checkpoint) != "latest":
         raise RecipeError(
             f"checkpoint {checkpoint!r} is set, and {name} is not a run folder",
-            "leave the checkpoint out; a hub id's states are chosen with revision",
+            "leave the checkpoint out; a hub model's commit is selected with revision",
         )
     folder, commit = (run.model, None) if is_run else model_folder(name, revision=revision)
     stored = shape = read_shape(folder)
-    texts = folder
+    tokenizer_folder = folder
     if adapter is not None and not is_run:
-        shape, texts = with_adapter_tokens(shape, folder, Path(adapter))
+        shape, tokenizer_folder = with_adapter_tokens(shape, folder, Path(adapter))
     resolved = resolve_inference(shape, str(device), dtype=dtype, capability=capability)
-    tokenizer = load_tokenizer(texts, shape)
+    tokenizer = load_tokenizer(tokenizer_folder, shape)
 
     def new_decoder(
         settings: LoraSettings | None = None,
         quantization: Quantization | None = None,
-        place: Path | None = None,
+        weights: Path | None = None,
     ) -> Decoder:
         adapted = dataclasses.replace(resolved, lora=settings, quantization=requantized(quantization, device))
-        return build_model(shape, adapted, Mesh.single(), weights=place).eval()
+        return build_model(shape, adapted, Mesh.single(), weights=weights).eval()
 
     opened: OpenedModel
     if is_run:
@@ -143,7 +143,14 @@ def open_model(
         load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
         formats = tuple(GGUF_DTYPES.get(name, name) for name in read[0].formats)
         opened = OpenedModel(
-            decoder, tokenizer, name, folder, None, formats, own_tokenizer=texts != folder, commit=commit
+            decoder,
+            tokenizer,
+            name,
+            folder,
+            None,
+            formats,
+            own_tokenizer=tokenizer_folder != folder,
+            commit=commit,
         )
     if adapter is not None:
         if active_adapters(opened.decoder):
@@ -174,12 +181,12 @@ def _open_run(
         assert base is not None, f"{found.path} contains adapters and names no base"
         wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
         _check_stored(wanted, 0, found)
-        place = None
+        weights = None
         if not base.is_random:
-            place, _ = model_folder(initial_model(base.source, run.path), revision=choices.model_commit)
-            check_base(base, place)
-        decoder = new_decoder(settings, choices.quantization, place)
-        _load_base(decoder, base, place)
+            weights, _ = model_folder(initial_model(base.source, run.path), revision=choices.model_commit)
+            check_base(base, weights)
+        decoder = new_decoder(settings, choices.quantization, weights)
+        _load_base(decoder, base, weights)
     formats = _load_checkpoint(decoder, run, found, on_event)
     tokenizer = dataclasses.replace(tokenizer, template_variables=choices.template_variables)
     own = choices.own_tokenizer
@@ -187,15 +194,15 @@ def _open_run(
     return OpenedModel(decoder, tokenizer, str(run.path), run.model, found.step, formats, base, own, tokens)
 
 
-def _load_base(decoder: Decoder, base: BaseWeights, place: Path | None) -> None:
+def _load_base(decoder: Decoder, base: BaseWeights, weights: Path | None) -> None:
     """Loads the base weights of a run's adapters, which were checked to be those that it was trained on."""
-    if place is None:
+    if weights is None:
         assert base.seed is not None
         init_weights(decoder, base.seed)
         return
-    stored = read_shape(place)
-    check_weights(stored, place)
-    load_with_new_tokens(decoder, stored, lambda: load_weights(decoder, place))
+    stored = read_shape(weights)
+    check_weights(stored, weights)
+    load_with_new_tokens(decoder, stored, lambda: load_weights(decoder, weights))
 
 
 def load_adapter_into(
@@ -213,7 +220,7 @@ def load_adapter_into(
     load_adapter(opened.decoder, folder, adapter=name)
     opened.decoder.eval()
     if opened.own_tokenizer and adapter_tokenizer(folder) is not None:
-        opened.with_tokens.add(name)
+        opened.adapters_with_tokenizer.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
         on_event(f"the adapter names {found.base_name} as its base; its shapes fit {opened.name}")
 

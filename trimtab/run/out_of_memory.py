@@ -112,8 +112,8 @@ class MemoryExplainer:
         )
         # Listing tensors needs host memory itself, which may be exhausted.
         with suppress(MemoryError):
-            asked = failure_origin(error, self._model) if self.origins is None else self.origins.last
-            report = replace(report, asked=asked)
+            requested_at = failure_origin(error, self._model) if self.origins is None else self.origins.last
+            report = replace(report, requested_at=requested_at)
             found = live_tensors(error, model=self._model, optimizer=self._optimizer, origins=self.origins)
             found = _on_device(found, state)
             report = replace(report, buckets=_buckets(found), tensors=tuple(found[:LISTED]))
@@ -181,7 +181,7 @@ def predicted_memory(plan: Plan, phase: RunPhase) -> PredictedMemory:
         allocated=peak.total,
         moment=plan.memory.moment.describe(),
         process=plan.memory.needed if planned is None else max(plan.memory.needed, planned.needed),
-        phase=None if planned is None else buckets["total"],
+        phase_allocated=None if planned is None else buckets["total"],
         host=None if planned is None else planned.host,
         buckets={name: amount for name, amount in buckets.items() if name != "total"},
     )
@@ -202,7 +202,7 @@ def planned_command(run: RunFolder | None, command: RunPhase) -> PredictedMemory
                     moment=str(entry["note"]),
                     process=int(entry["needed"]),
                     buckets=buckets,
-                    phase=int(entry["total"]),
+                    phase_allocated=int(entry["total"]),
                     host=int(entry["host"]),
                 )
     return None

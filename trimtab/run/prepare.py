@@ -132,7 +132,7 @@ def check_embedding_learning_rate(plan: Plan) -> None:
     if not any(name.startswith((f"{EMBEDDING}.", f"{HEAD}.")) for name in names):
         raise RecipeError(
             "embedding_learning_rate is set, and neither embeddings nor head are trained",
-            "name embed_tokens or lm_head in lora.modules_to_save, or leave it out",
+            "add embed_tokens or lm_head to lora.modules_to_save, or leave embedding_learning_rate out",
         )
 
 

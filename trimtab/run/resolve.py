@@ -47,7 +47,9 @@ the next kernels. Launching the 7700 kernels of an 8B model with adapters and re
 
 
 def resolve_recipe(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
-    """The complete configuration of a new run; raises for settings that cannot be satisfied, replaces none.
+    """The complete configuration of a new run.
+
+    Raises for settings that cannot be satisfied; none is replaced silently.
 
     Args:
         recipe: the recipe.
@@ -95,9 +97,9 @@ def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGr
     if recipe.cuda_graphs is True:
         if obstacle is not None:
             raise RecipeError(f"cuda_graphs: true is not possible here: {obstacle}", "set cuda_graphs: auto")
-        return CudaGraphsConfig(True, "named in the recipe")
+        return CudaGraphsConfig(True, "set in the recipe")
     if recipe.cuda_graphs is False:
-        return CudaGraphsConfig(False, "named in the recipe")
+        return CudaGraphsConfig(False, "set in the recipe")
     if obstacle is not None:
         return CudaGraphsConfig(False, obstacle)
     ceiling = device.ceiling(job.dtype)
@@ -109,7 +111,7 @@ def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGr
                 f"a microbatch takes {seconds:.1f} s at least, so the overhead of kernel launches is hidden"
             )
             return CudaGraphsConfig(False, reason)
-    return CudaGraphsConfig(True, "forward and backward of a microbatch need one launch")
+    return CudaGraphsConfig(True, "forward and backward of a microbatch take one launch instead of thousands")
 
 
 def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | None:
@@ -275,7 +277,7 @@ def _attention_of(
     """The backends for packed and for unpacked sequences; evaluation always packs, training as the recipe says."""
     windows = [block.mixer.window for block in blocks]
     shorter = [window for window in windows if window is not None and window < recipe.max_seq_length]
-    job: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "device": device.kind,
         "capability": device.capability,
         "dtype": dtype,
@@ -287,10 +289,10 @@ def _attention_of(
         "tokens": recipe.max_seq_length,
         "triton": device.triton,
     }
-    packed = choose_attention(packed=True, **job)
+    packed = choose_attention(packed=True, **arguments)
     unpacked, reason = packed.impl, packed.reason
     if not recipe.packing and recipe.model.attn_implementation == "auto":
-        choice = choose_attention(packed=False, **job)
+        choice = choose_attention(packed=False, **arguments)
         if choice.impl != packed.impl:
             unpacked = choice.impl
             reason = f"{choice.reason}; {packed.impl} for evaluation, which packs documents"
@@ -299,7 +301,7 @@ def _attention_of(
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
     if recipe.optim != "adamw_8bit":
-        return OptimizerConfig(recipe.optim, "torch", "named in the recipe")
+        return OptimizerConfig(recipe.optim, "torch", "set in the recipe")
     choice = choose_adamw8bit(
         device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
     )
@@ -316,7 +318,7 @@ def _compile(recipe: Recipe, device: DeviceFacts, attention: set[str]) -> Compil
     # Sequences have one length unless grouped by length; varlen's offsets depend on the batch's number of documents.
     dynamic = recipe.group_by_length or (recipe.packing and "varlen" in attention)
     if recipe.torch_compile != "auto":
-        return CompileConfig(recipe.torch_compile, dynamic, "named in the recipe")
+        return CompileConfig(recipe.torch_compile, dynamic, "set in the recipe")
     if device.kind != "cuda":
         reason = "compiling gains little on a CPU"
     else:

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from trimtab.text.source import load
     from trimtab.text.streaming import Detokenizer
     from trimtab.text.template import read_template
-    from trimtab.text.tokenizer import Tokenizer, check_fits
+    from trimtab.text.tokenizer import Tokenizer, check_vocabulary
 
 _MODULES = {
     "Detokenizer": "streaming",
     "Limits": "chat",
     "Tokenizer": "tokenizer",
-    "check_fits": "tokenizer",
+    "check_vocabulary": "tokenizer",
     "load": "source",
     "read_template": "template",
     "render_chats": "chat",
 }
 
-__all__ = ["Detokenizer", "Limits", "Tokenizer", "check_fits", "load", "read_template", "render_chats"]
+__all__ = ["Detokenizer", "Limits", "Tokenizer", "check_vocabulary", "load", "read_template", "render_chats"]
 
 __getattr__ = lazy_attributes(__name__, _MODULES)

@@ -229,7 +229,7 @@ class Tokenizer:
         return self.eos_id
 
 
-def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise ModelError if the tokenizer has ids without an embedding in the model.
 
     More embeddings than ids are valid: models pad their vocabulary.

@@ -71,7 +71,7 @@ class Graphs:
         parameters: the trainable parameters, by name.
         device: the device of the parameters.
         on_event: called if capture fails; the run then falls back to eager.
-        during: entered with the current phase; explains errors that leave it.
+        during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
 
     Example:
         >>> graphs = Graphs(loss, dict(model.named_parameters()), torch.device("cuda"))  # doctest: +SKIP
@@ -95,13 +95,13 @@ class Graphs:
         self.captures = 0
         """The number of attempted captures, including failed ones."""
         self.failed = False
-        self._step_is_captured = False
+        self._gradients_from_graph = False
         """Whether the current gradients were written by a graph."""
         self._shapes: dict[str, torch.Size] = {}
         """Input shapes of the largest microbatch seen before a capture: the shapes that are captured."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._recorded: dict[bool, _CapturedGraph] = {}
+        self._captured: dict[bool, _CapturedGraph] = {}
 
     def backward(self, batch: Any, factor: float) -> torch.Tensor:
         """Accumulate the gradients of `factor` times the loss; returns the sum of the token losses.
@@ -113,31 +113,31 @@ class Graphs:
         if first and self.failed:
             self.release()  # a graph that was captured before another capture failed
         inputs = {name: tensor.pin_memory() for name, tensor in self.loss.inputs(batch).items()}
-        recorded = self._graph_for(first, inputs)
-        if recorded is None:
+        captured = self._graph_for(first, inputs)
+        if captured is None:
             if first:
-                self._step_is_captured = False
-            if self._recorded and not self.failed:
+                self._gradients_from_graph = False
+            if self._captured and not self.failed:
                 self._make_room()
             return self._run_eager(inputs, factor)
         if first:
-            self._step_is_captured = True
+            self._gradients_from_graph = True
         for name, tensor in inputs.items():
-            recorded.inputs[name].copy_(tensor, non_blocking=True)
-        recorded.factor.fill_(factor)
-        recorded.graph.replay()
+            captured.inputs[name].copy_(tensor, non_blocking=True)
+        captured.factor.fill_(factor)
+        captured.graph.replay()
         for name, parameter in self.parameters.items():
-            parameter.grad = recorded.gradients[name]
-        return recorded.loss
+            parameter.grad = captured.gradients[name]
+        return captured.loss
 
     def release(self) -> None:
         """Release the graphs and their memory, gradients included; the next microbatch is captured again."""
-        if not self._recorded:
+        if not self._captured:
             return
         torch.cuda.synchronize(self.device)
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._recorded.clear()
+        self._captured.clear()
         if self.failed:
             self._release_pool()
         self._pool = None
@@ -150,7 +150,7 @@ class Graphs:
         self.release()
         for name, gradient in waiting.items():
             self.parameters[name].grad = gradient.to(self.device)
-        self._step_is_captured = False
+        self._gradients_from_graph = False
 
     def _abandon(self, before: dict[str, torch.Tensor | None]) -> None:
         """After a failed capture: restore the gradients from before it, and do not try to capture again."""
@@ -164,7 +164,7 @@ class Graphs:
         memory allocated for it (2.13 too). If torch has already cleaned up, the call raises."""
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
-        if self._recorded:
+        if self._captured:
             return  # the other graph uses the same pool until it is released
         self._release_pool()
         self._pool = None
@@ -189,13 +189,13 @@ class Graphs:
     def _graph_for(self, first: bool, inputs: Inputs) -> _CapturedGraph | None:
         """The graph for a microbatch; None if it has to run eagerly."""
         shapes = {name: tensor.shape for name, tensor in inputs.items()}
-        if not self._recorded and _num_elements(shapes) > _num_elements(self._shapes):
+        if not self._captured and _num_elements(shapes) > _num_elements(self._shapes):
             self._shapes = shapes  # a session's first microbatch may be the short last one of an epoch
         if self.steps <= WARM_UP or self.failed or shapes != self._shapes:
             return None
-        if not (first or self._step_is_captured):
+        if not (first or self._gradients_from_graph):
             return None  # an eager microbatch's gradients are not at the addresses that the graph uses
-        return self._recorded.get(first) or self._capture_graph(first, inputs)
+        return self._captured.get(first) or self._capture_graph(first, inputs)
 
     def _run_eager(self, inputs: Inputs, factor: float) -> torch.Tensor:
         with self.during(RunPhase.FORWARD):
@@ -237,8 +237,8 @@ class Graphs:
             self.on_event(f"CUDA graph capture failed, and steps run eagerly: {failure}")
             return None
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
-        self._recorded[first] = _CapturedGraph(graph, static, factor, loss, gradients)
-        return self._recorded[first]
+        self._captured[first] = _CapturedGraph(graph, static, factor, loss, gradients)
+        return self._captured[first]
 
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
         # Other threads (a checkpoint being written) may continue their work.

@@ -80,11 +80,11 @@ class _Loop:
                     self.first_step_done()
                 if cadence.due(cadence.logging_steps, state.step):
                     self.flush()
-                measured = cadence.due(cadence.eval_steps, state.step)
-                improved = measured and self.evaluate()
+                evaluates = cadence.due(cadence.eval_steps, state.step)
+                improved = evaluates and self.evaluate()
                 last = state.step == cadence.total_steps
                 tags = {"best"} if improved else set[str]()
-                if measured and self.stops_early():
+                if evaluates and self.stops_early():
                     return self.stopped_early(tags)
                 if improved or cadence.due(cadence.save_steps, state.step):
                     self.save(tags, wait=last)
@@ -208,8 +208,8 @@ class _Loop:
         lr = setup.learning_rate(state.step)
         # On a CPU the meter sees individual operations; a compiled graph does not show any.
         visible = setup.compiled is None or setup.device.type == "cuda"
-        measured = visible and self.session_steps == MEASURED_STEP
-        with StepMeter(setup) if measured else nullcontext() as meter:
+        measures_memory = visible and self.session_steps == MEASURED_STEP
+        with StepMeter(setup) if measures_memory else nullcontext() as meter:
             self.updating = setup.in_backward is not None
             with setup.during(RunPhase.FORWARD):
                 loss = forward_backward(

@@ -32,8 +32,8 @@ class MicroStep:
 
     Args:
         loss: maps a microbatch to the sum of its token losses and their number.
-        graphs: if given, runs forward and backward in one launch; `loss` and autograd handle the rare cases.
-        during: entered with the current phase; explains errors that leave it.
+        graphs: if given, runs forward and backward, captured or eager; `loss` is then called only with `eager=True`.
+        during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
 
     Example:
         >>> microstep = MicroStep(lambda batch: LossSum((weight * batch).sum(), 4))  # doctest: +SKIP
@@ -77,7 +77,10 @@ class MicroStep:
 
     @property
     def captures(self) -> int:
-        """The number of CUDA graphs captured so far: a step that captures one takes longer than the others."""
+        """Number of attempted CUDA graph captures so far, failed ones included.
+
+        A step that captures takes longer than the others.
+        """
         return self.graphs.captures if self.graphs is not None else 0
 
     def release(self) -> None:

@@ -178,7 +178,8 @@ class TrainingSetup:
     on_measured: Callable[[Measured], None] | None = None
     """Called with the measurements once steps are representative, and at the end."""
     during: During = no_phase
-    """Entered with each phase of a step and of the run; explains errors raised in it."""
+    """Called with each phase of a step and of the run; the context manager that it returns explains out-of-memory
+    errors raised inside."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of a checkpoint, by name."""

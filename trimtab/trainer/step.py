@@ -22,9 +22,8 @@ def forward_backward(
     """Gradient accumulation: the mean loss over `num_targets` tokens of all microbatches and processes.
 
     Each microbatch's summed loss is divided by the token count of the whole step before its backward, so the
-    gradient does not depend on how tokens are spread over microbatches or processes. A pipeline schedule has
-    the same signature. `scale` is fp16's loss scale, 1 otherwise. `before_backward` receives each loss.
-    `step` counts from 0.
+    gradient does not depend on how tokens are spread over microbatches or processes. `scale` is fp16's loss
+    scale, 1 otherwise. `before_backward` receives each loss. `step` counts from 0.
     """
     total = accumulate(setup, microbatches, num_targets, scale, before_backward, step=step)
     setup.mesh.sum_gradients(setup.parameters.values())

@@ -29,4 +29,4 @@ def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto
             f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
             "set optim_implementation: auto",
         )
-    return ImplChoice(requested, "named in the recipe")
+    return ImplChoice(requested, "set in the recipe")

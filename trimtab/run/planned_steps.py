@@ -12,22 +12,25 @@ from trimtab import optim
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import Recipe
 from trimtab.recipe.rules import FLAT_SCHEDULES
-from trimtab.run.choices import Length
+from trimtab.run.choices import PlannedSteps
 
 
-def extend(lengths: Sequence[Length], step: int, total: int) -> tuple[Length, ...]:
+def extend(lengths: Sequence[PlannedSteps], step: int, total: int) -> tuple[PlannedSteps, ...]:
     """The lengths of a run at `step` that is extended or shortened to `total` steps.
 
     Example:
-        >>> extend([Length(0, 20)], step=10, total=40)
-        (Length(step=0, total=20), Length(step=10, total=40))
+        >>> extend([PlannedSteps(0, 20)], step=10, total=40)
+        (PlannedSteps(step=0, total=20), PlannedSteps(step=10, total=40))
     """
     if lengths and lengths[-1].total == total:
         return tuple(lengths)
-    return (*(length for length in lengths if length.step < step), Length(step if lengths else 0, total))
+    return (
+        *(length for length in lengths if length.step < step),
+        PlannedSteps(step if lengths else 0, total),
+    )
 
 
-def check_length(recipe: Recipe, step: int, total: int) -> None:
+def check_planned_steps(recipe: Recipe, step: int, total: int) -> None:
     """Raises RecipeError if a resume requests fewer steps than were trained."""
     if total < step:
         key = "max_steps" if recipe.max_steps > 0 else "num_train_epochs"
@@ -38,7 +41,7 @@ def check_length(recipe: Recipe, step: int, total: int) -> None:
         )
 
 
-def learning_rate(recipe: Recipe, lengths: Sequence[Length]) -> Callable[[int], float]:
+def learning_rate(recipe: Recipe, lengths: Sequence[PlannedSteps]) -> Callable[[int], float]:
     """Returns a function from step (from 0) to learning rate: each step uses the run length planned when it ran."""
 
     def rate(step: int) -> float:
@@ -55,7 +58,9 @@ def learning_rate(recipe: Recipe, lengths: Sequence[Length]) -> Callable[[int], 
     return rate
 
 
-def describe_change(recipe: Recipe, before: Sequence[Length], after: Sequence[Length]) -> str | None:
+def describe_change(
+    recipe: Recipe, before: Sequence[PlannedSteps], after: Sequence[PlannedSteps]
+) -> str | None:
     """Describes the effect of a new number of steps on the learning rate; None if the number is the same."""
     if tuple(before) == tuple(after):
         return None

@@ -132,7 +132,7 @@ def test_a_file_that_a_run_began_with_is_not_refused(tmp_path: Path, name: str, 
 
     with pytest.raises(DataError):
         read(spec)
-    assert len(read(dataclasses.replace(spec, began=frozenset()))) == 1
+    assert len(read(dataclasses.replace(spec, original_fingerprints=frozenset()))) == 1
 
 
 def test_the_order_of_a_run_that_has_no_checkpoint_yet(tmp_path: Path) -> None:
