@@ -195,4 +195,4 @@ def test_best_and_its_model_agree(folder: Path) -> None:
     run = trimtab.train(worse, data=TEXTS, view=quiet())
     assert min(run.evaluations, key=lambda one: one.loss).step == 0
     assert run.best is None
-    assert "no good checkpoint (best)" in refused(lambda: run.model("best"))
+    assert "no valid checkpoint best" in refused(lambda: run.model("best"))

@@ -143,7 +143,7 @@ def test_memory_predicted_and_measured(make_run: MakeRun, learnt: list[dict[str,
         ("after", "measured"),
     ]
     assert memory_verdict(data) == (
-        "Peak memory: 516.0 MiB predicted, 519.0 MiB measured; the prediction was 0.6% too low."
+        "Peak memory: 516.0 MiB predicted, 519.0 MiB measured, 0.6% above the prediction."
     )
     basis = memory_basis(data)
     assert basis is not None

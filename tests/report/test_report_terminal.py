@@ -232,7 +232,7 @@ def test_the_short_form_has_each_value_once(make_run: MakeRun, learnt: list[dict
     assert "■ weights" in text_of(long)
     assert "■ weights" not in text_of(short)
     assert re.search(r"tensors +\S+ \S+ at the peak: weights", text_of(short))
-    assert "the prediction was" in text_of(short)
+    assert " predicted, " in text_of(short)
     categories = re.compile(r"^  probe: (?!all\b)", re.MULTILINE)
     listed = [len(categories.findall(text_of(shown))) for shown in (long, short)]
     left_out = int(re.search(r"and (\d+) categories of the probe", text_of(short))[1])  # type: ignore[index]

@@ -133,7 +133,7 @@ class Session:
         command = self._commands.get(name)
         if command is None:
             _say(
-                f"there is no command {name}; /help lists them (for a message that begins with a slash: //…)"
+                f"there is no command {name}; /help lists them (write // to send a message that begins with a slash)"
             )
         else:
             command(rest.strip())

@@ -72,7 +72,9 @@ def evaluate(
     from trimtab.run.device import require_torch
 
     if not (texts or probe or answers):
-        raise RecipeError("there is nothing to measure", "name a text, or omit --no-probe")
+        raise RecipeError(
+            "--no-probe without a text leaves nothing to measure", "name a text, or omit --no-probe"
+        )
     if windows is not None:
         print("note: --windows is now --sequences", file=sys.stderr)
         sequences = windows

@@ -13,7 +13,7 @@ from trimtab.report.plain import as_text, plain
 
 MOST_OPTIONS = 8
 """Maximum number of listed candidates of a search."""
-AUTOMATIC = "(automatic, by memory_limit)"
+AUTOMATIC = "(chosen automatically if memory is short)"
 """Shown instead of a recipe line for a technique that no recipe key sets."""
 
 
@@ -40,7 +40,7 @@ def what_if_view(effects: list[dict[str, Any]]) -> RenderableType:
             )
         )
     if any(not effect["same_training"] for effect in effects):
-        parts.append(Text("* changes the trainable parameters or their dtypes", style="bright_black"))
+        parts.append(Text("* trains other parameters, or in other dtypes", style="bright_black"))
     return Group(*parts)
 
 

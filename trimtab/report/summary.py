@@ -99,13 +99,10 @@ def memory_verdict(data: RunData) -> str | None:
     if len(peak) < 2:
         return None
     predicted, measured = peak["predicted"], peak["measured"]
-    off = (predicted - measured) / max(1, measured)
-    close = "exact" if off == 0 else "accurate to 0.1%"
-    how = close if abs(off) < 0.0005 else f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
-    return (
-        f"Peak memory: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured; "
-        f"the prediction was {how}."
-    )
+    off = (measured - predicted) / max(1, predicted)
+    close = "exactly as predicted" if off == 0 else "within 0.1% of the prediction"
+    how = close if abs(off) < 0.0005 else f"{abs(off):.1%} {'above' if off > 0 else 'below'} the prediction"
+    return f"Peak memory: {format_bytes(predicted)} predicted, {format_bytes(measured)} measured, {how}."
 
 
 def memory_basis(data: RunData) -> str | None:

@@ -239,7 +239,7 @@ def _find_checkpoint(
             raise RecipeError(f"checkpoint {which!r} is not known", "use latest, best or a step number")
         if found is not None:
             return found
-        cause = f"{run.path} has no good checkpoint ({which})"
+        cause = f"{run.path} has no valid checkpoint {which}"
         steps = [str(step) for step in store.steps() if str(step) != which]
     if steps and which != "latest":
         listed = "step" if len(steps) == 1 else "one of the steps"

@@ -72,7 +72,7 @@ def _introduction(number: NumberBits) -> str:
     if str(value) == number.text:
         return f"{value} is a binary fraction, {exactness}."
     if not is_binary(value):
-        return f"{number.text} = {value}: the denominator is no power of two, so that every binary format rounds it."
+        return f"{number.text} = {value}: the denominator is not a power of two, so every binary format rounds it."
     return f"{number.text} = {value}: a binary fraction, {exactness}."
 
 
