@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
-from trimtab.plan.memory import CONTEXT
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 
 LORA = {"r": 16, "lora_alpha": 16}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -112,7 +112,7 @@ JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 
 def card_bytes(cap_gb: float, device: str) -> int:
     """The recipe's memory limit for which the allocator's cap is the GPU's memory minus the CUDA context."""
-    return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
+    return round((cap_gb - BESIDE_GB) * GB) + BYTES_OUTSIDE_ALLOCATOR[device]
 
 
 def recipe_of(

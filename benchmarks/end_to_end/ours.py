@@ -13,7 +13,7 @@ from trimtab.adapt.spec_recompute import count_policies
 from trimtab.data import Batch
 from trimtab.lab.training_step import build_step
 from trimtab.plan import find_max_seq_length
-from trimtab.plan.memory import OUTSIDE, predict
+from trimtab.plan.memory import PROCESS_BYTES, predict
 from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe import build as build_recipe
 from trimtab.run.prepare import Prepared, prepare
@@ -33,7 +33,7 @@ def prepared_for(
     if case.cap_gb is not None:
         limit = card_bytes(case.cap_gb, device)
     elif limit_gib is not None:
-        limit = round(limit_gib * 2**30) + OUTSIDE[device]
+        limit = round(limit_gib * 2**30) + PROCESS_BYTES[device]
     recipe = recipe_of(case.job, folder, adapter, device, limit)
     if case.contestant == "trimtab eager":
         recipe |= {"torch_compile": False, "cuda_graphs": False}
@@ -98,7 +98,7 @@ def part_of(
         prepared_for(case, *place, device, None).plan for place in zip(folders, adapters, strict=True)
     )
     more = {
-        "recompute": proportion(count_policies(whole.job.layers), part.shape.num_layers),
+        "recompute": proportion(count_policies(whole.job.layer_policies), part.shape.num_layers),
         "mlp_tiles": whole.job.mlp_tiles,
         "dequantized_layers": 0,
     }
