@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, card_bytes, recipe_of
+from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, memory_limit_bytes, recipe_of
 from benchmarks.end_to_end.peers import Step
 from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt.spec_recompute import count_policies
@@ -31,7 +31,7 @@ def prepared_for(
     additional recipe keys."""
     limit = None
     if case.cap_gb is not None:
-        limit = card_bytes(case.cap_gb, device)
+        limit = memory_limit_bytes(case.cap_gb, device)
     elif limit_gib is not None:
         limit = round(limit_gib * 2**30) + PROCESS_BYTES[device]
     recipe = recipe_of(case.job, folder, adapter, device, limit)
@@ -42,7 +42,7 @@ def prepared_for(
     prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared
-    # The peers' memory is allocated, not reserved memory; trimtab's is measured alike.
+    # The peers' figures are allocated, not reserved memory; so the allocator gets no cap here either.
     memory = replace(prepared.resolved.memory_plan, allocator_bytes=None)
     return replace(prepared, resolved=replace(prepared.resolved, memory=memory))
 
@@ -82,7 +82,9 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
     assert case.cap_gb is not None
     short = replace(case, job=replace(case.job, tokens=256))
     prepared = prepared_for(short, folder, adapter, device, None)
-    return find_max_seq_length(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
+    return find_max_seq_length(
+        prepared.plan.job, prepared.device, memory_limit_bytes(case.cap_gb, device)
+    ).tokens
 
 
 def part_of(
