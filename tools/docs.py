@@ -59,13 +59,14 @@ _END_TO_END = """\
 <!-- Made by `python tools/docs.py` from benchmarks/results/end-to-end-h200.jsonl. -->
 # Whole training steps
 
-`python -m benchmarks.end_to_end` on a CUDA GPU: one micro-step (forward, backward, 8-bit AdamW) of trimtab and of the
-peers, each contestant in a separate process, with the same random weights, sequences and initial adapter; medians of
-synchronized steps. "trimtab" may use the whole GPU; "trimtab tight" has the lowest-memory peer's peak as its limit.
-Ratios above 1 mean that trimtab is faster. The floor is the time of the step's matrix products at the device's best
-measured matmul rate. Packed sequences contain documents of 400 tokens on average with isolated attention. Unsloth ran
-without xformers and flash-attn, on torch's attention, which costs it most on packed sequences. The cases of a row were
-measured on different days: the data has commit and time of each, and the machines were of the same kind.
+`python -m benchmarks.end_to_end` on a CUDA GPU: one training step without gradient accumulation (forward, backward,
+8-bit AdamW) of trimtab and of the peers, each contestant in a separate process, with the same random weights, sequences
+and initial adapter; medians of synchronized steps. "trimtab" may use the whole GPU; "trimtab tight" has the
+lowest-memory peer's peak as its limit. Ratios above 1 mean that trimtab is faster. The floor is the time of the step's
+matrix products at the device's best measured matmul rate. Packed sequences contain documents of 400 tokens on average
+with isolated attention. Unsloth ran without xformers and flash-attn, on torch's attention, which costs it most on
+packed sequences. The cases of a row were measured on different days: the data has commit and time of each, and the
+machines were of the same kind.
 
 The longest contexts are planned for a GPU with so many GB (0.7 GB of which are for the CUDA context): "by arithmetic"
 with unlimited host memory, "proposed here" with the memory of this host. A real step under a cap of the allocator

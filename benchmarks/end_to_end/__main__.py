@@ -62,12 +62,12 @@ def processes(wanted: list[Case], share: bool) -> Iterator[list[Case]]:
     yield from together.values()
 
 
-def run_process(batch: list[Case], order: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
+def run_process(batch: list[Case], request: dict[str, Any], cold: bool) -> tuple[list[dict[str, Any]], bool]:
     """Run cases in a separate process; returns (records, whether Ctrl-C stopped it). Cases without a record failed or
     were not started."""
     with tempfile.TemporaryDirectory() as folder:
-        paths = Path(folder) / "order.json", Path(folder) / "results.jsonl"
-        paths[0].write_text(json.dumps(order | {"cases": [asdict(case) for case in batch]}))
+        paths = Path(folder) / "request.json", Path(folder) / "results.jsonl"
+        paths[0].write_text(json.dumps(request | {"cases": [asdict(case) for case in batch]}))
         environment = {**os.environ, **OFFLINE}
         if cold:
             environment |= {
@@ -113,7 +113,7 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             print(f"out of time: {batch[0].name} and all later cases are not run", file=sys.stderr)
             break
         print(", ".join(case.name for case in batch), file=sys.stderr, flush=True)
-        order = {
+        request = {
             "device": device,
             "weights": str(options.weights.expanduser()),
             "limits": limits_of(records),
@@ -121,8 +121,8 @@ def run_all(wanted: list[Case], path: Path, options: argparse.Namespace) -> dict
             "tokens": dict(word.split("=") for word in options.tokens),
             "most_tokens": options.most_tokens,
         }
-        order["tokens"] = {cap: int(count) for cap, count in order["tokens"].items()}
-        measured, stopped = run_process(batch, order, batch[0].start == "cold")
+        request["tokens"] = {cap: int(count) for cap, count in request["tokens"].items()}
+        measured, stopped = run_process(batch, request, batch[0].start == "cold")
         for record in measured:
             record |= {**where, "time": timestamp()}
             record |= {"shared_process": len(batch) > 1}
@@ -171,7 +171,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--commit", help="the measured commit, if this is no git checkout")
     made.add_argument("--fresh", action="store_true", help="repeat cases that the file already has")
-    made.add_argument("--missing", action="store_true", help="keep records of other commits and versions")
+    made.add_argument(
+        "--missing",
+        action="store_true",
+        help="run only cases without a successful record of any commit or version",
+    )
     made.add_argument("--list", action="store_true", help="list the cases and exit")
     made.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's tables and exit")
     return made

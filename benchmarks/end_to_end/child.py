@@ -1,6 +1,6 @@
 """A process of the benchmark: loads a model once, runs its cases, writes one JSON line per case.
 
-python -m benchmarks.end_to_end.child ORDER.json RESULTS.jsonl
+python -m benchmarks.end_to_end.child REQUEST.json RESULTS.jsonl
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ CUT = 0.97
 """Factor that reduces a proposed length that does not fit."""
 
 
-def read_order(path: Path) -> dict[str, Any]:
-    """Read the order and parse its cases."""
-    order: dict[str, Any] = json.loads(path.read_text())
-    order["cases"] = [Case(**{**case, "job": Job(**case["job"])}) for case in order["cases"]]
-    return order
+def read_request(path: Path) -> dict[str, Any]:
+    """Read the request file of the parent process and parse its cases."""
+    request: dict[str, Any] = json.loads(path.read_text())
+    request["cases"] = [Case(**{**case, "job": Job(**case["job"])}) for case in request["cases"]]
+    return request
 
 
 def main(words: list[str]) -> int:
-    """Run the order's cases; an exception is recorded as a case's result, and the next case runs."""
-    order, results = read_order(Path(words[0])), Path(words[1])
-    device = order["device"]
-    if order.get("ceilings"):
+    """Run the request's cases; an exception is recorded as a case's result, and the next case runs."""
+    request, results = read_request(Path(words[0])), Path(words[1])
+    device = request["device"]
+    if request.get("ceilings"):
         append_record(results, {"name": "device", **_ceilings(device)})
     kept: dict[str, Any] = {}
-    for case in order["cases"]:
+    for case in request["cases"]:
         record: dict[str, Any] = {"name": case.name, "case": asdict(case)}
         started = time.perf_counter()
         try:
-            record |= run(case, order, device, kept)
+            record |= run(case, request, device, kept)
         except torch.OutOfMemoryError:
             record["failed"] = "out of memory"
             kept.clear()
@@ -62,37 +62,37 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def run(case: Case, order: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
+def run(case: Case, request: dict[str, Any], device: str, kept: dict[str, Any]) -> dict[str, Any]:
     """Measure one case; `kept` caches a peer's model for its next length."""
-    root = Path(order["weights"])
+    root = Path(request["weights"])
     folder = world.model_folder(root, case.job.model, device)
     adapter = world.adapter_folder(root, case.job.model)
     if case.contestant in (*OURS, NEAREST):
         if case.cap_gb is not None:
-            return _longest(case, folder, adapter, order, device)
-        return _ours(case, folder, adapter, order, device)
+            return _longest(case, folder, adapter, request, device)
+        return _ours(case, folder, adapter, request, device)
     absent = peers.missing(case.contestant)
     if absent is not None:
         return {"absent": absent}
     tokens = world.make_tokens(case.job)
     started = time.perf_counter()
-    longest = max(other.job.tokens for other in order["cases"])
+    longest = max(other.job.tokens for other in request["cases"])
     step = peers.build(case, folder, adapter, tokens, device, kept, longest)
     return _measured(step, case, device, started)
 
 
-def _ours(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device: str) -> dict[str, Any]:
+def _ours(case: Case, folder: Path, adapter: Path, request: dict[str, Any], device: str) -> dict[str, Any]:
     from benchmarks.end_to_end import ours
     from trimtab.adapt import compilations
 
-    limit = order["limits"].get(case.job.name) if case.contestant == "trimtab tight" else None
+    limit = request["limits"].get(case.job.name) if case.contestant == "trimtab tight" else None
     started = time.perf_counter()
     prepared = ours.prepared_for(case, folder, adapter, device, limit)
     before = compilations()
     step, chosen = ours.build(
         prepared, folder, world.make_tokens(case.job), nearest=case.contestant == NEAREST
     )
-    record = _measured(step, case, device, started, recorded=chosen["graphs"]["on"])
+    record = _measured(step, case, device, started, captured=chosen["graphs"]["on"])
     record["load_peak_bytes"] = chosen.pop("load_peak_bytes")
     count, seconds = compilations()
     return record | {
@@ -103,18 +103,20 @@ def _ours(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device
     }
 
 
-def _longest(case: Case, folder: Path, adapter: Path, order: dict[str, Any], device: str) -> dict[str, Any]:
+def _longest(case: Case, folder: Path, adapter: Path, request: dict[str, Any], device: str) -> dict[str, Any]:
     """The planner proposes a length, and one real step under the allocator's cap confirms it."""
     from benchmarks.end_to_end import ours
     from trimtab.facts.devices import host_memory
 
-    root = Path(order["weights"])
+    root = Path(request["weights"])
     name, _, layers = case.job.model.partition("/")
     whole, its_adapter = world.config_folder(root, name), world.adapter_folder(root, name)
     proposed = ours.longest(case, whole, its_adapter, device)
     if proposed == 0:
         return {"failed": "nothing fits", "proposed": 0}
-    tokens = order["tokens"].get(f"{case.cap_gb:g}") or min(proposed, order["most_tokens"], _positions(name))
+    tokens = request["tokens"].get(f"{case.cap_gb:g}") or min(
+        proposed, request["most_tokens"], _positions(name)
+    )
     for _ in range(TRIES):
         one = replace(case, job=replace(case.job, tokens=tokens), start="cold")
         more: dict[str, Any] = {}
@@ -147,7 +149,7 @@ def _positions(model: str) -> int:
 
 
 def _measured(
-    step: peers.Step, case: Case, device: str, started: float, *, recorded: bool = False
+    step: peers.Step, case: Case, device: str, started: float, *, captured: bool = False
 ) -> dict[str, Any]:
     """Times of synchronized steps after warm-up, losses of all steps, and peak memory of tensors."""
     synchronize(device)
@@ -161,7 +163,7 @@ def _measured(
 
     first = once()
     if not case.start:
-        if case.job.tokens < LONG or recorded:
+        if case.job.tokens < LONG or captured:
             once()  # allocator and autotuner warm-up
             once()  # CUDA graph capture
         until = time.perf_counter() + BUDGET_S

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import MODELS
-from trimtab.plan.memory import CONTEXT
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 
 LORA = {"r": 16, "lora_alpha": 16}
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = {"full": 1e-5, "qlora": 1e-4}
 GB = 10**9
-BESIDE_GB = 0.7
+CONTEXT_GB = 0.7
 """Part of a GPU's memory for the CUDA context; the rest is the allocator's cap."""
 LONGEST_ATTENTION = "triton"
 """cuDNN's backward needs additional fp32 accumulators, 16 KB per token here; trimtab's needs none, but is slower."""
@@ -44,7 +44,8 @@ def config_of(model: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """One micro-step: forward, backward, 8-bit AdamW, over `rows` sequences of `tokens`."""
+    """One training step without gradient accumulation: forward, backward and 8-bit AdamW, over `rows` sequences of
+    `tokens`."""
 
     model: str
     method: str
@@ -86,7 +87,8 @@ class Case:
 
 
 OURS = ("trimtab", "trimtab tight", "trimtab eager")
-"""With the whole GPU; within the lowest-memory peer's peak; and without CUDA graphs and torch.compile."""
+"""trimtab's variants: without a memory limit; limited to the peak of the lowest-memory peer; without CUDA graphs and
+torch.compile."""
 NEAREST = "trimtab nearest"
 """trimtab with bf16 weights rounded to nearest, as in the peers, which loses small updates; for comparing losses."""
 PEERS = ("hf", "hf recompute", "liger", "unsloth", "unsloth recompute")
@@ -110,9 +112,9 @@ LLAMA_8K, LLAMA_32K, LLAMA_64K = (Job("llama-8b", "qlora", 1, tokens) for tokens
 JOBS = (LLAMA_SHORT, QWEN_SHORT, LLAMA_8K, QWEN_LONG, LLAMA_32K, LLAMA_64K)
 
 
-def card_bytes(cap_gb: float, device: str) -> int:
+def memory_limit_bytes(cap_gb: float, device: str) -> int:
     """The recipe's memory limit for which the allocator's cap is the GPU's memory minus the CUDA context."""
-    return round((cap_gb - BESIDE_GB) * GB) + CONTEXT[device]
+    return round((cap_gb - CONTEXT_GB) * GB) + BYTES_OUTSIDE_ALLOCATOR[device]
 
 
 def recipe_of(
@@ -165,7 +167,9 @@ def cases() -> list[Case]:
             found.append(_case(packed, NEAREST))
     found += [_longest(cap, model) for cap, model in CAPS_GB.items()]
     for job in JOBS[:4]:
-        found += [_case(job, name) for name in ("hf recompute", "liger", "hf", "unsloth") if _fits(job, name)]
+        found += [
+            _case(job, name) for name in ("hf recompute", "liger", "hf", "unsloth") if _supports(job, name)
+        ]
     found += [_case(job, "trimtab eager") for job in JOBS[:4]]
     for job in JOBS[4:]:
         found += [_case(job, name) for name in ("liger", "hf recompute")]
@@ -176,8 +180,8 @@ def cases() -> list[Case]:
     return found
 
 
-def _fits(job: Job, contestant: str) -> bool:
-    """Unsloth supports quantized models only with gradient checkpointing."""
+def _supports(job: Job, contestant: str) -> bool:
+    """Whether the contestant supports the job: Unsloth trains quantized models only with gradient checkpointing."""
     return not (job.method == "qlora" and contestant == "unsloth")
 
 

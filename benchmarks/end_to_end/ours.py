@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, card_bytes, recipe_of
+from benchmarks.end_to_end.jobs import GB, LONGEST_ATTENTION, Case, memory_limit_bytes, recipe_of
 from benchmarks.end_to_end.peers import Step
 from benchmarks.end_to_end.world import Tokens
 from trimtab.adapt.spec_recompute import count_policies
 from trimtab.data import Batch
 from trimtab.lab.training_step import build_step
 from trimtab.plan import find_max_seq_length
-from trimtab.plan.memory import OUTSIDE, predict
+from trimtab.plan.memory import PROCESS_BYTES, predict
 from trimtab.plan.resolved_json import resolved_to_dict
 from trimtab.recipe import build as build_recipe
 from trimtab.run.prepare import Prepared, prepare
@@ -31,9 +31,9 @@ def prepared_for(
     additional recipe keys."""
     limit = None
     if case.cap_gb is not None:
-        limit = card_bytes(case.cap_gb, device)
+        limit = memory_limit_bytes(case.cap_gb, device)
     elif limit_gib is not None:
-        limit = round(limit_gib * 2**30) + OUTSIDE[device]
+        limit = round(limit_gib * 2**30) + PROCESS_BYTES[device]
     recipe = recipe_of(case.job, folder, adapter, device, limit)
     if case.contestant == "trimtab eager":
         recipe |= {"torch_compile": False, "cuda_graphs": False}
@@ -42,7 +42,7 @@ def prepared_for(
     prepared = prepare(build_recipe(recipe | (more or {})))
     if limit_gib is None:
         return prepared
-    # The peers' memory is allocated, not reserved memory; trimtab's is measured alike.
+    # The peers' figures are allocated, not reserved memory; so the allocator gets no cap here either.
     memory = replace(prepared.resolved.memory_plan, allocator_bytes=None)
     return replace(prepared, resolved=replace(prepared.resolved, memory=memory))
 
@@ -82,7 +82,9 @@ def longest(case: Case, folder: Path, adapter: Path, device: str) -> int:
     assert case.cap_gb is not None
     short = replace(case, job=replace(case.job, tokens=256))
     prepared = prepared_for(short, folder, adapter, device, None)
-    return find_max_seq_length(prepared.plan.job, prepared.device, card_bytes(case.cap_gb, device)).tokens
+    return find_max_seq_length(
+        prepared.plan.job, prepared.device, memory_limit_bytes(case.cap_gb, device)
+    ).tokens
 
 
 def part_of(
@@ -98,7 +100,7 @@ def part_of(
         prepared_for(case, *place, device, None).plan for place in zip(folders, adapters, strict=True)
     )
     more = {
-        "recompute": proportion(count_policies(whole.job.layers), part.shape.num_layers),
+        "recompute": proportion(count_policies(whole.job.layer_policies), part.shape.num_layers),
         "mlp_tiles": whole.job.mlp_tiles,
         "dequantized_layers": 0,
     }

@@ -11,9 +11,9 @@ from benchmarks.end_to_end.jobs import (
     OURS,
     PEERS,
     Job,
-    card_bytes,
     cases,
     config_of,
+    memory_limit_bytes,
     recipe_of,
 )
 from trimtab.facts.devices import DeviceFacts
@@ -37,7 +37,7 @@ TITLES = {
     "llama-8b": "Llama 3.1 8B",
     "qwen3-0.6b": "Qwen3 0.6B",
     "qlora": "QLoRA",
-    "full": "all weights",
+    "full": "full fine-tuning",
     "hf": "Hugging Face",
     "liger": "Liger",
     "unsloth": "Unsloth",
@@ -235,7 +235,7 @@ def by_arithmetic(model: str, cap_gb: float) -> MaxSeqLength:
     shape = shape_from_config(config_of(model), model)
     made = build(recipe)
     job = job_of(made, shape, gpu, resolve_backends(made, shape, gpu, 1))
-    return find_max_seq_length(job, gpu, card_bytes(cap_gb, "cuda"))
+    return find_max_seq_length(job, gpu, memory_limit_bytes(cap_gb, "cuda"))
 
 
 def _longest(records: Records) -> list[list[str]]:
@@ -245,11 +245,11 @@ def _longest(records: Records) -> list[list[str]]:
     for record in sorted(capped, key=lambda r: r["case"]["cap_gb"]):
         case = record["case"]
         name, _, layers = case["job"]["model"].partition("/")
-        able = by_arithmetic(name, case["cap_gb"])
+        planned = by_arithmetic(name, case["cap_gb"])
         start = [
             f"{case['cap_gb']:g}",
-            f"{able.tokens:,}",
-            "–" if able.setting is None else f"{able.setting.host / 2**30:.1f}",
+            f"{planned.tokens:,}",
+            "–" if planned.setting is None else f"{planned.setting.host / 2**30:.1f}",
             f"{record.get('proposed', 0):,}",
         ]
         if "confirmed" not in record:

@@ -75,7 +75,7 @@ def job_of(model: str, method: str, rows: int, tokens: int, packed: bool, memory
     """The job of a record, with the memory settings parsed from the record's text.
 
     Example:
-        >>> job_of("llama-8b", "qlora", 2, 2048, False, "31 layers offload_half, 1 none").layers[-2:]
+        >>> job_of("llama-8b", "qlora", 2, 2048, False, "31 layers offload_half, 1 none").layer_policies[-2:]
         ('offload_half', 'none')
     """
     tiles, unpacked = re.search(r"in (\d+) tiles", memory), re.search(r"weights of (\d+) also", memory)

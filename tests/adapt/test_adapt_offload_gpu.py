@@ -172,7 +172,7 @@ def test_the_peak_memory_of_a_quantized_step_matches_the_prediction(
     quantize_layout(decoder, "nf4", device="cuda")
     assert job.lora is not None
     add_adapters(decoder, job.lora)
-    recompute.apply(decoder, job.layers, mlp_tiles=tiles)
+    recompute.apply(decoder, job.layer_policies, mlp_tiles=tiles)
     decoder.to_empty(device="cuda")
     init_weights(decoder, 0)
     init_adapters(decoder, seed=0)

@@ -105,7 +105,7 @@ def test_a_models_gradients_match_plain_operations(name: str) -> None:
         p.grad = None
     plain = init_weights(build(shape, dtype="fp64", device="cpu", attention="reference"), seed=0)
     weights = dict(decoder.named_parameters())
-    for target in adapt_spec.resolve(shape, settings):
+    for target in adapt_spec.resolve_targets(shape, settings):
         a, b = (weights[f"{target.name}.lora_{f}.default.weight"] for f in "AB")
         weight = weights[f"{target.name}.weight"] + target.scaling * b @ a
         if settings.use_dora:
@@ -343,7 +343,7 @@ def test_dropout_on_only_an_embedding_allocates_nothing() -> None:
 def test_an_unknown_target_lists_the_known_ones(words: str | list[str]) -> None:
     for shape, offered in ((TIED, False), (UNTIED, True)):
         with pytest.raises(RecipeError, match=r"choose from .*q_proj") as caught:
-            adapt_spec.resolve(shape, LoraSettings(r=2, target_modules=words))
+            adapt_spec.resolve_targets(shape, LoraSettings(r=2, target_modules=words))
         assert ("embed_tokens" in str(caught.value)) is offered
 
 

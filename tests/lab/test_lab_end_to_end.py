@@ -89,9 +89,11 @@ def test_layers_of_a_part_run_as_in_the_whole_model(tmp_path: Path, monkeypatch:
     part = ours.prepared_for(
         replace(case, cap_gb=cap_gb), places[0][1], places[1][1], "cuda", None, more
     ).plan
-    assert set(part.job.layers) == set(whole.job.layers)
+    assert set(part.job.layer_policies) == set(whole.job.layer_policies)
     assert part.job.mlp_tiles == whole.job.mlp_tiles
-    room = [jobs.card_bytes(gb, "cuda") - plan.memory.needed for gb, plan in ((48, whole), (cap_gb, part))]
+    room = [
+        jobs.memory_limit_bytes(gb, "cuda") - plan.memory.needed for gb, plan in ((48, whole), (cap_gb, part))
+    ]
     assert room[0] == pytest.approx(room[1], abs=10)
     assert cap_gb < 48 - 2, "three quarters of the weights are left out"
 

@@ -35,7 +35,7 @@ def resolved_of(job: Job) -> Resolved:
         optimizer=OptimizerConfig(job.optimizer, job.optimizer_impl),
         loss=LossConfig(job.loss_impl, job.loss_memory),
         pointwise=PointwiseConfig(job.pointwise),
-        memory=MemoryPlan(job.layers, job.mlp_tiles, job.loss_memory, job.dequantized_layers),
+        memory=MemoryPlan(job.layer_policies, job.mlp_tiles, job.loss_memory, job.dequantized_layers),
         lora=job.lora,
         quantization=job.quantization,
     )

@@ -116,7 +116,7 @@ def test_an_explicit_number_reduces_saved_activations() -> None:
     result = plan("dequantized_layers=32", "memory_limit=24GB")
     assert result.job.dequantized_layers == 32
     assert result.memory.needed <= 24 * 10**9
-    assert set(result.job.layers) != {"none"}
+    assert set(result.job.layer_policies) != {"none"}
     assert result.resolved.memory_plan.description.endswith("; weights of 32 also dequantized")
     assert plan("dequantized_layers=4", "recompute=block").job.dequantized_layers == 4
     assert plan("dequantized_layers=4", device=LAPTOP).job.dequantized_layers == 4

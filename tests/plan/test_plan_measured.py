@@ -12,7 +12,7 @@ from plan_jobs import LLAMA_8B, QWEN
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import Plan, make_plan
-from trimtab.plan.memory import CONTEXT, LIBRARIES, OUTSIDE
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, CUBLAS_BYTES, PROCESS_BYTES
 from trimtab.plan.phases import RunPhase
 from trimtab.plan.reserved import reserved_memory
 from trimtab.recipe import loads
@@ -59,7 +59,7 @@ gradient_accumulation_steps: 1
 max_steps: 100
 optim: adamw_8bit
 {QLORA if shape is LLAMA else "gradient_dtype: bf16"}
-{"" if limit is None else f"memory_limit: {round(limit * GIB) + OUTSIDE['cuda']}B"}
+{"" if limit is None else f"memory_limit: {round(limit * GIB) + PROCESS_BYTES['cuda']}B"}
 {chosen}
 """
     recipe = loads(text)
@@ -69,7 +69,7 @@ optim: adamw_8bit
 @pytest.mark.parametrize("name", PEAKS)
 def test_allocated_peak(name: str) -> None:
     plan = plan_of(*PEAKS[name])
-    predicted = plan.memory.peak.total + LIBRARIES["cuda"]
+    predicted = plan.memory.peak.total + CUBLAS_BYTES["cuda"]
     assert predicted == pytest.approx(measured(name)["peak_bytes"], rel=0.002)
 
 
@@ -79,7 +79,7 @@ def test_the_allocator_model_has_the_same_peak(name: str) -> None:
     plan = plan_of(*PEAKS[name])
     for graphs in (False, True):
         memory = reserved_memory(plan.job, graphs=graphs)
-        assert memory.allocated == pytest.approx(plan.memory.peak.total + LIBRARIES["cuda"], rel=0.001)
+        assert memory.allocated == pytest.approx(plan.memory.peak.total + CUBLAS_BYTES["cuda"], rel=0.001)
         assert memory.allocated <= memory.reserved <= 1.1 * memory.allocated
 
 
@@ -101,7 +101,7 @@ def test_reserved_memory_and_the_whole_process(
     assert memory.allocated / GIB == pytest.approx(tensors, rel=0.002)
     assert memory.reserved / GIB == pytest.approx(allocator, rel=0.01)
     assert memory.process / GIB == pytest.approx(allocator + context, rel=0.01)
-    assert CONTEXT["cuda"] / GIB == pytest.approx(context, abs=0.02)
+    assert BYTES_OUTSIDE_ALLOCATOR["cuda"] / GIB == pytest.approx(context, abs=0.02)
 
 
 def test_loading_an_8b_model_in_4_bits() -> None:

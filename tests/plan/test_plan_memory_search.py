@@ -25,7 +25,7 @@ from trimtab.plan import check_fits, find_max_seq_length
 from trimtab.plan.job import Job
 from trimtab.plan.layers import Layers, segments_of
 from trimtab.plan.limits import limit_of
-from trimtab.plan.memory import CONTEXT, predict
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, predict
 from trimtab.plan.memory_search import (
     find_setting,
     find_setting_with_policies,
@@ -191,14 +191,14 @@ def plan(*overrides: str, device: DeviceFacts = GPU) -> Any:
 )
 def test_explicit_policies(override: str, policies: tuple[str, ...]) -> None:
     result = plan(override, "mlp_tiles=2")
-    assert result.job.layers == policies
+    assert result.job.layer_policies == policies
     assert result.job.mlp_tiles == 2
     assert result.resolved.memory_plan.reason == "set in the recipe"
 
 
 def test_an_explicit_list_has_one_policy_per_layer() -> None:
     names = ", ".join(["block"] * 27 + ["none"])
-    assert plan(f"recompute=[{names}]").job.layers[-2:] == ("block", "none")
+    assert plan(f"recompute=[{names}]").job.layer_policies[-2:] == ("block", "none")
     with pytest.raises(RecipeError, match=r"recompute names 2 policies and the model has 28 layers"):
         plan("recompute=[block, none]")
     with pytest.raises(RecipeError, match=r"recompute names 40 layers and the model has 28"):
@@ -211,7 +211,7 @@ def test_the_limit_is_respected_and_the_choice_explained() -> None:
     assert result.limit == 6 * 10**9
     chosen = result.resolved.memory_plan
     assert "the fastest that fits memory_limit: 6GB; saving all activations would take" in chosen.reason
-    assert chosen.allocator_bytes == 6 * 10**9 - CONTEXT["cuda"]
+    assert chosen.allocator_bytes == 6 * 10**9 - BYTES_OUTSIDE_ALLOCATOR["cuda"]
     assert result.to_dict()["choices"]["memory"]["sentence"] == chosen.description
     check_fits(result)
     assert plan().resolved.memory_plan.reason.startswith("everything fits the")

@@ -17,7 +17,7 @@ from trimtab.facts.phases import OWN_STEP, RunPhase
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.plan.inference import cache_tokens
-from trimtab.plan.memory import OUTSIDE
+from trimtab.plan.memory import PROCESS_BYTES
 from trimtab.plan.phases import AFTERWARDS, PHASE_REMEDIES
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
@@ -56,7 +56,7 @@ def test_step_phases_match_the_predicted_peak() -> None:
     step = [phase for phase in result.phases.phases if phase.phase in OWN_STEP]
     assert max(phase.needed for phase in step) == result.memory.needed
     for phase in step:
-        assert phase.buckets.total + OUTSIDE["cuda"] == phase.needed
+        assert phase.buckets.total + PROCESS_BYTES["cuda"] == phase.needed
         if phase.phase is not RunPhase.OPTIMIZER_STEP:
             assert sum((phase.parts or {}).values()) == phase.buckets.activations
 
@@ -111,7 +111,7 @@ def test_on_a_cpu_host_and_device_are_the_same_memory() -> None:
     checkpoint = result.phases.of(RunPhase.CHECKPOINT)
     assert step is not None
     assert checkpoint is not None
-    assert step.needed == step.host >= step.buckets.total + OUTSIDE["cpu"]
+    assert step.needed == step.host >= step.buckets.total + PROCESS_BYTES["cpu"]
     assert checkpoint.buckets == result.memory.before, "it is saved after the last step"
     frequent = plan(QWEN, "max_seq_length: 256\nsave_steps: 10", laptop).phases.of(RunPhase.CHECKPOINT)
     assert frequent is not None

@@ -29,7 +29,7 @@ def check(job: Job) -> None:
     totals = {point.moment: point.buckets.total - memory.before.total for point in points}
     assert {moment: totals[moment] for moment in memory.moments} == memory.moments
     assert max(totals.values()) == max(memory.moments.values()), (
-        "the peak is not at the end of a run of layers"
+        "the peak is not at the end of a group of layers"
     )
     for point in points:
         assert sum(point.parts.values()) == point.buckets.activations

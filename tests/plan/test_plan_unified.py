@@ -35,14 +35,14 @@ def planned(device: DeviceFacts, gigabytes: float, *overrides: str) -> Plan:
 def tight(device: DeviceFacts) -> float:
     """A memory size in GB at which the card offloads."""
     for gigabytes in (16, 14, 12, 10, 8, 7, 6, 5):
-        if set(planned(device, gigabytes).job.layers) & set(OFFLOADING):
+        if set(planned(device, gigabytes).job.layer_policies) & set(OFFLOADING):
             return gigabytes
     raise AssertionError("no size makes the planner offload")
 
 
 def test_the_search_offloads_on_a_card_and_not_with_unified_memory() -> None:
     gigabytes = tight(CARD)
-    assert not set(planned(UNIFIED, gigabytes).job.layers) & set(OFFLOADING)
+    assert not set(planned(UNIFIED, gigabytes).job.layer_policies) & set(OFFLOADING)
     assert planned(UNIFIED, gigabytes).memory.host == 0
 
 

@@ -162,7 +162,7 @@ case(
     lambda w, remedy: LoraSettings(r=2, rank_pattern={"q_proj": 4}),
 )
 case(
-    "adapt/spec.py:resolve: the adapted modules are {}",
+    "adapt/spec.py:resolve_targets: the adapted modules are {}",
     lambda w: plan_lora(w, rank_pattern={"query": 4}),
     lambda w, remedy: in_turn(
         lambda name: plan_lora(w, rank_pattern={name: 4}), listed(remedy, "adapted modules are")

@@ -19,7 +19,7 @@ from trimtab.adapt import targets
 from trimtab.adapt.lora_dropout import Masks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
 from trimtab.adapt.saved_modules import drop_modules, resolve_modules, switch_modules
-from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve
+from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve_targets
 from trimtab.adapt.spec_quantized import check_not_quantized
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
@@ -59,7 +59,7 @@ def attach_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> D
         )
     if adapter in adapter_names(decoder):
         raise RecipeError(f"the model already has an adapter {adapter}", "give this one another name")
-    for target in resolve(decoder.shape, settings):
+    for target in resolve_targets(decoder.shape, settings):
         _get_or_attach(decoder, target).add(adapter, settings, r=target.r, scaling=target.scaling)
     use_adapters(decoder, adapter)
     train_only(decoder, adapter, settings)
@@ -83,9 +83,9 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
     """Freezes everything but one adapter and its fully trained modules."""
     for parameter in decoder.parameters():
         parameter.requires_grad_(False)
-    whole = set(targets.select_modules(decoder.shape, settings.modules_to_save))
+    saved_modules = set(targets.select_modules(decoder.shape, settings.modules_to_save))
     found = dict(decoder.named_parameters())
-    for name in whole:
+    for name in saved_modules:
         if name not in found:
             check_not_quantized(decoder.shape, [name])
         found[name].requires_grad_(True)
@@ -96,12 +96,12 @@ def train_only(decoder: Decoder, adapter: str, settings: LoraSettings) -> None:
 
 def save_active_adapters(decoder: nn.Module) -> Callable[[], None]:
     """Returns a function that restores the current active adapters and trainable parameters."""
-    active, learning = active_adapters(decoder), [(p, p.requires_grad) for p in decoder.parameters()]
+    active, trainable = active_adapters(decoder), [(p, p.requires_grad) for p in decoder.parameters()]
 
     def restore() -> None:
         use_adapters(decoder, active)
-        for parameter, learns in learning:
-            parameter.requires_grad_(learns)
+        for parameter, requires_grad in trainable:
+            parameter.requires_grad_(requires_grad)
 
     return restore
 
@@ -141,11 +141,11 @@ def use_adapters(decoder: nn.Module, names: str | Sequence[str]) -> None:
     for layer, active in chosen:
         if len(active) > 1 and any(layer.settings[name].use_dora for name in active):
             raise RecipeError("adapters with DoRA cannot be combined", "use one at a time")
-    whole = resolve_modules(decoder, wanted)
+    modules = resolve_modules(decoder, wanted)
     # Nothing raises from here on: an error leaves the model unchanged.
     for layer, active in chosen:
         layer.active = active
-    switch_modules(decoder, whole)
+    switch_modules(decoder, modules)
 
 
 def remove_adapter(decoder: nn.Module, adapter: str) -> None:
@@ -180,7 +180,7 @@ def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
-    """Creates the dropout masks of all adapted layers and registers them; None without dropout."""
+    """Creates the dropout mask keys of all adapted layers and gives each layer its row; None without dropout."""
     layers = [layer for layer in adapted_layers(decoder) if isinstance(layer, LoRALinear)]
     if not any(settings.lora_dropout for layer in layers for settings in layer.settings.values()):
         return None

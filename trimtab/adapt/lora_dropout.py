@@ -87,7 +87,7 @@ def apply_dropout(x_NC: torch.Tensor, key_5: torch.Tensor, p: float) -> torch.Te
 
 
 class Masks:
-    """The words of all layers of a model, rewritten before each microbatch.
+    """The mask keys of all layers: five int32 words per layer, rewritten before each microbatch.
 
     A layer holds a view of its five words, so that a compiled block or a CUDA graph reads a tensor whose content
     changes, instead of constants that would be compiled in.

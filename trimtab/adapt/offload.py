@@ -1,7 +1,7 @@
 """Activation offloading to pinned host memory between forward and backward: layer inputs and expensive results.
 
-A tensor is copied to pinned memory on a separate stream while the layer computes, and copied back during the backward
-pass of the next layer. The device holds the tensors of at most two layers: the one that computes, and the one that is
+A tensor is copied to pinned memory on a separate stream while the layer computes, and copied back while the layer above
+runs its backward pass. The device holds the tensors of at most two layers: the one that computes, and the one that is
 being copied. There is no synchronization with the host.
 """
 
@@ -22,7 +22,8 @@ from trimtab.facts.units import format_bytes
 class HostStore:
     """Offloads tensors to pinned host memory: put `with store.offload_input(x):` around the call that saves x.
 
-    Buffers are reused across steps. Each decoder has its own store, which is last in, first out.
+    Buffers are reused across steps. Each decoder has its own store, which prefetches layers in the reverse
+    order of the forward pass.
 
     Example:
         >>> store = HostStore("cuda")                          # doctest: +SKIP
@@ -40,15 +41,15 @@ class HostStore:
     @contextmanager
     def offload_input(self, x: torch.Tensor) -> Iterator[None]:
         """Offloads x if it is saved for the backward pass inside the block; other saved tensors stay on the device."""
-        place = (x.data_ptr(), x.dtype, x.shape, x.stride())
-        kept: list[_OffloadedTensor] = []  # x may be saved more than once; it is copied once
+        identity = (x.data_ptr(), x.dtype, x.shape, x.stride())
+        offloaded: list[_OffloadedTensor] = []  # x may be saved more than once; it is copied once
 
         def pack(tensor: torch.Tensor) -> Any:
-            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != place:
+            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) != identity:
                 return tensor
-            if not kept:
-                kept.extend(self._offload([tensor], self._next_layer()))
-            return kept[0]
+            if not offloaded:
+                offloaded.extend(self._offload([tensor], self._next_layer()))
+            return offloaded[0]
 
         def unpack(packed: Any) -> torch.Tensor:
             return packed.get() if isinstance(packed, _OffloadedTensor) else packed
@@ -79,7 +80,7 @@ class HostStore:
 
     def _offload(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_OffloadedTensor]:
         sent = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
-        layer.members += [weakref.ref(kept) for kept in sent]
+        layer.members += [weakref.ref(tensor) for tensor in sent]
         return sent
 
     def _acquire_buffer(self, num_bytes: int) -> _Pinned:
@@ -145,18 +146,18 @@ class _Layer:
     def prefetch_below(self) -> None:
         """Prefetches all tensors of the previous layer; called when this layer's backward pass starts."""
         below, self.below = self.below, None
-        for kept in [] if below is None else below.live_tensors():
-            kept.fetch()
+        for tensor in [] if below is None else below.live_tensors():
+            tensor.fetch()
 
     def free_device_copy(self) -> None:
         """Frees the device copies of all tensors of this layer."""
-        for kept in self.live_tensors():
-            kept.free_device_copy()
+        for tensor in self.live_tensors():
+            tensor.free_device_copy()
 
     def live_tensors(self) -> list[_OffloadedTensor]:
         """The tensors that autograd still references."""
         found = (member() for member in self.members)
-        return [kept for kept in found if kept is not None]
+        return [tensor for tensor in found if tensor is not None]
 
 
 class _OffloadedTensor:
@@ -178,23 +179,24 @@ class _OffloadedTensor:
         with torch.cuda.stream(stream):
             self._host.copy_(x, non_blocking=True)
             self._arrived.record(stream)
-        self._place = x.device
+        self._cuda_device = x.device
         # The buffer is released when autograd frees this object; its next user waits for copies in flight.
         weakref.finalize(self, store._release_buffer, self._buffer, self._uses).atexit = False
 
     def free_device_copy(self) -> None:
         """Frees the device copy once the host copy is complete."""
         if self._device is not None:
-            torch.cuda.current_stream(self._place).wait_event(self._arrived)
+            torch.cuda.current_stream(self._cuda_device).wait_event(self._arrived)
             self._device = None
 
     def fetch(self) -> None:
         """Starts the copy back to the device."""
         if self._device is not None:
             return
-        current, back = torch.cuda.current_stream(self._place), self._store._back
-        # Allocated on the stream that will read it; its memory may still be in use by work queued there.
-        self._device = torch.empty_like(self._host, device=self._place)
+        current, back = torch.cuda.current_stream(self._cuda_device), self._store._back
+        # Allocated on the stream that will read it; its memory may still be in use by work queued there,
+        # so the copy stream waits for that work.
+        self._device = torch.empty_like(self._host, device=self._cuda_device)
         back.wait_stream(current)
         with torch.cuda.stream(back):
             self._device.copy_(self._host, non_blocking=True)
@@ -206,7 +208,7 @@ class _OffloadedTensor:
         """Returns the tensor on the device and prefetches those of the previous layer."""
         self.fetch()
         if self._uses:
-            torch.cuda.current_stream(self._place).wait_event(self._uses[-1])
+            torch.cuda.current_stream(self._cuda_device).wait_event(self._uses[-1])
         self._layer.prefetch_below()
         x = self._device
         assert x is not None

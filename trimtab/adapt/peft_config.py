@@ -10,7 +10,7 @@ from typing import Any
 
 from trimtab.adapt import targets
 from trimtab.adapt.peft_reading import CONFIG, FACTORS_A, WEIGHTS, read_config, read_header
-from trimtab.adapt.spec import LoraSettings, resolve
+from trimtab.adapt.spec import LoraSettings, resolve_targets
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.facts.shapes import ModelShape
@@ -97,7 +97,7 @@ def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     if strange:
         raise other_base_error(found, f"it replaces {strange[0]}, and this model has no such module")
     try:
-        adapted = resolve(shape, found.settings)
+        adapted = resolve_targets(shape, found.settings)
     except RecipeError as error:
         raise ModelError(
             f"the adapter {found.folder} does not fit this model: {error.cause}",
@@ -218,7 +218,7 @@ def config_of(
 
 def _written_targets(shape: ModelShape, settings: LoraSettings) -> list[str]:
     """Short names if they match exactly these modules, full names otherwise."""
-    names = [target.name for target in resolve(shape, settings)]
+    names = [target.name for target in resolve_targets(shape, settings)]
     short = targets.short_names(names)
     return short if [m.name for m in targets.select(shape, short)] == names else names
 

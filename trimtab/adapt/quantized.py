@@ -143,20 +143,20 @@ class QuantizedLinear(nn.Module):
     def operand(self, x: torch.Tensor) -> tuple[quantized_ops.Packed, str]:
         """Returns the tensors that a product with x [..., K] reads, and their packing: the dequantized copy, if there
         is one in x's dtype, or the packed tensors. The fused kernel for few rows always reads the packed ones."""
-        kept_NK = self.dequantized_copy
-        if kept_NK is None or kept_NK.dtype != x.dtype:
+        copy_NK = self.dequantized_copy
+        if copy_NK is None or copy_NK.dtype != x.dtype:
             return self.packed, self.text
         if quantized_ops.is_fused(self.packing, math.prod(x.shape[:-1])):
             return self.packed, self.text
-        return (kept_NK, *(None,) * (quantized_ops.NUM_PACKED - 1)), self.plain_text
+        return (copy_NK, *(None,) * (quantized_ops.NUM_PACKED - 1)), self.plain_text
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns W [N, K] as used in products, in `dtype` (by default the original's). Read-only: it is the
         dequantized copy itself if the layer has one."""
-        wanted, kept_NK = dtype or self.dtype, self.dequantized_copy
-        if kept_NK is not None and kept_NK.dtype == wanted:
-            return kept_NK
+        wanted, copy_NK = dtype or self.dtype, self.dequantized_copy
+        if copy_NK is not None and copy_NK.dtype == wanted:
+            return copy_NK
         weight_NK: torch.Tensor = torch.ops.trimtab.packed_weight(*self.packed, self.text, wanted)
         return weight_NK
 
@@ -183,9 +183,9 @@ class QuantizedLinear(nn.Module):
     @torch.no_grad()
     def refresh_dequantized_copy(self) -> None:
         """Recomputes the dequantized copy, if there is one, from the packed tensors."""
-        kept_NK = self.dequantized_copy
-        if kept_NK is not None and not kept_NK.is_meta:
-            quantized_ops.dequantize(self.packing, self.packed, kept_NK.dtype, kept_NK)
+        copy_NK = self.dequantized_copy
+        if copy_NK is not None and not copy_NK.is_meta:
+            quantized_ops.dequantize(self.packing, self.packed, copy_NK.dtype, copy_NK)
 
     @torch.no_grad()
     def slice_rows(self, start: int, stop: int) -> QuantizedLinear:

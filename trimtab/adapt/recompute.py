@@ -3,18 +3,18 @@
 | policy | saved per layer | recomputed |
 |---|---|---|
 | none | everything that the backward pass reads | nothing |
-| pointwise | results of matrix products and of attention | norms, RoPE, gated activations |
+| pointwise | the layer's input, matrix products but the last, attention's output and log-sum-exp | norms, RoPE, gates |
 | selective | the layer's input, attention's output and log-sum-exp | all but attention |
 | block | the layer's input | everything |
-| offload_half | the layer's input and attention's projections, offloaded to the host | the feed-forward half |
+| offload_half | the layer's input, attention's projections, output and log-sum-exp, offloaded | the feed-forward half |
 | offload_attention | the same as `selective`, offloaded to the host | all but attention |
 | offload | the layer's input, offloaded to the host | everything |
 
-The results that are most expensive per byte are saved first. An element of attention's output costs 2 · T multiply-adds
-for a causal document of T tokens, an element of a projection 2 · C for an input width C: 512 to 8192 per saved byte,
-compared with almost none for norms, RoPE and gated activations, which are a third of a layer's saved activations
-without recomputation. Attention's output is as small as the input and, from some thousand tokens on, the most
-expensive: only `block` recomputes it. All policies give bitwise identical results.
+The results that are most expensive per byte are saved first. An element of attention's output costs 2 · T FLOPs for a
+causal document of T tokens, an element of a projection 2 · C FLOPs for an input width C: in 16 bits C = 512 to 8192
+FLOPs per saved byte, compared with almost none for norms, RoPE and gated activations, which are a third of a layer's
+saved activations without recomputation. Attention's output is as small as the input and, from some thousand tokens on,
+the most expensive: only `block` recomputes it. All policies give bitwise identical results.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
     assert mlp_tiles >= 1
     offloading = _Offloading(frozenset(i for i, policy in enumerate(policies) if policy in OFFLOADING))
     decoder.layer_context = offloading if offloading.layers else no_layer_context
-    for block, way in zip(blocks, _functions(policies, mlp_tiles, offloading), strict=True):
+    for block, function in zip(blocks, _functions(policies, mlp_tiles, offloading), strict=True):
         assert isinstance(block, Block)
         for impl in (block.self_attn.packed_impl, block.self_attn.unpacked_impl):
             assert impl in ATTENTION_OPERATORS, f"recompute policies do not support attention {impl}"
-        block.recompute = way
+        block.recompute = function
     return decoder
 
 
@@ -173,9 +173,9 @@ def _checkpointed(
     """The block under activation checkpointing: recomputed in the backward pass, except for what the contexts save."""
     inputs = (x_BTC, cos_BTF, sin_BTF, layout)
     if not torch.is_grad_enabled():
-        return block.layers(*inputs)
+        return block.compute(*inputs)
     # A compiled graph does not need the hints: it eliminates unused products and reuses buffers by itself.
-    run = block.layers if torch.compiler.is_compiling() else _CheckpointedLayers(block)
+    run = block.compute if torch.compiler.is_compiling() else _CheckpointedLayers(block)
     return _checkpoint(run, *inputs, context_fn=_context_fn(policy, offloading))
 
 
@@ -194,7 +194,7 @@ class _CheckpointedLayers:
 
     def __call__(self, *inputs: Any) -> torch.Tensor:
         output_unused, self.is_recomputation = self.is_recomputation, True
-        return self.block.layers(
+        return self.block.compute(
             *inputs, overwrite_gate_inputs=self.overwrite_gate_inputs, output_unused=output_unused
         )
 
@@ -249,7 +249,7 @@ class _TiledBlock:
 
     def __init__(self, policy: str, tiles: int, offloading: _Offloading) -> None:
         self.policy, self.tiles, self.offloading = policy, tiles, offloading
-        self.whole = policy in ("block", *OFFLOADING)
+        self.checkpoints_whole_block = policy in ("block", *OFFLOADING)
         self.attend: LayerFunction = {"pointwise": _attend_pointwise, "selective": _attend_selective}.get(
             policy, _attend_plain
         )
@@ -263,11 +263,11 @@ class _TiledBlock:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Runs both halves in eager mode inside."""
-        kept, (self.attend, self.feed) = (self.attend, self.feed), self.plain
+        saved, (self.attend, self.feed) = (self.attend, self.feed), self.plain
         try:
             yield
         finally:
-            self.attend, self.feed = kept
+            self.attend, self.feed = saved
 
     def __call__(
         self,
@@ -280,7 +280,7 @@ class _TiledBlock:
         inputs = (block, x_BTC, cos_BTF, sin_BTF, layout)
         if not torch.is_grad_enabled():
             return tiled(block.feed, _attend_plain(*inputs), (), self.tiles, _mask_keys(block))
-        if self.whole:
+        if self.checkpoints_whole_block:
             return _checkpoint(self._layers, *inputs, context_fn=_context_fn(self.policy, self.offloading))
         return self._layers(*inputs)
 
@@ -292,11 +292,11 @@ class _TiledBlock:
         sin_BTF: torch.Tensor,
         layout: Layout,
     ) -> torch.Tensor:
-        learned = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
+        parameters = [*block.post_attention_layernorm.parameters(), *block.mlp.parameters()]
         x_BTC = self.attend(block, x_BTC, cos_BTF, sin_BTF, layout)
         feed = functools.partial(self.feed, block)
         recompute = functools.partial(self.feed, block, output_unused=True)
-        return tiled(feed, x_BTC, learned, self.tiles, _mask_keys(block), recompute)
+        return tiled(feed, x_BTC, parameters, self.tiles, _mask_keys(block), recompute)
 
 
 def _mask_keys(block: Block) -> list[torch.Tensor]:
@@ -319,5 +319,5 @@ class _Offloading:
             from trimtab.adapt.offload import HostStore
 
             self.store = HostStore(x_BTC.device)
-        kept: AbstractContextManager[None] = self.store.offload_input(x_BTC)
-        return kept
+        context: AbstractContextManager[None] = self.store.offload_input(x_BTC)
+        return context

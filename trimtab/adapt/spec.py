@@ -92,7 +92,7 @@ class Target:
         return self.matrix.name
 
 
-def resolve(shape: ModelShape, settings: LoraSettings) -> list[Target]:
+def resolve_targets(shape: ModelShape, settings: LoraSettings) -> list[Target]:
     """Resolves the settings to adapters on this model's modules.
 
     Raises:
@@ -161,7 +161,9 @@ def check_trainable(shape: ModelShape, settings: LoraSettings, adapter: str | No
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
         >>> check_trainable(tiny, LoraSettings(r=2, lora_dropout=0.1))
     """
-    if not settings.lora_dropout or all(target.name != targets.HEAD for target in resolve(shape, settings)):
+    if not settings.lora_dropout or all(
+        target.name != targets.HEAD for target in resolve_targets(shape, settings)
+    ):
         return
     cause = f"drops inputs of a layer, but the loss uses {targets.HEAD}'s merged matrix"
     if adapter is None:
@@ -179,7 +181,7 @@ def adapter_parameters(
     shape: ModelShape, settings: LoraSettings, adapter: str = DEFAULT
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields (name, dims) of every adapter tensor, in the model's order."""
-    for target in resolve(shape, settings):
+    for target in resolve_targets(shape, settings):
         rows, columns = target.matrix.adapter_dims
         if target.matrix.is_embedding:
             yield f"{target.name}.lora_embedding_A.{adapter}", (target.r, columns)

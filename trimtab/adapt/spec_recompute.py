@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.facts.operations import Activation, Kind, Operation, Result, saved_activations
-from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
+from trimtab.model.spec_block import ATTENTION_RESIDUAL, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 
 POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
 """In decreasing order of activation memory on the device."""
@@ -107,7 +107,9 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
     tiled = bool(block.tile)
     if not block.differentiates:
         return []
-    between = next(y for operation in block.attention for y in operation.outputs if y.name == BETWEEN)
+    between = next(
+        y for operation in block.attention for y in operation.outputs if y.name == ATTENTION_RESIDUAL
+    )
     if policy == "none":
         operations = block.attention if tiled else block.operations
         found = saved_activations(operations, block.requires_grad)
@@ -168,7 +170,7 @@ def last_recomputed(block: DeclaredBlock, policy: str) -> int:
     operations = block.attention if block.tile else block.operations
     wanted = {activation.name for activation in saved_activations(operations, block.requires_grad)}
     if block.tile and policy not in IN_HALVES:
-        wanted.add(BETWEEN)
+        wanted.add(ATTENTION_RESIDUAL)
     return max(
         (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced(operation))),
         default=-1,

@@ -45,15 +45,15 @@ def tiled(
         >>> tiled(layer, torch.ones(2, 3, 4), list(layer.parameters()), tiles=2).shape
         torch.Size([2, 3, 4])
     """
-    learned = [parameter for parameter in parameters if parameter.requires_grad]
-    if not torch.is_grad_enabled() or not (x.requires_grad or learned):
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if not torch.is_grad_enabled() or not (x.requires_grad or trainable):
         return _forward(run, x, tiles, keys)
     node = None
     if x.requires_grad:
         # Saved by a separate function before any tile runs: an enclosing checkpoint stops recomputing there.
         x = _SaveInput.apply(x)
         node = x.grad_fn
-    out: torch.Tensor = _Tiles.apply(x, node, run, recompute or run, tiles, keys, *learned)
+    out: torch.Tensor = _Tiles.apply(x, node, run, recompute or run, tiles, keys, *trainable)
     return out
 
 
@@ -100,9 +100,9 @@ class _Tiles(torch.autograd.Function):
         recompute: Tokenwise,
         tiles: int,
         keys: Sequence[torch.Tensor],
-        *learned: torch.nn.Parameter,
+        *trainable: torch.nn.Parameter,
     ) -> torch.Tensor:
-        ctx.node, ctx.recompute, ctx.tiles, ctx.keys, ctx.learned = node, recompute, tiles, keys, learned
+        ctx.node, ctx.recompute, ctx.tiles, ctx.keys, ctx.trainable = node, recompute, tiles, keys, trainable
         if node is None:
             ctx.save_for_backward(x)
         kind = x.device.type
@@ -119,12 +119,12 @@ class _Tiles(torch.autograd.Function):
         (x,) = (ctx if ctx.node is None else ctx.node).saved_tensors
         x_NC, grad_NC = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
         dx_NC = None if ctx.node is None else torch.empty_like(x_NC)
-        sums: list[torch.Tensor | None] = [None for _ in ctx.learned]
+        sums: list[torch.Tensor | None] = [None for _ in ctx.trainable]
         for start, stop in _split(len(x_NC), ctx.tiles, ctx.keys):
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 tile = x_NC[start:stop].detach().requires_grad_(dx_NC is not None)
                 out = ctx.recompute(tile)
-            wanted = [*ctx.learned] if dx_NC is None else [*ctx.learned, tile]
+            wanted = [*ctx.trainable] if dx_NC is None else [*ctx.trainable, tile]
             grads = [*torch.autograd.grad(out, wanted, grad_NC[start:stop], allow_unused=True)]
             del out, tile, wanted
             if dx_NC is not None:
@@ -132,7 +132,7 @@ class _Tiles(torch.autograd.Function):
             for i in reversed(range(len(sums))):  # popped, so that all are freed before the next tile starts
                 sums[i] = _accumulate(sums[i], grads.pop())
         dx = None if dx_NC is None else dx_NC.view(x.shape)
-        return dx, None, None, None, None, None, *_cast_gradients(sums, ctx.learned)
+        return dx, None, None, None, None, None, *_cast_gradients(sums, ctx.trainable)
 
 
 def _accumulate(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
@@ -144,11 +144,11 @@ def _accumulate(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.
 
 
 def _cast_gradients(
-    sums: list[torch.Tensor | None], learned: Sequence[torch.nn.Parameter]
+    sums: list[torch.Tensor | None], trainable: Sequence[torch.nn.Parameter]
 ) -> list[torch.Tensor | None]:
     """Casts each to the dtype of its parameter's gradient; empties the list."""
     out: list[torch.Tensor | None] = []
-    for parameter in reversed(learned):
+    for parameter in reversed(trainable):
         total = sums.pop()
         kept = getattr(parameter, "grad_dtype", None) or parameter.dtype
         out.append(None if total is None else total.to(kept))

@@ -125,7 +125,7 @@ def _gpu_of_size(text: str) -> DeviceFacts:
         capability=BF16_CAPABILITY,
         bf16=True,
         assumptions=(
-            f"all of {shown} usable; GB are 10⁹ bytes, and a card sold as 24 GB has about 23.5 GiB: better name the card",
+            f"all of {shown} usable; GB are 10⁹ bytes; a card sold as 24 GB has about 23.5 GiB: better name the card",
             "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
         ),
     )

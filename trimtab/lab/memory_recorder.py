@@ -69,9 +69,9 @@ class MemoryRecorder(AllocationRecorder):
         """Operations inside belong to `phase`; the loss is recognized inside the forward pass."""
         before, self._phase, self._after_norm = self._phase, phase, False
         self._begin_phase()
-        looks = nullcontext() if phase is RunPhase.BACKWARD else self
+        context = nullcontext() if phase is RunPhase.BACKWARD else self
         try:
-            with looks:
+            with context:
                 yield
         finally:
             if phase is RunPhase.BACKWARD:
@@ -79,7 +79,7 @@ class MemoryRecorder(AllocationRecorder):
             self._phase = before
 
     @contextmanager
-    def following(self) -> Iterator[None]:
+    def tracking_modules(self) -> Iterator[None]:
         """Tracks modules inside; at the end notes optimizer states, some of which may be new."""
         self.watch(self.model)
         try:
@@ -172,7 +172,7 @@ def record_memory(
     before = persistent_blocks(model, optimizer, device)
 
     def recorded() -> object:
-        with recorder.following():
+        with recorder.tracking_modules():
             return run(recorder.during)
 
     timeline = memory_timeline(recorded, device)

@@ -42,7 +42,7 @@ FUNCTIONS: tuple[tuple[Any, str, str], ...] = (
 """(module, name there, label)."""
 METHODS = ("forward", "forward_group", "save_only")
 """Labelled methods of linear layers and norms."""
-BLOCK_METHODS = ("forward", "layers", "attend", "feed")
+BLOCK_METHODS = ("forward", "compute", "attend", "feed")
 
 SCORES, SOFTMAX, VALUES = "attention: scores", "attention: softmax", "attention: values"
 ATTENTION_PARTS = (SCORES, SOFTMAX, VALUES)

@@ -27,7 +27,7 @@ from trimtab.lab.operation_labels import (
 )
 from trimtab.lab.timing import synchronize
 from trimtab.model.decoder import Decoder
-from trimtab.model.spec_block import BETWEEN, FEED_FORWARD_RESIDUAL
+from trimtab.model.spec_block import ATTENTION_RESIDUAL, FEED_FORWARD_RESIDUAL
 from trimtab.report.document_markdown import aligned_table
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -221,7 +221,7 @@ class _Walk:
     def _in_block(self, event: Any) -> str:
         """The operation of an event inside a block and outside its labels."""
         if event.name == "aten::add":
-            return FEED_FORWARD_RESIDUAL if self.last.startswith("mlp.") else BETWEEN
+            return FEED_FORWARD_RESIDUAL if self.last.startswith("mlp.") else ATTENTION_RESIDUAL
         return "self_attn.v" if event.name in _COPIES else OTHER
 
     def _note(self, event: Any, scope: _Scope) -> None:

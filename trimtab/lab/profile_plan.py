@@ -85,7 +85,7 @@ def predicted_peak(plan: Plan) -> PredictedPeak:
         {name: amount for name, amount in buckets.items() if name != "total"},
         buckets["total"],
         plan.memory.moment.describe(),
-        plan.memory.outside,
+        plan.memory.process_bytes,
         min(plan.limit, plan.device.available_bytes),
     )
 

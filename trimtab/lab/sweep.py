@@ -191,8 +191,14 @@ class _Worker:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def measure(self, place: str, cell: Cell, seconds: float) -> tuple[dict[str, Any], float]:
-        """(the worker's answer, seconds that it took); a crash and a timeout are answers as well."""
+    def measure(self, function: str, cell: Cell, seconds: float) -> tuple[dict[str, Any], float]:
+        """(the worker's answer, seconds that it took); a crash and a timeout are answers as well.
+
+        Args:
+            function: "module:function".
+            cell: the settings.
+            seconds: the timeout.
+        """
         if cell.fresh:
             self.stop()
         start = time.perf_counter()
@@ -203,7 +209,7 @@ class _Worker:
         process = self._process
         if line == READY:
             start = time.perf_counter()
-            line = self._ask({"measure": place, "settings": dict(cell.settings)}, seconds)
+            line = self._ask({"measure": function, "settings": dict(cell.settings)}, seconds)
         took = time.perf_counter() - start
         if line is None:
             self.stop()
@@ -215,11 +221,11 @@ class _Worker:
             self.stop()
         return answer, took
 
-    def _ask(self, order: dict[str, Any], seconds: float) -> str | None:
+    def _ask(self, request: dict[str, Any], seconds: float) -> str | None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             return ""

@@ -29,7 +29,8 @@ CLEARED_BYTES = 256 * 2**20
 """More than any L2 cache (50 MiB on an H200, 96 MiB on an RTX 5090)."""
 CYCLES_PER_MS = 2_000_000
 LONGEST_WAIT_MS = 2.0
-"""Maximum time that a GPU waits for the launch of a run: a run that synchronizes would include this wait."""
+"""Maximum time that the GPU sleeps before a timed run so that the host can launch ahead. The host time of a run that
+synchronizes contains the run itself; without this limit the sleep would grow with it."""
 MOST_RUNS = 200
 """Maximum number of runs per round."""
 
@@ -43,7 +44,7 @@ class Timing:
     high_ms: float
     runs: int
     host_ms: float = 0.0
-    """Host time to launch a run; where it exceeds `median_ms`, a short program waits for the host."""
+    """Host time to launch a run; if it exceeds `median_ms`, the run is launch-bound unless other work is queued."""
 
     @property
     def seconds(self) -> float:
@@ -172,12 +173,12 @@ def time_samples(
         >>> time_samples(prepare, device="cpu", repetitions=3).repetitions
         3
     """
-    assert min(repetitions, warm_up) >= 1, "at least one repetition, and one before it"
+    assert min(repetitions, warm_up) >= 1, "repetitions and warm_up must be at least 1"
     timer = _CudaTimer() if device.startswith("cuda") else _CpuTimer()
     start = clock()
     for number in range(warm_up):
         if number == 0 or (clock() - start) * 1e3 < budget_ms:
-            timer.expect("", timer.launch(prepare()))  # the last launch counts: the first may compile
+            timer.set_wait("", timer.launch(prepare()))  # the last launch counts: the first may compile
     times: list[float] = []
     start = clock()
     while len(times) < repetitions and (not times or (clock() - start) * 1e3 < budget_ms):
@@ -209,7 +210,7 @@ class _CpuTimer:
         run()
         return 0.0
 
-    def expect(self, name: str, host_ms: float) -> None:
+    def set_wait(self, name: str, host_ms: float) -> None:
         """Does nothing: there is no launch to wait for."""
 
     def times(self, name: str, run: Run, count: int) -> list[float]:
@@ -231,7 +232,7 @@ class _CudaTimer:
 
     def prepare(self, name: str, run: Run) -> None:
         """Measures how long the host takes to launch the run: the median of five."""
-        self.expect(name, statistics.median(self.launch(run) for _ in range(5)))
+        self.set_wait(name, statistics.median(self.launch(run) for _ in range(5)))
 
     def launch(self, run: Run) -> float:
         """Runs once; returns the milliseconds that the host took to launch it."""
@@ -240,7 +241,7 @@ class _CudaTimer:
         run()
         return (time.perf_counter() - start) * 1e3
 
-    def expect(self, name: str, host_ms: float) -> None:
+    def set_wait(self, name: str, host_ms: float) -> None:
         """Sets the time that the device waits for the launch of a run."""
         self.host_ms[name] = host_ms
         self.waits[name] = round(min(1.5 * host_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS)

@@ -37,19 +37,19 @@ def main() -> int:
     with current_gpu(device):
         _write(answers, READY)
         for line in sys.stdin:
-            order = json.loads(line)
-            _write(answers, json.dumps(measure_cell(order["measure"], order["settings"])) + "\n")
+            request = json.loads(line)
+            _write(answers, json.dumps(measure_cell(request["measure"], request["settings"])) + "\n")
     return 0
 
 
-def measure_cell(place: str, settings: dict[str, Any]) -> dict[str, Any]:
+def measure_cell(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Measures one cell; every error is turned into an outcome.
 
     Example:
         >>> measure_cell("json:loads", "[1, 2")["outcome"]                               # doctest: +SKIP
         'failed'
     """
-    module, _, function = place.partition(":")
+    module, _, function = name.partition(":")
     try:
         result = getattr(import_module(module), function)(settings)
         json.dumps(result)  # a result that is not plain data counts as a failure of the cell

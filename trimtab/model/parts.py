@@ -230,10 +230,10 @@ class Block(nn.Module):
             assert self.recompute is None or not torch.is_grad_enabled(), (
                 "recomputation would update a cache twice"
             )
-            return self.layers(x_BTC, cos_BTF, sin_BTF, layout, cache)
+            return self.compute(x_BTC, cos_BTF, sin_BTF, layout, cache)
         return self.recompute(self, x_BTC, cos_BTF, sin_BTF, layout)
 
-    def layers(
+    def compute(
         self,
         x_BTC: torch.Tensor,
         cos_BTF: torch.Tensor,

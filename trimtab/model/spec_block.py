@@ -19,16 +19,16 @@ from trimtab.model.spec_operations import (
     DeclareProjections,
     Execution,
     Projections,
+    add_attention,
+    add_gated_activation,
     add_residual,
     add_rope,
-    attend,
     copy_values,
-    gate_inputs,
     norm_operation,
     plain_projections,
 )
 
-BLOCK_INPUT, BETWEEN, FEED_FORWARD_RESIDUAL = "x", "attention_residual", "feed_forward_residual"
+BLOCK_INPUT, ATTENTION_RESIDUAL, FEED_FORWARD_RESIDUAL = "x", "attention_residual", "feed_forward_residual"
 """The residual stream at a block's input, between its halves, and at its output."""
 
 
@@ -89,9 +89,9 @@ def declare_block(
     """Declares the operations of a block, and which activations require a gradient.
 
     Args:
+        block, hidden_size, run, projections: as in `block_operations`.
         input_requires_grad: False for all layers up to and including the first trained one.
         tile_tokens: tokens per tile of a tiled feed-forward half.
-        others: as in `block_operations`.
 
     Example:
         >>> from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
@@ -125,7 +125,7 @@ def attention_operations(
         branch = _add_attention(found, block.mixer, normed, hidden_size, run, declare)
     if block.norm_placement != "pre":
         branch = _add_norm(found, "post_attention_layernorm", branch, hidden_size, run)
-    add_residual(found, BETWEEN, x, branch, hidden_size, run)
+    add_residual(found, ATTENTION_RESIDUAL, x, branch, hidden_size, run)
     return tuple(found)
 
 
@@ -143,7 +143,7 @@ def _add_attention(
     if v is q and mixer.qk_norm is None:
         v = copy_values(found, mixer, v, run)
     q, k = add_rope(found, mixer, q, k, run)
-    attended = attend(found, mixer, q, k, v, run)
+    attended = add_attention(found, mixer, q, k, v, run)
     (branch,) = _project(found, declare, (out,), attended, run, "attention", 1)
     return branch
 
@@ -153,7 +153,7 @@ def feed_forward_operations(
 ) -> tuple[Operation, ...]:
     """Declares the feed-forward half of a block: from the residual stream between the halves to the block's output."""
     shape, declare = block.feed_forward, projections or plain_projections
-    x = run.activation(BETWEEN, hidden_size, Part.RESIDUAL, run.stream_dtype)
+    x = run.activation(ATTENTION_RESIDUAL, hidden_size, Part.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
     normed = x
     if block.norm_placement != "post":
@@ -164,7 +164,7 @@ def feed_forward_operations(
     else:
         *inputs, down = shape.linears(hidden_size)
         gate, up = _project(found, declare, tuple(inputs), normed, run, "gate_up", 2)
-        gated = gate_inputs(found, shape, gate, up, run)
+        gated = add_gated_activation(found, shape, gate, up, run)
         (branch,) = _project(found, declare, (down,), gated, run, "down", 1)
     if block.norm_placement != "pre":
         branch = _add_norm(found, "post_feedforward_layernorm", branch, hidden_size, run)

@@ -19,7 +19,7 @@ from trimtab.model.spec_operations import (
     DeclareProjections,
     Execution,
     Projections,
-    gate_inputs,
+    add_gated_activation,
     linear_operation,
 )
 
@@ -146,7 +146,7 @@ def _feed_forward(
     part = Part.FEED_FORWARD
     made = tuple(run.activation(linear.name, linear.out_features, part) for linear in inputs)
     found += declare(Projections(tuple(inputs), x, made, part, "gate_up"), run)
-    gated = gate_inputs(found, shape, made[0], made[-1], run, prefix)
+    gated = add_gated_activation(found, shape, made[0], made[-1], run, prefix)
     y = run.activation(down.name, down.out_features, part)
     found += declare(Projections((down,), gated, (y,), part, "down"), run)
     return y

@@ -106,7 +106,7 @@ DeclareProjections = Callable[[Projections, Execution], list[Operation]]
 def norm_operation(
     name: str, x: Activation, width: int, rows: int, run: Execution, *, dtype: str, part: Part = Part.NORMS
 ) -> Operation:
-    """An RMSNorm of rows · N vectors of x in `dtype`.
+    """An RMSNorm over `rows` vectors per token (1, or the number of heads), in `dtype`.
 
     A fused norm saves its input and 1/rms. On a CPU torch composes it of fp32 operators, which save the input and its
     normalized form in fp32.
@@ -120,7 +120,7 @@ def norm_operation(
     source = x if dtype == "fp32" else wide
     both = frozenset({x.name, PARAMETERS})
     if run.device == "cuda" or run.pointwise == "triton":
-        # fp32 weights with 16-bit heads: torch's norm reads a copy.
+        # Autocast, 16-bit queries and keys: torch's norm casts its input to fp32 and saves the copy.
         mixed = run.autocast and dtype != "fp32" and run.pointwise != "triton"
         saved: tuple[Saved, ...] = (Saved(source if mixed else x, both), Saved(rms, both))
         scratch = (
@@ -171,8 +171,8 @@ def plain_projections(group: Projections, run: Execution) -> list[Operation]:
 def linear_operation(
     linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections
 ) -> Operation:
-    """One linear layer. The gradient of its weight reads the input; under autocast, a cast of it per layer, and the
-    gradient of the input reads a cast of the weight."""
+    """One linear layer. The gradient of its weight reads the input. Under autocast it reads the layer's own cast of the
+    input, and the gradient of the input reads a cast of the weight."""
     reads = frozenset({PARAMETERS})
     saved: tuple[Saved, ...] = (Saved(x, reads),)
     if run.autocast:
@@ -297,9 +297,10 @@ def add_rope(
     every = frozenset({x.name for x in inputs} | {PARAMETERS})
     R = mixer.rope.rotary_dim
     moved = [
-        rope_spec.bytes_moved(N, H, K, D, run.dtype, R=R, norm=in_rope, backward=way) for way in (False, True)
+        rope_spec.bytes_moved(N, H, K, D, run.dtype, R=R, norm=in_rope, backward=backward)
+        for backward in (False, True)
     ]
-    flops = [rope_spec.flops(N, H, K, D, R=R, norm=in_rope, backward=way) for way in (False, True)]
+    flops = [rope_spec.flops(N, H, K, D, R=R, norm=in_rope, backward=backward) for backward in (False, True)]
     forward = backward = 0
     if not fused:
         # Queries, then keys: an fp32 copy of 16-bit inputs, and sums and products of halves.
@@ -327,7 +328,7 @@ def add_rope(
     return rotated
 
 
-def attend(
+def add_attention(
     found: list[Operation],
     mixer: AttentionShape,
     q: Activation,
@@ -395,7 +396,7 @@ def attend(
     return o
 
 
-def gate_inputs(
+def add_gated_activation(
     found: list[Operation],
     shape: FeedForwardShape,
     gate: Activation,

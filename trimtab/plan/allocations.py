@@ -127,10 +127,10 @@ class _Step:
     def __init__(self, job: Job) -> None:
         self.job, self.layers, self.live = job, Layers(job), _LiveTensors()
         self.retain_gradients = job.accumulation == 1 and not job.in_backward
-        spans = self.layers.spans(segments_of(job.layers))
+        spans = self.layers.spans(segments_of(job.layer_policies))
         self.ordered_layers = [
-            _Layer(layer, self.layers.blocks[run][0], policy)
-            for policy, run, numbers in spans
+            _Layer(layer, self.layers.blocks[group][0], policy)
+            for policy, group, numbers in spans
             for layer in numbers
         ]
         self._forward: dict[tuple[int, str], list[list[Activation]]] = {}

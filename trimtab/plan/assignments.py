@@ -27,7 +27,7 @@ ON_DEVICE = ("block", "selective", "pointwise", "none")
 
 @dataclass(frozen=True)
 class BytesOutsideBlocks:
-    """Bytes outside the blocks in the phases of a step, each with weights and optimizer states."""
+    """Bytes outside the blocks in the phases of a step, each with weights, optimizer states and the process itself."""
 
     forward: int
     loss: int
@@ -54,30 +54,32 @@ class _Policy:
     def __init__(self, layers: Layers, policy: str, seconds: Sequence[float]) -> None:
         self.name = policy
         layer_memories = [
-            (layers.of(run, policy), layer) for run, (_, span) in enumerate(layers.blocks) for layer in span
+            (layers.of(group, policy), layer)
+            for group, (_, span) in enumerate(layers.blocks)
+            for layer in span
         ]
         per_layer = {
             name: np.array([getattr(memory, name) for memory, _ in layer_memories], dtype=np.int64)
-            for name in ("on_device", "peak", "forward", "gradients", "host")
+            for name in ("on_device", "forward", "backward", "gradients", "host")
         }
         offloaded = np.flatnonzero(per_layer["host"])
         if len(offloaded):  # below the first offloading layer, no copy to or from the host is in flight
             first = offloaded[0]
             per_layer["forward"][first] -= per_layer["host"][first]
-            per_layer["peak"][first] -= per_layer["host"][first]
+            per_layer["backward"][first] -= per_layer["host"][first]
         self.on_device = _prefix_sums(per_layer["on_device"])
         self.host = _prefix_sums(per_layer["host"])
-        self.seconds = _prefix_sums(np.array([seconds[i] for i in self._runs(layers)], dtype=np.float64))
+        self.seconds = _prefix_sums(np.array([seconds[i] for i in self._groups(layers)], dtype=np.float64))
         gradients = _prefix_sums(per_layer["gradients"])
         above = gradients[-1] - gradients[1:]
         self.peak_forward = _range_maxima(self.on_device[:-1] + per_layer["forward"])
-        self.peak_backward = _range_maxima(self.on_device[:-1] + per_layer["peak"] + above)
+        self.peak_backward = _range_maxima(self.on_device[:-1] + per_layer["backward"] + above)
         self.host_per_layer = per_layer["host"]
 
     @staticmethod
-    def _runs(layers: Layers) -> Iterator[int]:
-        for run, (_, span) in enumerate(layers.blocks):
-            yield from (run for _ in span)
+    def _groups(layers: Layers) -> Iterator[int]:
+        for group, (_, span) in enumerate(layers.blocks):
+            yield from (group for _ in span)
 
 
 def _prefix_sums(values: np.ndarray) -> np.ndarray:
@@ -117,7 +119,7 @@ class Assignments:
     ) -> None:
         """Args:
         layers: memory of each layer under each policy.
-        seconds: time of each policy, for each run of equal layers.
+        seconds: time of each policy, for each group of equal layers.
         offload_policies: offloading policies; an assignment uses at most one of them.
         host: host bytes that may be pinned; None if unknown.
         """
@@ -126,7 +128,7 @@ class Assignments:
         self.offload_policies = [
             policy
             for policy in offload_policies
-            if any(layers.of(run, policy).host for run in range(len(layers.blocks)))
+            if any(layers.of(group, policy).host for group in range(len(layers.blocks)))
         ]
         self.policies = {
             name: _Policy(layers, name, [cost[name] for cost in seconds])

@@ -132,9 +132,9 @@ def _packed(plan: Plan, job: Job, on: bool) -> Job:
 
 
 def _reversed_activations(job: Job) -> Iterator[Change]:
-    policies = set(job.layers)
+    policies = set(job.layer_policies)
     if policies != {"none"}:
-        none = job.changed(policies=("none",) * len(job.layers))
+        none = job.changed(policies=("none",) * len(job.layer_policies))
         yield Change(_recompute_name(policies), {"recompute": "none"}, none, in_use=True)
     if job.mlp_tiles > 1:
         yield Change("feed-forward in tiles", {"mlp_tiles": 1}, job.changed(mlp_tiles=1), in_use=True)
@@ -193,20 +193,24 @@ def _smaller_microbatch(job: Job) -> Iterator[Change]:
 
 def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
     """Changes of dequantized copies, recompute policies, feed-forward tiles and loss chunks."""
-    layers = len(job.layers)
+    layers = len(job.layer_policies)
     if job.dequantized_layers:
         yield Change(
             "no dequantized copies", {"dequantized_layers": 0}, dataclasses.replace(job, dequantized_layers=0)
         )
     policies = tuple(p for p in POLICIES[job.device] if p != "offload" or not device.unified)
-    stronger = policies[policies.index(job.layers[0]) + 1 :] if job.layers[0] in policies else policies
-    if set(job.layers) & {"offload_half", "offload_attention"}:
+    stronger = (
+        policies[policies.index(job.layer_policies[0]) + 1 :]
+        if job.layer_policies[0] in policies
+        else policies
+    )
+    if set(job.layer_policies) & {"offload_half", "offload_attention"}:
         stronger = tuple(policy for policy in stronger if policy in ("block", "offload"))
     for policy in stronger:
         changed = job.changed(policies=(policy,) * layers)
         kind = "activation offloading" if policy == "offload" else "activation checkpointing"
         yield Change(kind, {"recompute": policy}, changed)
-    if layers > 1 and set(job.layers) == {"none"}:
+    if layers > 1 and set(job.layer_policies) == {"none"}:
         counts = {"block": layers // 2, "none": layers - layers // 2}
         changed = job.changed(policies=sort_policies(counts))
         yield Change("checkpointing half the layers", {"recompute": counts}, changed, suggested=False)

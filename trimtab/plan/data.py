@@ -12,7 +12,7 @@ from trimtab.recipe.rules import has_domain_set
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Known facts about the packed training data of one epoch."""
+    """Known facts about the training sequences of one epoch, packed or not."""
 
     sequences: int | None
     """Sequences per epoch, over all devices; None for streamed data."""

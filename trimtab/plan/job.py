@@ -79,7 +79,7 @@ class Job:
         return self.layer_attention or (self.attention,) * self.shape.num_layers
 
     @property
-    def layers(self) -> tuple[str, ...]:
+    def layer_policies(self) -> tuple[str, ...]:
         """The recompute policy of each layer."""
         assert not self.policies or len(self.policies) == self.shape.num_layers
         return self.policies or ("none",) * self.shape.num_layers

@@ -24,7 +24,7 @@ from trimtab.adapt.spec_recompute import (
 )
 from trimtab.facts.dtypes import BYTES, nbytes
 from trimtab.facts.operations import Activation, Operation, Part, saved_activations, total_bytes
-from trimtab.model.spec_block import BETWEEN, BLOCK_INPUT, DeclaredBlock, declare_block
+from trimtab.model.spec_block import ATTENTION_RESIDUAL, BLOCK_INPUT, DeclaredBlock, declare_block
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
 from trimtab.plan.liveness import (
@@ -48,10 +48,10 @@ class LayerMemory:
 
     on_device: int
     """Saved activations on the device, from the forward pass to the layer's backward."""
-    peak: int
-    """Peak of the layer's backward pass: saved, recomputed and reloaded activations, and gradients."""
     forward: int
     """Peak of the layer's forward pass, including its input."""
+    backward: int
+    """Peak of the layer's backward pass: saved, recomputed and reloaded activations, and gradients."""
     gradients: int
     """Gradients of its trainable parameters, if they are retained during backward."""
     host: int = 0
@@ -59,24 +59,25 @@ class LayerMemory:
 
 
 def declared_blocks(job: Job) -> list[tuple[DeclaredBlock, range]]:
-    """Returns (declared block, layers) for each run of equal layers; runs of the same kind share one block."""
+    """Returns (declared block, layers) for each group of consecutive equal layers; those of one kind share a block."""
     kinds = layer_kinds(job)
     blocks: dict[int, DeclaredBlock] = {}
     for layer, kind in enumerate(kinds):
         if kind not in blocks:
             blocks[kind] = declare_layer(job, layer)
-    return [(blocks[kinds[run[0]]], run) for run in _runs(kinds)]
+    return [(blocks[kinds[group[0]]], group) for group in _groups(kinds)]
 
 
-def layer_runs(job: Job) -> Iterator[range]:
-    """Yields runs of layers with equal blocks, attention backends, trainable parameters and input gradients."""
-    yield from _runs(layer_kinds(job))
+def layer_groups(job: Job) -> Iterator[range]:
+    """Yields ranges of consecutive layers with equal blocks, attention backends, trainable parameters and input
+    gradients."""
+    yield from _groups(layer_kinds(job))
 
 
-def _runs(kinds: Sequence[int]) -> Iterator[range]:
+def _groups(kinds: Sequence[int]) -> Iterator[range]:
     start = 0
-    for _, run in itertools.groupby(kinds):
-        stop = start + len(list(run))
+    for _, group in itertools.groupby(kinds):
+        stop = start + len(list(group))
         yield range(start, stop)
         start = stop
 
@@ -138,12 +139,12 @@ def layer_memory(job: Job, block: DeclaredBlock, policy: str) -> LayerMemory:
     saved = saved_under(block, policy)
     size = total_bytes(saved)
     gradients = gradient_bytes(block.operations) if _parameter_gradients(job).retain else 0
-    peak = max((instant.total for instant in backward_instants(job, block, policy)), default=0)
+    backward = max((instant.total for instant in backward_instants(job, block, policy)), default=0)
     forward = max(instant.total for instant in forward_instants(block, policy))
     if is_offloaded(job, policy):
         # At the same time the offloaded activations of the layer below are copied to or from the host.
-        return LayerMemory(0, peak + size, forward + size, gradients, size)
-    return LayerMemory(size, peak, forward, gradients)
+        return LayerMemory(0, forward + size, backward + size, gradients, size)
+    return LayerMemory(size, forward, backward, gradients)
 
 
 def is_offloaded(job: Job, policy: str) -> bool:
@@ -160,8 +161,8 @@ def forward_instants(block: DeclaredBlock, policy: str) -> Iterator[Instant]:
     if block.tile:
         residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
         live = [*saved, output]
-        if BETWEEN not in saved_names:
-            live.append(dataclasses.replace(output, name=f"{BETWEEN}.whole"))
+        if ATTENTION_RESIDUAL not in saved_names:
+            live.append(dataclasses.replace(output, name=f"{ATTENTION_RESIDUAL}.whole"))
         for instant in walk_forward(block.tile, frozenset(), [residual], set()):
             yield _with_tensors(instant, live, "tile.")
 
@@ -235,9 +236,9 @@ def _tiled_backward_instants(
     available: Mapping[str, Activation] = {activation.name: activation for activation in saved}
     recompute = policy != "none"
     recomputed = block.attention[: last_recomputed(block, policy) + 1]
-    output_gradient = activation_gradients({f"{BETWEEN}.output": residual.nbytes})
+    output_gradient = activation_gradients({f"{ATTENTION_RESIDUAL}.output": residual.nbytes})
     if recompute and policy not in IN_HALVES:  # the attention half is recomputed before the tiles run
-        for instant in walk_forward(recomputed, requires_grad, saved, needed | {BETWEEN}):
+        for instant in walk_forward(recomputed, requires_grad, saved, needed | {ATTENTION_RESIDUAL}):
             yield _with_tensors(instant, output_gradient)
             available = instant.after
     # The gradients of output and input of the feed-forward half, and one tile.
@@ -274,7 +275,7 @@ def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
     saved = {
         activation.name: activation
         for activation in saved_activations(block.tile, requires_grad)
-        if activation.name != BETWEEN
+        if activation.name != ATTENTION_RESIDUAL
     }
     output = block.tile[-1].outputs[0]
     sums = [
@@ -296,9 +297,9 @@ class AllLayersMemory:
     host: int
     """Offloaded activations in pinned host memory."""
     forward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its forward pass) at possible peaks: the end of each run of equal layers."""
+    """(layer, bytes live in its forward pass) at possible peaks: the end of each group of equal layers."""
     backward: tuple[tuple[int, int], ...]
-    """(layer, bytes live in its backward pass) at possible peaks: both ends of each run of equal layers."""
+    """(layer, bytes live in its backward pass) at possible peaks: both ends of each group of equal layers."""
 
 
 class Layers:
@@ -307,21 +308,22 @@ class Layers:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.blocks = declared_blocks(job)
-        """(operations, layers) of each run of equal layers."""
+        """(declared block, layers) for each group of consecutive equal layers."""
         self.stream = job.batch * job.tokens * job.shape.hidden_size * BYTES[stream_dtype(job)]
         """Bytes of the residual stream, and of its gradient."""
-        self._reading = dequantize_scratch_bytes(job)
+        self._dequantize_scratch = dequantize_scratch_bytes(job)
         self._found: dict[tuple[int, str], LayerMemory] = {}
-        """By id of the declared block, which runs of the same kind share, and policy."""
+        """By id of the declared block, which groups of the same kind share, and policy."""
 
-    def of(self, run: int, policy: str) -> LayerMemory:
-        """Returns the memory of one layer of a run under a policy, including buffers to dequantize weights."""
-        block = self.blocks[run][0]
+    def of(self, group: int, policy: str) -> LayerMemory:
+        """Returns the memory of one layer of a group of equal layers under a policy, including buffers to dequantize
+        weights."""
+        block = self.blocks[group][0]
         memory = self._found.get((id(block), policy))
         if memory is None:
             memory = layer_memory(self.job, block, policy)
-            if memory.peak:
-                memory = dataclasses.replace(memory, peak=memory.peak + self._reading)
+            if memory.backward:
+                memory = dataclasses.replace(memory, backward=memory.backward + self._dequantize_scratch)
             self._found[id(block), policy] = memory
         return memory
 
@@ -329,23 +331,23 @@ class Layers:
         """Returns the bytes of all layers' parameter gradients, if they are retained during backward."""
         if not _parameter_gradients(self.job).retain:
             return 0
-        return sum(gradient_bytes(block.operations) * len(run) for block, run in self.blocks)
+        return sum(gradient_bytes(block.operations) * len(indices) for block, indices in self.blocks)
 
     def spans(self, segments: Segments) -> Iterator[tuple[str, int, range]]:
-        """Yields (policy, index of the run, layers) for neighbouring equal layers with the same policy."""
-        start, run = 0, 0
+        """Yields (policy, index of the group, layers) for neighbouring equal layers with the same policy."""
+        start, group = 0, 0
         for policy, count in segments:
             stop = start + count
             while start < stop:
-                end = self.blocks[run][1].stop
+                end = self.blocks[group][1].stop
                 until = min(stop, end)
-                yield policy, run, range(start, until)
+                yield policy, group, range(start, until)
                 start = until
-                run += start == end
+                group += start == end
 
     def memory(self, segments: Segments) -> AllLayersMemory:
         """Returns the memory of all layers with these policies."""
-        spans = [(self.of(run, policy), indices) for policy, run, indices in self.spans(segments)]
+        spans = [(self.of(group, policy), indices) for policy, group, indices in self.spans(segments)]
         # The last offloaded activations are still on the device and are used from there.
         resident = next((layer.host for layer, _ in reversed(spans) if layer.host), 0)
         # Below the first offloaded layer, no copy to or from the host is in flight.
@@ -362,7 +364,11 @@ class Layers:
             ends = {0, len(indices) - 1} | ({max(len(indices) - 2, 0)} if indices[0] == first else set())
             for offset in sorted(ends):
                 total = (
-                    start - layer.on_device * (offset + 1) + layer.peak + gradients + layer.gradients * offset
+                    start
+                    - layer.on_device * (offset + 1)
+                    + layer.backward
+                    + gradients
+                    + layer.gradients * offset
                 )
                 index = indices[-1 - offset]
                 backward.append((index, total - (layer.host if index == first else 0)))
@@ -378,8 +384,8 @@ def segments_of(policies: Sequence[str]) -> Segments:
 
 
 def stream_dtype(job: Job) -> str:
-    """Returns the dtype of the residual stream: under autocast that of the weights."""
-    return job.weights_dtype if job.weights_dtype != job.dtype else job.dtype
+    """Returns the dtype of the residual stream: the weights' dtype, with or without autocast."""
+    return job.weights_dtype
 
 
 def dense_gradient_bytes(job: Job, count: int) -> int:
@@ -397,13 +403,13 @@ def dequantize_scratch_bytes(job: Job) -> int:
     """Returns the temporary bytes to dequantize a weight, without the workspace."""
     if job.quantization is None or not dequantizes_weights(job):
         return 0
-    packed = job.quantization
+    quantization = job.quantization
     return spec_quantized.scratch_bytes(
         job.shape,
-        packed.kind,
-        impl=packed.impl,
-        block=packed.block_size,
-        double=packed.double,
+        quantization.kind,
+        impl=quantization.impl,
+        block=quantization.block_size,
+        double=quantization.double,
     )
 
 

@@ -9,7 +9,7 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
 from trimtab.plan import dequantized_copies, memory_search
 from trimtab.plan.job import Job
-from trimtab.plan.memory import CONTEXT, predict
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, predict
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.recipe.keys import Recipe
 
@@ -96,7 +96,9 @@ def resolve_memory_plan(
         dequantized_layers=setting.dequantized_layers,
         limit=limit,
         limit_basis=basis,
-        allocator_bytes=limit - CONTEXT[job.device] if recipe.memory_limit is not None else None,
+        allocator_bytes=limit - BYTES_OUTSIDE_ALLOCATOR[job.device]
+        if recipe.memory_limit is not None
+        else None,
         host_bytes=setting.host,
         reason=_reason(job, device, setting, named is not None, fits, limit, basis),
     )

@@ -16,7 +16,7 @@ class ParameterGradients:
 
     retain: bool = True
     """Whether they stay allocated: False if they are added to accumulated gradients or applied immediately."""
-    update: int = 0
+    update_scratch: int = 0
     """Temporary bytes of an optimizer step within the backward pass."""
 
 
@@ -40,7 +40,8 @@ class _Gradients:
         self.nbytes: dict[str, int] = {}
 
     def add(self, name: str, size: int) -> None:
-        """Adds a gradient tensor; it is added in place to an existing one unless other activations share that one."""
+        """Adds a gradient of an activation: a new tensor, unless the activation already has a gradient that no other
+        activation shares; then it is accumulated into that one."""
         if name not in self.owner or self._is_shared(name):
             key = name
             while key in self.nbytes:
@@ -75,13 +76,14 @@ def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
     return [Activation(f"{name}.grad", size, Part.GRADIENTS) for name, size in sizes.items()]
 
 
-def parameter_gradients(gradients: Iterable[Gradient], *, made: bool = False) -> list[Activation]:
-    """Returns parameter gradients in the dtype in which they are accumulated, or as computed (`made`)."""
-    suffix = ".grad_made" if made else ".grad"
+def parameter_gradients(gradients: Iterable[Gradient], *, computed: bool = False) -> list[Activation]:
+    """Returns parameter gradients with their stored size, or with the size that the backward pass computes
+    (`computed`)."""
+    suffix = ".grad_made" if computed else ".grad"
     return [
         Activation(
             gradient.name + suffix,
-            gradient.computed_bytes if made else gradient.stored_bytes,
+            gradient.computed_bytes if computed else gradient.stored_bytes,
             Part.PARAMETER_GRADIENTS,
         )
         for gradient in gradients
@@ -135,8 +137,8 @@ def walk_backward(
         computed_bytes = sum(gradient.computed_bytes for gradient in operation.gradients)
         saved = sum(activation.nbytes for activation in live.values())
         common = saved + sum(gradients_before.values()) + sum(new_gradients.values()) + retained_bytes
-        extra = max(computed_bytes + operation.backward.scratch, parameters.update)
-        state = (operation, live, gradients_before, new_gradients, retained, parameters.update)
+        extra = max(computed_bytes + operation.backward.scratch, parameters.update_scratch)
+        state = (operation, live, gradients_before, new_gradients, retained, parameters.update_scratch)
         yield Instant(operation, common + extra, partial(_backward_tensors, *state))
         for activation in operation.outputs:
             gradients.free(activation.name)
@@ -171,10 +173,10 @@ def _backward_tensors(
     }
     tensors = [*live.values(), *activation_gradients(gradients_before), *activation_gradients(names)]
     tensors += parameter_gradients(retained)
-    made = parameter_gradients(operation.gradients, made=True)
-    if update > sum(gradient.nbytes for gradient in made) + operation.backward.scratch:
+    computed = parameter_gradients(operation.gradients, computed=True)
+    if update > sum(gradient.nbytes for gradient in computed) + operation.backward.scratch:
         return tensors + workspace("optimizer", update)
-    return tensors + made + workspace(operation.name, operation.backward.scratch)
+    return tensors + computed + workspace(operation.name, operation.backward.scratch)
 
 
 def _cast_tensors(
@@ -182,7 +184,7 @@ def _cast_tensors(
 ) -> list[Activation]:
     casts = [gradient for gradient in operation.gradients if gradient.stored_bytes != gradient.computed_bytes]
     tensors = [*live.values(), *activation_gradients(gradients.nbytes), *parameter_gradients(retained)]
-    return tensors + parameter_gradients(operation.gradients, made=True) + parameter_gradients(casts)
+    return tensors + parameter_gradients(operation.gradients, computed=True) + parameter_gradients(casts)
 
 
 def branch_gradient(addition: Operation) -> int:

@@ -80,7 +80,7 @@ class Plan:
                 "before": self.memory.before.to_dict(),
                 "peak": self.memory.peak.to_dict(),
                 "moment": self.memory.moment.describe(),
-                "outside": self.memory.outside,
+                "outside": self.memory.process_bytes,
                 "needed": self.memory.needed,
                 "available": self.device.available_bytes,
                 "limit": self.limit,
@@ -113,7 +113,7 @@ def make_plan(
         resolved: the values of every `auto` of the recipe, including the memory plan.
         device: the device of the run.
         data: known facts about the packed data; None before it was read.
-        num_devices: devices that share the batch.
+        num_devices: data-parallel devices; each processes `per_device_train_batch_size` sequences per microbatch.
 
     Example:
         >>> from trimtab.facts.devices import DeviceFacts
@@ -162,7 +162,7 @@ def _with_data(
         job.trained.trainable_bytes,
         memory.peak.optimizer,
         3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
-        _saving(recipe, steps),
+        _save_schedule(recipe, steps),
     )
     processed = None
     if steps is not None:
@@ -216,8 +216,9 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     )
 
 
-def _saving(recipe: Recipe, steps: int | None) -> plan_disk.SaveSchedule:
-    """When a recipe saves checkpoints. Evaluations select a best checkpoint if there is an evaluation set."""
+def _save_schedule(recipe: Recipe, steps: int | None) -> plan_disk.SaveSchedule:
+    """When a recipe saves checkpoints: every `save_steps`, and with an evaluation set also after evaluations that
+    improve (`best`)."""
     measured = has_domain_set(recipe) or bool(recipe.data.eval.general)
     best = recipe.eval_steps if measured else None
     return plan_disk.SaveSchedule(recipe.save_total_limit, recipe.save_steps, best, steps)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.adapt.spec_recompute import count_policies
 from trimtab.facts.devices import DeviceFacts
-from trimtab.kernels.linear_cross_entropy.choice import SHARE
+from trimtab.kernels.linear_cross_entropy.choice import MEMORY_DIVISOR
 from trimtab.plan import memory_search
 from trimtab.plan.job import Job
 
@@ -136,5 +136,5 @@ def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
 
 
 def _job_with_tokens(job: Job, tokens: int, limit: int) -> Job:
-    memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
+    memory = limit // MEMORY_DIVISOR if job.loss_impl == "triton" else job.loss_memory
     return job.changed(tokens=tokens, loss_memory=memory, policies=(), mlp_tiles=1)

@@ -17,15 +17,17 @@ from trimtab.plan.job import Job
 from trimtab.plan.layers import AllLayersMemory, Layers, segments_of
 from trimtab.plan.outside_blocks import TensorsOutsideBlocks, tensors_outside_blocks
 
-CONTEXT = {"cuda": 890_000_000, "cpu": 600_000_000}
+BYTES_OUTSIDE_ALLOCATOR = {"cuda": 890_000_000, "cpu": 600_000_000}
 """Bytes of a process outside its allocator. On a GPU the CUDA context and loaded kernels: 0.88 GB measured on an H200
 with torch 2.11 during training. On a CPU the interpreter with its libraries and the C allocator's cache: 0.53 to
 0.56 GB measured during training with torch 2.13."""
 
-LIBRARIES = {"cuda": 2 * 2**25, "cpu": 0}
+CUBLAS_BYTES = {"cuda": 2 * 2**25, "cpu": 0}
 """Bytes of cuBLAS workspaces in the allocator: one each for the thread of the forward and the backward pass."""
 
-OUTSIDE = {device: CONTEXT[device] + LIBRARIES[device] for device in CONTEXT}
+PROCESS_BYTES = {
+    device: BYTES_OUTSIDE_ALLOCATOR[device] + CUBLAS_BYTES[device] for device in BYTES_OUTSIDE_ALLOCATOR
+}
 """Bytes of a process in addition to its tensors."""
 
 
@@ -67,8 +69,9 @@ class Phase(enum.Enum):
     OPTIMIZER_STEP = "the optimizer step"
 
 
-BEFORE_LAYERS = (Phase.LOSS_FORWARD, Phase.LOSS_BACKWARD, Phase.FINAL_NORM_BACKWARD)
-"""Phases in which the saved activations of all layers are live."""
+BETWEEN_LAYER_PASSES = (Phase.LOSS_FORWARD, Phase.LOSS_BACKWARD, Phase.FINAL_NORM_BACKWARD)
+"""Phases after the layers' forward and before their backward pass, in which the saved activations of all layers are
+live."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Memory:
     moment: Moment
     moments: dict[Moment, int]
     """Bytes above weights and optimizer states at each moment that was considered."""
-    outside: int
+    process_bytes: int
     """Bytes of the process in addition to tensors; also needed on the device, and in no bucket."""
     host: int = 0
     """Pinned host memory for offloaded activations, in bytes."""
@@ -115,13 +118,13 @@ class Memory:
     @property
     def needed(self) -> int:
         """Bytes that the device must have."""
-        return self.peak.total + self.outside
+        return self.peak.total + self.process_bytes
 
 
 def predict(job: Job) -> Memory:
     """Predict the memory of a training step. Tensor sizes are as exact as the operations' declarations."""
     weights, states, gradients = weight_bytes(job), state_bytes(job), gradient_bytes(job)
-    layers, segments = Layers(job), segments_of(job.layers)
+    layers, segments = Layers(job), segments_of(job.layer_policies)
     all_layers = layers.memory(segments)
     moments = dict(_moments(job, gradients, layers, all_layers))
     update = moments.pop(Moment(Phase.OPTIMIZER_STEP))
@@ -136,7 +139,7 @@ def predict(job: Job) -> Memory:
         peak=Buckets(weights, gradients, states, activations, other),
         moment=moment,
         moments={**moments, Moment(Phase.OPTIMIZER_STEP): update},
-        outside=OUTSIDE[job.device],
+        process_bytes=PROCESS_BYTES[job.device],
         host=all_layers.host,
     )
 
@@ -162,16 +165,16 @@ def _moments(
     job: Job, gradients: int, layers: Layers, all_layers: AllLayersMemory
 ) -> Iterator[tuple[Moment, int]]:
     """Yields (moment, bytes above weights and optimizer states)."""
-    outside = bytes_outside_blocks(job, gradients, layers)
+    outside_blocks = bytes_outside_blocks(job, gradients, layers)
     num_layers = job.shape.num_layers
     for layer, total in all_layers.forward:
-        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), outside[Phase.LAYERS_FORWARD] + total
-    for phase in BEFORE_LAYERS:
-        yield Moment(phase), outside[phase] + all_layers.on_device
+        yield Moment(Phase.LAYERS_FORWARD, layer, num_layers), outside_blocks[Phase.LAYERS_FORWARD] + total
+    for phase in BETWEEN_LAYER_PASSES:
+        yield Moment(phase), outside_blocks[phase] + all_layers.on_device
     for layer, total in all_layers.backward:
-        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), outside[Phase.LAYERS_BACKWARD] + total
+        yield Moment(Phase.LAYERS_BACKWARD, layer, num_layers), outside_blocks[Phase.LAYERS_BACKWARD] + total
     for phase in (Phase.EMBEDDING_BACKWARD, Phase.OPTIMIZER_STEP):
-        yield Moment(phase), outside[phase]
+        yield Moment(phase), outside_blocks[phase]
 
 
 def bytes_outside_blocks(job: Job, gradients: int, layers: Layers) -> dict[Phase, int]:

@@ -19,10 +19,10 @@ from trimtab.kernels.linear_cross_entropy.schedule import MIN_ROWS, ROW_STEP, ro
 from trimtab.plan.assignments import Assignments, BytesOutsideBlocks
 from trimtab.plan.device_rates import rates_of, shipped_calibration
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, Segments, declared_blocks, layer_runs, segments_of
+from trimtab.plan.layers import Layers, Segments, declared_blocks, layer_groups, segments_of
 from trimtab.plan.memory import (
-    BEFORE_LAYERS,
-    OUTSIDE,
+    BETWEEN_LAYER_PASSES,
+    PROCESS_BYTES,
     Phase,
     bytes_outside_blocks,
     gradient_bytes,
@@ -49,13 +49,14 @@ class MemorySetting:
     policies: tuple[str, ...]
     mlp_tiles: int
     loss_memory: int | None
-    """Bytes that the loss may use for logits."""
+    """Bytes that the loss may allocate beyond its inputs and gradients."""
     needed: int
     """Bytes on the device at the peak, including the process itself."""
     host: int
     """Pinned host memory in bytes."""
     seconds: float
-    """Extra time per microbatch over saving everything without tiles, plus the time of the loss."""
+    """Seconds per microbatch that policies, tiles and offloading add to saving everything, plus all seconds of the
+    loss."""
     dequantized_layers: int = 0
     """Layers whose quantized weights also have dequantized copies."""
 
@@ -101,25 +102,29 @@ def find_setting(
     budget, rates = usable_bytes(job, limit), search_rates(device, job.dtype)
     best: tuple[float, Job, Segments] | None = None
     smallest: tuple[int, Job, Segments] | None = None
-    losses = {
+    loss_seconds_by_memory = {
         memory: loss_time(job.changed(loss_memory=memory), rates).seconds
         for memory in ([job.loss_memory] if fixed_loss else _loss_memories(job))
     }
     for count in tile_counts(job, tiles):
         tiled = job.changed(mlp_tiles=count)
         costs = policy_seconds(tiled, rates)
-        fewest = sum(min(cost.values()) * len(run) for cost, run in zip(costs, layer_runs(job), strict=True))
-        if best is not None and fewest + min(losses.values()) >= best[0]:
+        least_seconds = sum(
+            min(cost.values()) * len(group) for cost, group in zip(costs, layer_groups(job), strict=True)
+        )
+        if best is not None and least_seconds + min(loss_seconds_by_memory.values()) >= best[0]:
             continue
         assignments = _assignments(tiled, device, costs)
-        for memory, loss in losses.items():
-            if best is not None and fewest + loss >= best[0]:
+        for memory, loss_seconds in loss_seconds_by_memory.items():
+            if best is not None and least_seconds + loss_seconds >= best[0]:
                 continue
             variant = tiled.changed(loss_memory=memory)
             outside = _bytes_outside_blocks(variant)
             assignment = assignments.fastest(outside, budget)
-            if assignment is not None and (best is None or assignment.seconds + loss < best[0] - 1e-12):
-                best = (assignment.seconds + loss, variant, assignment.segments)
+            if assignment is not None and (
+                best is None or assignment.seconds + loss_seconds < best[0] - 1e-12
+            ):
+                best = (assignment.seconds + loss_seconds, variant, assignment.segments)
             if best is None:
                 candidate = assignments.smallest(outside)
                 if smallest is None or candidate.needed < smallest[0]:
@@ -149,13 +154,13 @@ def find_setting_with_policies(
 
 def usable_bytes(job: Job, limit: int) -> int:
     """Returns the bytes of a limit that a search may use: all but some slack."""
-    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    persistent = weight_bytes(job) + state_bytes(job) + PROCESS_BYTES[job.device]
     return limit - int(max(limit - persistent, 0) * SLACK) - FRAGMENTATION[job.device]
 
 
 def lowest_memory(job: Job, device: DeviceFacts, *, tiles: int | None = None) -> int:
     """Returns the bytes on the device of a job's lowest-memory setting, including the process itself."""
-    no_costs = [dict.fromkeys(POLICIES, 0.0) for _ in layer_runs(job)]  # times do not matter here
+    no_costs = [dict.fromkeys(POLICIES, 0.0) for _ in layer_groups(job)]  # times do not matter here
     sizes = []
     for count in tile_counts(job, tiles):
         tiled = job.changed(mlp_tiles=count)
@@ -185,7 +190,7 @@ def make_setting(job: Job, device: DeviceFacts, segments: Segments) -> MemorySet
 
 def segment_seconds(layers: Layers, costs: Sequence[dict[str, float]], segments: Segments) -> float:
     """Returns the seconds per microbatch that an assignment adds; `costs` are from `policy_seconds`."""
-    return sum(costs[run][policy] * len(piece) for policy, run, piece in layers.spans(segments))
+    return sum(costs[group][policy] * len(piece) for policy, group, piece in layers.spans(segments))
 
 
 def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) -> float | None:
@@ -197,10 +202,10 @@ def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) ->
 
 
 def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
-    """Returns for each run of equal layers the seconds per layer and microbatch that each policy, with the job's tiles,
-    adds to saving everything without tiles."""
+    """Returns for each group of equal layers the seconds per layer and microbatch that each policy, with the job's
+    tiles, adds to saving everything without tiles."""
     untiled_blocks = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
-    costs_by_run = []
+    costs_by_group = []
     for (block, _), (untiled, _) in zip(declared_blocks(job), untiled_blocks, strict=True):
         base = layer_seconds(job.changed(mlp_tiles=1), rates, untiled, "none")
         costs = {policy: layer_seconds(job, rates, block, policy) - base for policy in POLICIES}
@@ -214,8 +219,8 @@ def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
             costs[policy] += layer_copies(job, rates, block, policy)
         for policy in OFFLOADING:
             costs[policy] += 1e-3 * base  # prefers the device if offloading costs nothing
-        costs_by_run.append(costs)
-    return costs_by_run
+        costs_by_group.append(costs)
+    return costs_by_group
 
 
 def _assignments(job: Job, device: DeviceFacts, costs: Sequence[dict[str, float]]) -> Assignments:
@@ -226,10 +231,10 @@ def _assignments(job: Job, device: DeviceFacts, costs: Sequence[dict[str, float]
 def _bytes_outside_blocks(job: Job) -> BytesOutsideBlocks:
     """Bytes outside the blocks in each phase, with weights, optimizer states and the process itself."""
     outside = bytes_outside_blocks(job, gradient_bytes(job), Layers(job))
-    persistent = weight_bytes(job) + state_bytes(job) + OUTSIDE[job.device]
+    persistent = weight_bytes(job) + state_bytes(job) + PROCESS_BYTES[job.device]
     return BytesOutsideBlocks(
         forward=persistent + outside[Phase.LAYERS_FORWARD],
-        loss=persistent + max(outside[phase] for phase in BEFORE_LAYERS),
+        loss=persistent + max(outside[phase] for phase in BETWEEN_LAYER_PASSES),
         backward=persistent + outside[Phase.LAYERS_BACKWARD],
         after=persistent + max(outside[Phase.EMBEDDING_BACKWARD], outside[Phase.OPTIMIZER_STEP]),
     )

@@ -17,7 +17,7 @@ from trimtab.facts.phases import RunPhase
 from trimtab.plan import inference, weights_io
 from trimtab.plan.disk import Disk
 from trimtab.plan.job import Job
-from trimtab.plan.memory import CONTEXT, OUTSIDE, Buckets, Memory, Phase
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, PROCESS_BYTES, Buckets, Memory, Phase
 from trimtab.plan.timeline import Parts, Point, activation_parts, step_timeline
 from trimtab.recipe.keys import Recipe
 from trimtab.recipe.rules import has_domain_set
@@ -54,7 +54,7 @@ class PhaseMemory:
     """Peak memory of one phase.
 
     Example:
-        >>> PhaseMemory(RunPhase.LOAD, "cuda", Buckets(5, 0, 0, 0, 1), host=2, outside=3).needed
+        >>> PhaseMemory(RunPhase.LOAD, "cuda", Buckets(5, 0, 0, 0, 1), host=2, process_bytes=3).needed
         9
     """
 
@@ -65,7 +65,7 @@ class PhaseMemory:
     """Bytes of tensors on that device at the phase's peak."""
     host: int
     """Bytes of host memory, including the process; on a CPU also the tensors."""
-    outside: int = 0
+    process_bytes: int = 0
     """Bytes of the device in addition to tensors."""
     note: str = ""
     parts: Mapping[Part, int] | None = None
@@ -74,7 +74,7 @@ class PhaseMemory:
     @property
     def needed(self) -> int:
         """Bytes that the device must have: on a CPU all host memory."""
-        return self.host if self.device == "cpu" else self.buckets.total + self.outside
+        return self.host if self.device == "cpu" else self.buckets.total + self.process_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -177,13 +177,15 @@ class _Phases:
         self.recipe, self.job, self.memory, self.disk = recipe, job, memory, disk
         batches = data_spec.batch_bytes(job.batch, job.tokens) * job.accumulation
         # Offloaded activations have their own pinned pages; a microbatch's tensors use torch's pinned allocator.
-        self.host = CONTEXT["cpu"] + batches + memory.host + pinned_batch_bytes(job)
+        self.host = BYTES_OUTSIDE_ALLOCATOR["cpu"] + batches + memory.host + pinned_batch_bytes(job)
 
     def make(self, phase: RunPhase, buckets: Buckets, note: str = "", **more: Any) -> PhaseMemory:
         extra = more.pop("host", 0)
         # On a CPU the process is the interpreter plus its tensors.
         host = self.host + extra + (buckets.total if self.job.device == "cpu" else 0)
-        return PhaseMemory(phase, self.job.device, buckets, host, OUTSIDE[self.job.device], note, **more)
+        return PhaseMemory(
+            phase, self.job.device, buckets, host, PROCESS_BYTES[self.job.device], note, **more
+        )
 
     def load(self) -> PhaseMemory:
         work = weights_io.loading_memory(self.job)
@@ -265,7 +267,9 @@ class _Phases:
 
     def _on_cpu(self, phase: RunPhase, work: weights_io.IOMemory, note: str) -> PhaseMemory:
         buckets = Buckets(work.model, 0, 0, 0, work.temporary)
-        return PhaseMemory(phase, "cpu", buckets, CONTEXT["cpu"] + work.total, OUTSIDE["cpu"], note)
+        return PhaseMemory(
+            phase, "cpu", buckets, BYTES_OUTSIDE_ALLOCATOR["cpu"] + work.total, PROCESS_BYTES["cpu"], note
+        )
 
 
 def pinned_batch_bytes(job: Job) -> int:

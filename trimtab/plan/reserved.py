@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.plan.allocations import Event, persistent_sizes, step_allocations
 from trimtab.plan.allocator import CachingAllocator
 from trimtab.plan.job import Job
-from trimtab.plan.memory import CONTEXT, LIBRARIES
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, CUBLAS_BYTES
 
 STEPS = 2
 """Simulated steps; later steps reserve nothing new."""
@@ -62,7 +62,7 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
         default.allocate(nbytes)
     pool = CachingAllocator(expandable=expandable) if graphs else default
     for _ in range(2):  # one cuBLAS workspace per thread: forward and backward
-        pool.allocate(LIBRARIES["cuda"] // 2)
+        pool.allocate(CUBLAS_BYTES["cuda"] // 2)
     events = list(step_allocations(job))
     optimizer_start = _find_optimizer_step(events) if graphs else len(events)
     peak = 0
@@ -77,7 +77,9 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
             live[number] = (allocator, allocator.allocate(size))
             peak = max(peak, default.allocated + (pool.allocated if graphs else 0))
         assert not live, "a step leaves tensors allocated"
-    return Reserved(peak, default.reserved + (pool.reserved if graphs else 0), CONTEXT["cuda"])
+    return Reserved(
+        peak, default.reserved + (pool.reserved if graphs else 0), BYTES_OUTSIDE_ALLOCATOR["cuda"]
+    )
 
 
 def _find_optimizer_step(events: list[Event]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError, TrimtabError
 from trimtab.facts.units import format_bytes, format_rate
-from trimtab.kernels.linear_cross_entropy.choice import SHARE
+from trimtab.kernels.linear_cross_entropy.choice import MEMORY_DIVISOR
 from trimtab.plan import memory_search
 from trimtab.plan.changes import recipe_line
 from trimtab.plan.fit import fits
@@ -235,7 +235,7 @@ def largest_batch(plan: Plan) -> int:
 
 
 def _lowest_memory_job(job: Job, batch: int, limit: int) -> Job:
-    memory = limit // SHARE if job.loss_impl == "triton" else job.loss_memory
+    memory = limit // MEMORY_DIVISOR if job.loss_impl == "triton" else job.loss_memory
     return job.changed(batch=batch, loss_memory=memory, policies=(), mlp_tiles=1)
 
 

@@ -18,7 +18,7 @@ from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import schedule
 from trimtab.model import spec as model_spec
-from trimtab.model.spec_block import BETWEEN, FEED_FORWARD_RESIDUAL, DeclaredBlock
+from trimtab.model.spec_block import ATTENTION_RESIDUAL, FEED_FORWARD_RESIDUAL, DeclaredBlock
 from trimtab.model.spec_operations import Execution
 from trimtab.optim import spec as optim_spec
 from trimtab.plan.device_rates import rates_of
@@ -209,8 +209,8 @@ def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Oper
     timer = _Timer(job, rates, floor)
     yield from _outside_block_times(job, timer)
     for block, layers in declared_blocks(job):
-        for policy in dict.fromkeys(job.layers[i] for i in layers):
-            indices = [i for i in layers if job.layers[i] == policy]
+        for policy in dict.fromkeys(job.layer_policies[i] for i in layers):
+            indices = [i for i in layers if job.layer_policies[i] == policy]
             num_dequantized = sum(1 for i in indices if i < job.dequantized_layers)
             for times, is_dequantized in ((num_dequantized, True), (len(indices) - num_dequantized, False)):
                 if times:
@@ -281,7 +281,7 @@ def _layer_times(
 def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> Pass:
     """A pass as executed: with fused kernels, the addition between the halves is part of the following norm."""
     work = operation.backward if backward else operation.forward
-    if not fused or operation.name != BETWEEN or backward:
+    if not fused or operation.name != ATTENTION_RESIDUAL or backward:
         return work
     written = operation.outputs[0].nbytes
     return Pass(work.flops, work.moved - written, 0)
@@ -317,7 +317,7 @@ def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Ite
                 readers[activation.name] = readers.get(activation.name, 0) + 1
                 sizes[activation.name] = activation.nbytes
     for name, count in readers.items():
-        if count > 1 and not (fused and name == BETWEEN):
+        if count > 1 and not (fused and name == ATTENTION_RESIDUAL):
             kernel = Kernel(Kind.ADD, 0.0, 3.0 * sizes[name])
             seconds = timer.kernel_seconds(kernel, timer.job.dtype, "", True)
             yield OperationTime(f"{name}.grad", Kind.ADD, BACKWARD, count - 1, seconds, 1)
@@ -413,12 +413,12 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
 
 def exposed_copies(job: Job, rates: Rates) -> float:
     """Returns the seconds per microbatch of offload copies that computation does not hide."""
-    if job.device == "cpu" or not set(job.layers) & set(OFFLOADING):
+    if job.device == "cpu" or not set(job.layer_policies) & set(OFFLOADING):
         return 0.0
     total = 0.0
     for block, layers in declared_blocks(job):
-        for policy in set(OFFLOADING) & {job.layers[i] for i in layers}:
-            count = sum(1 for i in layers if job.layers[i] == policy)
+        for policy in set(OFFLOADING) & {job.layer_policies[i] for i in layers}:
+            count = sum(1 for i in layers if job.layer_policies[i] == policy)
             total += count * layer_copies(job, rates, block, policy)
     return total
 

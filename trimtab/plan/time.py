@@ -107,7 +107,7 @@ def flops_per_token(job: Job) -> float:
     for block, layers in declared_blocks(job):
         total += len(layers) * training_flops([block])
         for layer in layers:
-            recomputed = recomputation(block, job.layers[layer], num_tiles(job))
+            recomputed = recomputation(block, job.layer_policies[layer], num_tiles(job))
             total += recomputed.products + recomputed.attention
     return head + total / (job.batch * job.tokens)
 
@@ -137,7 +137,7 @@ def estimate(
         device: a device with a calibration, a known data sheet, or neither.
         work: the amount of work.
         graphs: whether microbatches are captured as CUDA graphs.
-        num_devices: devices that share the batch.
+        num_devices: data-parallel devices; each processes `per_device_train_batch_size` sequences per microbatch.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape

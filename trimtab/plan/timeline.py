@@ -1,7 +1,7 @@
 """The memory timeline of a training step, by moment and by part. Imports no torch.
 
-The points come from the same walks as the predicted peak, which is their maximum, but for every layer instead of only
-the ends of runs of equal layers.
+The points come from the same walks as the predicted peak and have it as their maximum. The prediction walks only the
+ends of each group of equal layers, the timeline every layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trimtab.plan.layers import (
 )
 from trimtab.plan.liveness import Instant, workspace
 from trimtab.plan.memory import (
-    BEFORE_LAYERS,
+    BETWEEN_LAYER_PASSES,
     Buckets,
     Memory,
     Moment,
@@ -123,8 +123,8 @@ class _LayerParts:
     gradients: int
 
 
-def _layer_parts(job: Job, layers: Layers, run: int, policy: str) -> _LayerParts:
-    block, memory = layers.blocks[run][0], layers.of(run, policy)
+def _layer_parts(job: Job, layers: Layers, group: int, policy: str) -> _LayerParts:
+    block, memory = layers.blocks[group][0], layers.of(group, policy)
     saved = saved_under(block, policy)
     offloaded = is_offloaded(job, policy)
     # The offloaded activations of the layer below are being copied to or from the host.
@@ -134,7 +134,7 @@ def _layer_parts(job: Job, layers: Layers, run: int, policy: str) -> _LayerParts
         else []
     )
     forward = bytes_by_part([*_largest(forward_instants(block, policy)), *in_flight])
-    dequantizing = workspace("dequantize", dequantize_scratch_bytes(job)) if memory.peak else []
+    dequantizing = workspace("dequantize", dequantize_scratch_bytes(job)) if memory.backward else []
     backward = bytes_by_part([*_largest(backward_instants(job, block, policy)), *in_flight, *dequantizing])
     on_device = bytes_by_part([] if offloaded else saved)
     result = _LayerParts(
@@ -149,7 +149,7 @@ def _agree(parts: _LayerParts, memory: LayerMemory) -> bool:
     return [sum(sizes.values()) for sizes in by_phase] == [
         memory.on_device,
         memory.forward,
-        memory.peak,
+        memory.backward,
         memory.host,
     ]
 
@@ -170,10 +170,10 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
     base = {phase: bytes_by_part(phase_tensors(outside, phase)) for phase in Phase}
     cache: dict[tuple[int, str], _LayerParts] = {}
     spans = []
-    for policy, run, indices in layers.spans(segments_of(job.layers)):
-        if (run, policy) not in cache:
-            cache[run, policy] = _layer_parts(job, layers, run, policy)
-        spans.append((cache[run, policy], indices))
+    for policy, group, indices in layers.spans(segments_of(job.layer_policies)):
+        if (group, policy) not in cache:
+            cache[group, policy] = _layer_parts(job, layers, group, policy)
+        spans.append((cache[group, policy], indices))
     saved = dict.fromkeys(Part, 0)
     # Below the first offloading layer, no copy to or from the host is in flight.
     first = next((indices[0] for layer_parts, indices in spans if any(layer_parts.offloaded.values())), None)
@@ -192,7 +192,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
         (layer_parts.offloaded for layer_parts, _ in reversed(spans) if any(layer_parts.offloaded.values())),
         None,
     )
-    for phase in BEFORE_LAYERS:
+    for phase in BETWEEN_LAYER_PASSES:
         yield Moment(phase), _sum(base[phase], saved, resident or {})
     gradients = 0
     for layer_parts, indices in reversed(spans):

@@ -24,7 +24,7 @@ from trimtab.run.live_tensors import PACKAGE, Origin, describe
 _PACKAGE_PREFIX = f"{PACKAGE}/"
 _RECORDER_METHODS = ("__torch_dispatch__", "entering")
 """Methods of the recorder and its subclasses, which are not the origin of an operation."""
-_METHODS = ("forward", "forward_group", "save_only", "layers", "attend", "feed")
+_METHODS = ("forward", "forward_group", "save_only", "compute", "attend", "feed")
 """Methods that run a module's operations: `forward`, and others of blocks and of linear layers with adapters."""
 _MAX_FORWARD_OPERATIONS = 100_000
 """Number of forward operations with a recorded origin for their backward; a step has some thousands."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trimtab.adapt import LoraSettings, trained_parameters
-from trimtab.adapt.spec import resolve
+from trimtab.adapt.spec import resolve_targets
 from trimtab.adapt.targets import short_names
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import init_weights
@@ -113,5 +113,5 @@ def _of_one_layer(shape: ModelShape, settings: LoraSettings | None) -> LoraSetti
     """A run's adapter settings for the single layer: the same kinds of modules, whichever layers have them."""
     if settings is None:
         return None
-    names = short_names(target.name for target in resolve(shape, settings))
+    names = short_names(target.name for target in resolve_targets(shape, settings))
     return LoraSettings(r=1, target_modules=tuple(names), use_dora=settings.use_dora, dtype=settings.dtype)

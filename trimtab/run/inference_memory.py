@@ -17,7 +17,7 @@ from trimtab.generate.loop import DEFAULT_NEW_TOKENS
 from trimtab.model import Decoder
 from trimtab.plan.inference import generation_tensors, loss_tensors, total
 from trimtab.plan.job import Job
-from trimtab.plan.memory import OUTSIDE
+from trimtab.plan.memory import PROCESS_BYTES
 from trimtab.run.memory_report import PredictedMemory
 
 
@@ -69,10 +69,10 @@ def _predicted(decoder: Decoder, activations: int, moment: str) -> PredictedMemo
     return PredictedMemory(
         allocated=weights + activations,
         moment=moment,
-        process=weights + activations + OUTSIDE.get(device, 0),
+        process=weights + activations + PROCESS_BYTES.get(device, 0),
         buckets={"weights": weights, "gradients": 0, "optimizer": 0, "activations": activations, "other": 0},
         phase_allocated=weights + activations,
-        host=weights + activations + OUTSIDE["cpu"] if device == "cpu" else OUTSIDE["cpu"],
+        host=weights + activations + PROCESS_BYTES["cpu"] if device == "cpu" else PROCESS_BYTES["cpu"],
     )
 
 

@@ -138,5 +138,5 @@ def would_fit(report: MemoryReport, plan: Plan) -> Callable[[Remedy], bool]:
     expected = predicted.process if not state.on_gpu else (predicted.phase_allocated or predicted.allocated)
     excess = max(0, used + state.requested - expected)
     available = used + state.free
-    outside = plan.memory.outside if state.on_gpu else 0
-    return lambda remedy: remedy.needed - outside + excess <= available
+    process_bytes = plan.memory.process_bytes if state.on_gpu else 0
+    return lambda remedy: remedy.needed - process_bytes + excess <= available

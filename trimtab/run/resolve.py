@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fit_to_model, read_adapter_folder
-from trimtab.adapt.spec import LoraSettings, check_trainable, resolve
+from trimtab.adapt.spec import LoraSettings, check_trainable, resolve_targets
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, select_modules
 from trimtab.facts.blocks import BlockShape
@@ -230,7 +230,7 @@ def _lora(recipe: Recipe, shape: ModelShape) -> LoraSettings | None:
             )
         return settings
     settings = LoraSettings.from_dict(lora.model_dump(exclude={"adapter"}))
-    resolve(shape, settings)
+    resolve_targets(shape, settings)  # raises for modules, ranks and patterns that do not fit
     check_trainable(shape, settings)
     select_modules(shape, settings.modules_to_save)
     return settings

@@ -15,7 +15,7 @@ from trimtab.kernels.adamw8bit import State8bit
 from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, Code, Format
 from trimtab.kernels.adamw8bit.spec import BLOCK, CHUNK, GROUP, MULTIPLIER, TINY, grid
 from trimtab.kernels.adamw8bit.update import Snapshot
-from trimtab.kernels.stochastic_rounding import round_with_, stochastic_round_, words_at
+from trimtab.kernels.stochastic_rounding import random_bits_at, round_with_, stochastic_round_
 
 
 def new_state(param: torch.Tensor, fmt: Format = DEFAULT_FORMAT) -> State8bit:
@@ -76,7 +76,7 @@ def _words(rows: int, columns: int, where: dict[str, int], device: torch.device)
     """int32 [rows, columns], a random word per element: one hash per eight elements, times a multiplier per element."""
     start = torch.arange(0, columns, GROUP, device=device)
     index_RG = torch.arange(rows, device=device).unsqueeze(1) * columns + start + where["offset"]
-    hashed_RG = words_at(index_RG, **{key: where[key] for key in ("seed", "step", "param_index")})
+    hashed_RG = random_bits_at(index_RG, **{key: where[key] for key in ("seed", "step", "param_index")})
     # int32 products wrap, as mod 2³² requires; factors are Python scalars, since a tensor of them would be copied to
     # the GPU, which synchronizes
     powers = [pow(MULTIPLIER, k, 1 << 32) for k in range(GROUP)]

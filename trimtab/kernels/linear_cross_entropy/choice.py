@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from trimtab.facts.dtypes import BYTES
 from trimtab.kernels.linear_cross_entropy.schedule import MIN_BYTES, row_stride
 
-SHARE = 16
-"""Fraction of the device's memory that the loss may use: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
+MEMORY_DIVISOR = 16
+"""The loss may use 1/16 of the device's memory: 9 GB of an H200's, 1.5 GB of a 24 GB card's."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def choose_loss(*, triton: bool, memory_bytes: int, dtype: str, tokens: int, voc
     if not triton:
         return LossChoice("chunked", None, "runs on any device, a few rows of logits at a time")
     logits = tokens * row_stride(vocabulary) * BYTES[dtype]
-    allowed = min(logits, max(memory_bytes // SHARE, MIN_BYTES))
+    allowed = min(logits, max(memory_bytes // MEMORY_DIVISOR, MIN_BYTES))
     return LossChoice(
         "triton", allowed, "the fastest exact implementation, within a share of the device's memory"
     )

@@ -5,7 +5,9 @@ r_n = 1 / sqrt(mean_d h_nd² + eps)
 y_nd = h_nd · r_n · (w_d + offset)                   (fp32 or wider inside, rounded once; offset 1 in Gemma, else 0)
 
 ∂L/∂w_d  = Σ_n g_nd · h_nd · r_n                                                 with g = ∂L/∂y
-∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + other ∂L/∂h      (w for w + offset)
+∂L/∂h_nd = r_n · (g_nd w_d − h_nd r_n · mean_e(g_ne w_e h_ne r_n)) + the gradient of h from its other uses
+
+In the gradients w stands for w + offset.
 
 Where a model normalizes a branch before the residual addition (Gemma 2 and 3, OLMo 2): h = residual + norm₁(branch),
 then norm₂(h).

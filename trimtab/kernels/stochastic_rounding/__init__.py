@@ -76,7 +76,7 @@ def random_bits(
     )
 
 
-def words_at(
+def random_bits_at(
     index_N: torch.Tensor, *, seed: int, step: int, param_index: int, stream: int = 0
 ) -> torch.Tensor:
     """`random_bits` of the elements with the given int64 indices, in any order: int32, same shape.
@@ -84,12 +84,14 @@ def words_at(
     Example:
         >>> import torch
         >>> a = random_bits(8, seed=0, step=1, param_index=2)
-        >>> bool((words_at(torch.tensor([5, 2]), seed=0, step=1, param_index=2) == a[[5, 2]]).all())
+        >>> bool((random_bits_at(torch.tensor([5, 2]), seed=0, step=1, param_index=2) == a[[5, 2]]).all())
         True
     """
     from trimtab.kernels.stochastic_rounding import impl_reference
 
-    return impl_reference.words_at(index_N, seed=seed, step=step, param_index=param_index, stream=stream)
+    return impl_reference.random_bits_at(
+        index_N, seed=seed, step=step, param_index=param_index, stream=stream
+    )
 
 
 def round_with_(out_N: torch.Tensor, value_N: torch.Tensor, words_N: torch.Tensor) -> torch.Tensor:

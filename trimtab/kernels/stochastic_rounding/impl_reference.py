@@ -93,7 +93,7 @@ def random_bits(
     return out_N
 
 
-def words_at(
+def random_bits_at(
     index_N: torch.Tensor, *, seed: int, step: int, param_index: int, stream: int = 0
 ) -> torch.Tensor:
     """Hashed words as int32, of int64 indices in any order and shape."""
