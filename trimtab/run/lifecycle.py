@@ -58,7 +58,7 @@ from trimtab.run.resume import (
     with_device,
 )
 from trimtab.run.starting import check_start, start_from
-from trimtab.run.torch_setup import restore_torch_settings
+from trimtab.run.torch_setup import requires_determinism, restore_torch_settings
 from trimtab.text import Tokenizer
 
 MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
@@ -118,7 +118,7 @@ def train(
         FinishedRun(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
     recipe = absolute(recipe)
-    if _requires_determinism():
+    if requires_determinism():
         recipe = recipe.model_copy(update={"deterministic": True})  # the calling process requires it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
@@ -160,12 +160,6 @@ def _prepare_new(recipe: Recipe) -> Prepared:
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
     return prepared
-
-
-def _requires_determinism() -> bool:
-    """Whether this process requires deterministic algorithms of torch, not only warnings."""
-    warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not warned
 
 
 def resume(

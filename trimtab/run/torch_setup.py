@@ -41,6 +41,12 @@ def set_up_torch(resolved: Resolved) -> None:
         torch.cuda.set_per_process_memory_fraction(min(share, memory_fraction()))
 
 
+def requires_determinism() -> bool:
+    """Whether this process requires deterministic algorithms of torch, not only warnings."""
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    return torch.are_deterministic_algorithms_enabled() and not warned
+
+
 def memory_fraction() -> float:
     """The fraction of the GPU's memory that this process may use; 1 if the allocator does not report it."""
     if torch.cuda.is_initialized():
