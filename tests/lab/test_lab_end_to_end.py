@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.end_to_end import __main__ as runner
-from benchmarks.end_to_end import child, jobs, ours, world
+from benchmarks.end_to_end import child, commits, jobs, ours, world
 from benchmarks.end_to_end.child import FEWEST
 from benchmarks.end_to_end.jobs import Case, Job
 from benchmarks.end_to_end.picture import losses
@@ -306,3 +306,36 @@ def test_a_tiny_run_agrees_with_transformers_and_peft(tmp_path: Path) -> None:
     for name in ("tiny-llama-8b longest 3 GB/trimtab", "tiny-llama-8b/1 longest 2 GB/trimtab"):
         assert found[name]["confirmed"] == 4096, "as long as the model's positions"
         assert found[name]["proposed"] > 4096
+
+
+def _turn(
+    side: str, turn: int, ms: float, gib: float, losses: tuple[float, ...] = (9.0, 8.0)
+) -> dict[str, Any]:
+    return record(Case(LLAMA, "trimtab"), ms, gib, losses) | {"side": side, "round": turn}
+
+
+@pytest.mark.parametrize(
+    ("head_ms", "head_gib", "verdict"),
+    [(103.9, 6.0, "equal"), (106.2, 6.0, "slower"), (90.0, 6.07, "larger"), (110.0, 7.0, "slower, larger")],
+)
+def test_a_row_is_slower_beyond_the_parent_s_own_spread(
+    head_ms: float, head_gib: float, verdict: str
+) -> None:
+    rows = [_turn("parent", 0, 100.0, 6.0), _turn("parent", 1, 104.0, 6.0)]
+    rows += [_turn("head", turn, head_ms, head_gib) for turn in (0, 1)]
+    (found,) = commits.comparisons(rows)
+    assert (found.verdict, found.losses_equal) == (verdict, True)
+    assert f"{head_ms / 102:.3f}" in commits.markdown([found])
+
+
+def test_commits_with_different_losses_are_reported_so() -> None:
+    rows = [_turn("parent", 0, 100.0, 6.0), _turn("head", 0, 100.0, 6.0, (9.0, 8.1))]
+    assert not commits.comparisons(rows)[0].losses_equal
+
+
+def test_a_row_of_one_commit_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "results.jsonl"
+    out.write_text(json.dumps(_turn("parent", 0, 100.0, 6.0)) + "\n")
+    assert commits.main(["--table", "--out", str(out), "--only", f"{LLAMA.name}/trimtab"]) == 1
+    assert f"not measured: {LLAMA.name}/trimtab" in capsys.readouterr().err
+    assert commits.main(["--out", str(out), "--parent", str(tmp_path)]) == 2
