@@ -1,6 +1,6 @@
 """Sweep of tile sizes for the Triton attention on this device; the values in `tiles.py` come from it.
 
-    python -m benchmarks.kernels._attention_sweep [--warm N] [--out FILE.json]
+    python -m benchmarks.kernels._attention_sweep [--warm N] [--head-dim D] [--out FILE.json]
 
 `--warm` first compiles all variants in N processes, into Triton's own cache.
 """
@@ -11,6 +11,7 @@ import argparse
 import functools
 import json
 import multiprocessing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trimtab.kernels.attention.launch_triton import NO_WINDOW, KernelArguments
 from trimtab.kernels.attention.tiles import Tiles, tiles
 from trimtab.lab.timing import time_together
 
+PACKED_256 = Shape("packed 4x4096, 16/8 heads of 256", 4, 4096, 16, 8, 256, packed=True)
 # (rows, keys, warps, stages); a fifth value 0 loads through pointers instead of TMA descriptors
 WIDE = {
     "forward": [(64, 64, 4, 3), (64, 32, 4, 4), (128, 32, 4, 4), (128, 64, 4, 2)],
@@ -33,6 +35,27 @@ NARROW = {
     "query": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 4)],
     "key": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 4)],
 }
+BROAD = {
+    "forward": [
+        (128, 64, 8, 2),
+        (64, 64, 4, 2),
+        (64, 64, 8, 2),
+        (64, 32, 4, 3),
+        (128, 32, 8, 3),
+        (128, 32, 4, 2),
+    ],
+    "query": [
+        (64, 64, 8, 2),
+        (64, 32, 4, 2),
+        (64, 32, 4, 3),
+        (64, 32, 8, 2),
+        (128, 32, 8, 2),
+        (64, 64, 4, 1),
+    ],
+    "key": [(32, 64, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 8, 3), (16, 64, 4, 3)],
+}
+VARIANTS = {64: NARROW, 128: WIDE, 256: BROAD}
+"""By head size."""
 
 
 class Runner:
@@ -73,13 +96,15 @@ class Runner:
             launch_triton._supports_tma = described
 
 
-def jobs() -> list[tuple[Shape, str, tuple[int, ...]]]:
-    """All variants of three shapes; the second shape uses the first one's tiles."""
-    found = []
-    for shape in (SHAPES[3], SHAPES[0], SHAPES[2]):
-        table = WIDE if shape.D == 128 else NARROW
-        found += [(shape, name, variant) for name, variants in table.items() for variant in variants]
-    return found
+def jobs(head_dims: Sequence[int]) -> list[tuple[Shape, str, tuple[int, ...]]]:
+    """All variants of the shapes with these head sizes."""
+    return [
+        (shape, name, variant)
+        for shape in (*SHAPES, PACKED_256)
+        if shape.D in head_dims
+        for name, variants in VARIANTS[shape.D].items()
+        for variant in variants
+    ]
 
 
 def _compile(job: tuple[Shape, str, tuple[int, ...]]) -> str | None:
@@ -96,20 +121,22 @@ def main() -> None:
     """Print milliseconds by shape, kernel and variant; backward times include both kernels."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--warm", type=int, default=0)
+    parser.add_argument("--head-dim", type=int, action="append", choices=list(VARIANTS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    every = jobs(options.head_dim or list(VARIANTS))
     left_out: set[Any] = set()
     if options.warm:
         with multiprocessing.get_context("spawn").Pool(options.warm) as pool:
-            for job, complaint in zip(jobs(), pool.map(_compile, jobs(), chunksize=1), strict=True):
+            for job, complaint in zip(every, pool.map(_compile, every, chunksize=1), strict=True):
                 if complaint:
                     print(complaint)
                     left_out.add(job)
     results: list[dict[str, Any]] = []
-    for shape in dict.fromkeys(job[0] for job in jobs()):
+    for shape in dict.fromkeys(job[0] for job in every):
         runner = Runner(shape)
         for name in ("forward", "query", "key"):
-            mine = [j[2] for j in jobs() if j[:2] == (shape, name) and j not in left_out]
+            mine = [j[2] for j in every if j[:2] == (shape, name) and j not in left_out]
             true = runner.run(name, tuple(vars(runner.default[name]).values()))
             for variant in mine:
                 for x, y in zip(runner.run(name, variant), true, strict=True):

@@ -1,4 +1,4 @@
-"""Causal attention in bf16: four shapes, forward and backward separately, compared with torch's own kernels.
+"""Causal attention in bf16: five shapes, forward and backward separately, compared with torch's own kernels.
 
 Ground truth is the fp64 reference on two slices, the first and the last (row, key/value head) with its group of query
 heads: heads are independent, so slices are exact, and all heads would not fit in memory.
@@ -41,6 +41,7 @@ SHAPES = (
     Shape("4x4096, 16/8 heads of 128", 4, 4096, 16, 8, 128),
     Shape("8x1024, 12 heads of 64", 8, 1024, 12, 12, 64),
     Shape("packed 4x4096, 32/8 heads of 128", 4, 4096, 32, 8, 128, packed=True),
+    Shape("1x8192, 16/8 heads of 256", 1, 8192, 16, 8, 256),
 )
 
 
