@@ -119,6 +119,7 @@ def seconds(decoder: Decoder, tokens: int, count: int = 5) -> float:
     return (time.perf_counter() - start) / count
 
 
+@pytest.mark.alone
 def test_copies_overlap_with_computation() -> None:
     tokens = 32_768
     kept, sent = seconds(decoder_of("block"), tokens), seconds(decoder_of("offload"), tokens)

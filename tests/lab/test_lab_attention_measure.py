@@ -194,6 +194,7 @@ def on_a_gpu(backend: str, **changes: Any) -> AttentionResult:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_flash_is_linear_and_plain_attention_quadratic() -> None:
     def growth(backend: str, **changes: Any) -> float:
         short, long = (on_a_gpu(backend, length=length, **changes) for length in (2048, 4096))
@@ -211,6 +212,7 @@ def test_on_a_gpu_flash_is_linear_and_plain_attention_quadratic() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_the_formula_equals_the_allocated_bytes() -> None:
     for backend in ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "triton", "varlen"):
         settings = AttentionSettings(backend, dtype="bf16", batch=2, length=2048, device="cuda", seconds=0.1)
@@ -221,6 +223,7 @@ def test_on_a_gpu_the_formula_equals_the_allocated_bytes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_out_of_memory_is_an_outcome() -> None:
     settings = AttentionSettings("reference", dtype="fp32", batch=8, length=4096, device="cuda", seconds=0.1)
     while minimum_bytes(settings) < 2 * torch.cuda.mem_get_info()[1]:
@@ -231,6 +234,7 @@ def test_on_a_gpu_out_of_memory_is_an_outcome() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_the_weighted_sum_runs_in_triton() -> None:
     found = PassTimes.from_dict(measure(WeightedSumSettings("triton", "bf16", device="cuda").to_dict()))
     assert 0 < found.forward.median_ms < 10

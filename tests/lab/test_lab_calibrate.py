@@ -181,6 +181,7 @@ def test_nothing_to_measure_is_an_error_with_a_remedy() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_is_calibrated(tmp_path: Path) -> None:
     found = calibrate("cuda", folder=tmp_path)
     assert found.device == torch.cuda.get_device_name()

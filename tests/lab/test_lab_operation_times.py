@@ -126,6 +126,7 @@ def test_adapters_on_a_cpu(tmp_path: Path, quantized: bool) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("changes", [{}, {"recompute": "block"}, {"lora": {"r": 8}, "load_in_4bit": True}])
 def test_on_a_gpu(tmp_path: Path, changes: dict[str, Any]) -> None:
     step, block = built(tmp_path, "cuda", **changes)

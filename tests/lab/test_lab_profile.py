@@ -285,6 +285,7 @@ def test_options_are_checked_from_python_too(folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("changes", [{}, {"lora": {"r": 4}, "load_in_4bit": True}, {"cuda_graphs": True}])
 def test_on_a_gpu(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     options = ProfileOptions(
@@ -300,6 +301,7 @@ def test_on_a_gpu(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_nvtx_on_a_gpu(folder: Path) -> None:
     options = ProfileOptions(steps=1, warm_up=1, nvtx=True)
     result = profile_recipe(folder / "recipe.yaml", options=options, device="cuda", cuda_graphs=False)

@@ -141,6 +141,7 @@ def test_a_trace_opens_as_json(step: StudyStep, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_kinds_of_a_real_step_on_a_gpu() -> None:
     step = StudyStep(StepSettings("tiny", 256, 2, loss=Loss.CROSS_ENTROPY, device="cuda"))
     step.full_step()

@@ -111,6 +111,7 @@ def test_on_a_gpu_only_the_run_is_between_the_events(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_times_of_a_gpu_have_no_preparation() -> None:
     x = torch.empty(2**26, dtype=torch.int8, device="cuda")
 

@@ -261,6 +261,7 @@ def test_a_graph_that_computes_nothing_is_not_timed(
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("kernels", Kernels)
 @pytest.mark.parametrize("part", Part)
 def test_on_a_gpu_captured_steps_compute_what_eager_mode_computes(part: Part, kernels: Kernels) -> None:
@@ -273,6 +274,7 @@ def test_on_a_gpu_captured_steps_compute_what_eager_mode_computes(part: Part, ke
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_a_compiled_step_computes_what_eager_mode_computes() -> None:
     for precision in (Precision.FP32, Precision.TF32, Precision.BF16):
         step = StudyStep(StepSettings("tiny", 128, 2, precision, device="cuda"))

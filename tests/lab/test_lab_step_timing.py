@@ -144,6 +144,7 @@ def test_records_of_times_are_read_back() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_gpu_host_clock_events_and_kernels_agree() -> None:
     step = StudyStep(StepSettings("medium", context=512, batch=4, device="cuda"))
     found = time_steps(step.prepared(Part.FORWARD_BACKWARD), device="cuda", steps=10, warm_up=3)

@@ -39,6 +39,7 @@ def test_ceilings_of_a_cpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_times_and_memory_on_a_gpu() -> None:
     x = torch.empty(2**26, dtype=torch.int8, device="cuda")
     calls = {"one": 0, "four": 0}
@@ -57,6 +58,7 @@ def test_times_and_memory_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_ceilings_are_those_of_a_gpu() -> None:
     found = ceilings()
     assert 1e11 < found.copy_bytes_per_s < 2e13
