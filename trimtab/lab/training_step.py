@@ -64,12 +64,26 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
         >>> float(step())                                                            # doctest: +SKIP
         6.24
     """
+    set_up_torch(prepared.resolved)
+    decoder = build_training_model(
+        prepared.recipe, prepared.resolved, prepared.shape, Mesh.single(), weights
+    )
+    load_peak = torch.cuda.max_memory_allocated() if prepared.resolved.device.startswith("cuda") else None
+    make_dequantized_copies(decoder, prepared.resolved)
+    return build_step_of(decoder, prepared, batch, during=during, load_peak_bytes=load_peak)
+
+
+def build_step_of(
+    decoder: Decoder,
+    prepared: Prepared,
+    batch: Batch,
+    *,
+    during: During = no_phase,
+    load_peak_bytes: int | None = None,
+) -> TrainingStep:
+    """Builds the step of a loaded model over one batch, with a new optimizer."""
     recipe, resolved = prepared.recipe, prepared.resolved
     device, mesh = torch.device(resolved.device), Mesh.single()
-    set_up_torch(resolved)
-    decoder = build_training_model(recipe, resolved, prepared.shape, mesh, weights)
-    load_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    make_dequantized_copies(decoder, resolved)
     parameters = trained_parameters(decoder)
     optimizer = build_optimizer(recipe, resolved, parameters)
     microstep = build_microstep(decoder, parameters, resolved, mesh, packing=recipe.packing, during=during)
@@ -97,7 +111,7 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
             for parameter in parameters.values():
                 parameter.grad = None
 
-    return TrainingStep(decoder, optimizer, lambda: backward(batch), update, load_peak, backward)
+    return TrainingStep(decoder, optimizer, lambda: backward(batch), update, load_peak_bytes, backward)
 
 
 def random_batch(vocab_size: int, rows: int, tokens: int, *, document: int | None = None) -> Batch:
