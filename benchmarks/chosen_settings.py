@@ -36,6 +36,7 @@ from trimtab.lab.training_step import build_step, build_step_of
 from trimtab.model.building import torch_dtype
 from trimtab.plan.dequantized_copies import add_dequantized_copies
 from trimtab.plan.job import Job
+from trimtab.plan.layers import segments_of
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, PROCESS_BYTES, state_bytes, weight_bytes
 from trimtab.plan.memory_search import (
     FRAGMENTATION,
@@ -43,6 +44,7 @@ from trimtab.plan.memory_search import (
     MemorySetting,
     find_setting_with_policies,
     lowest_memory,
+    make_setting,
 )
 from trimtab.plan.resolved import MemoryPlan
 from trimtab.recipe import build as build_recipe
@@ -132,7 +134,9 @@ def candidates(name: str, recipe: dict[str, Any], unlimited: Prepared, others: i
     device, job = unlimited.device, unlimited.plan.job.changed(dequantized_layers=0)
     for limit in limits(job, device, unlimited.plan.memory.needed):
         chosen = prepare(build_recipe(recipe | {"memory_limit": f"{limit}B"})).resolved.memory_plan
-        first = Candidate(name, limit, chosen, True, 0.0)
+        variant = job.changed(mlp_tiles=chosen.mlp_tiles, loss_memory=chosen.loss_memory)
+        predicted = make_setting(variant, device, segments_of(chosen.recompute))
+        first = Candidate(name, limit, chosen, True, predicted.seconds)
         yield first
         alternatives = (
             Candidate(

@@ -92,6 +92,9 @@ def test_a_tiny_model_is_measured_and_a_second_call_repeats_nothing(
     assert chosen_settings.main(words) == 0
     assert "2 limits, 0 with a setting that is more than 5 % faster, 0 unmeasured" in capsys.readouterr().out
     lines = out.read_text().splitlines()
-    assert len(lines) == len(read_records(out, "job", "limit", "setting")) == 4
+    records = read_records(out, "job", "limit", "setting").values()
+    assert len(lines) == len(records) == 4
+    assert all(one["predicted_added_ms"] >= 0 for one in records)
+    assert any(one["predicted_added_ms"] > 0 for one in records if one["chosen"])
     assert chosen_settings.main(words) == 0
     assert out.read_text().splitlines() == lines

@@ -65,9 +65,7 @@ def build_step(prepared: Prepared, weights: Path, batch: Batch, *, during: Durin
         6.24
     """
     set_up_torch(prepared.resolved)
-    decoder = build_training_model(
-        prepared.recipe, prepared.resolved, prepared.shape, Mesh.single(), weights
-    )
+    decoder = build_training_model(prepared.recipe, prepared.resolved, prepared.shape, Mesh.single(), weights)
     load_peak = torch.cuda.max_memory_allocated() if prepared.resolved.device.startswith("cuda") else None
     make_dequantized_copies(decoder, prepared.resolved)
     return build_step_of(decoder, prepared, batch, during=during, load_peak_bytes=load_peak)
