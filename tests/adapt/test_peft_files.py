@@ -473,7 +473,9 @@ def test_a_module_that_the_config_names_and_the_weights_lack(words: object, tmp_
         load_adapter(base(TIED), folder)
         return
     refused(
-        folder, "has no model.layers.1.mlp.up_proj, which adapter_config.json names", "get the adapter again"
+        folder,
+        "has no model.layers.1.mlp.up_proj, which adapter_config.json names",
+        "download the adapter again",
     )
     edit_config(folder, layers_to_transform=[0, 1])  # this key may exclude some
     load_adapter(base(TIED), folder)

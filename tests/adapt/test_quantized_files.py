@@ -131,7 +131,10 @@ def test_damaged_files_raise_before_anything_is_loaded(tmp_path: Path) -> None:
         "absmax has": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
         "NaN or infinity": {**whole, f"{up}.absmax": whole[f"{up}.absmax"] * float("nan")},
         "negative scales": {**whole, f"{up}.absmax": -whole[f"{up}.absmax"]},
-        "was .'float32'.; quantize it again from float32": {**whole, state: facts(dtype=["float32"])},
+        "was quantized from dtype .'float32'.; quantize it again from float32": {
+            **whole,
+            state: facts(dtype=["float32"]),
+        },
         "blocks of 64.0": {**whole, state: facts(blocksize=64.0)},
         "is not valid JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
     }

@@ -29,7 +29,7 @@ def test_names_of_files(name: str) -> None:
         ("ö" * 128, "too long for a file name"),
         ("/".join(["abc"] * 1100), "too long for a file name"),
         ("a\0b", "NUL"),
-        ("~no-such-user-here/x", "home of a user who is not known"),
+        ("~no-such-user-here/x", "this machine has no such user"),
         ("", "is empty"),
         ("  ", "is empty"),
         (None, "is None"),
@@ -48,7 +48,7 @@ def test_names_that_can_be_no_path(name: Any, part: str) -> None:
 
 def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> None:
     """It was said of `output_dir` too."""
-    advice = "; a text itself goes into a file first"
+    advice = "; to use text, write it to a file first"
     base = "model: starter\ndata: {train: x}\n"
     with pytest.raises(RecipeError) as caught:
         loads(base, ["output_dir=" + "x" * 300])

@@ -220,7 +220,7 @@ def test_other_backends_raise():
             ):
                 attention(q[:, :2], q, q, layout=Layout.causal(), offset=1, impl=impl)
     layout = Layout.packed(torch.tensor([[0, 0, 1, 1]]))
-    with pytest.raises(ModelError, match="do not describe 2 queries from 3 on and 4 keys from 0 on"):
+    with pytest.raises(ModelError, match="2 queries from position 3 on and 4 keys from position 0 on"):
         attention(q[:, :2], q, q, layout=layout, offset=3, impl="reference")
 
 

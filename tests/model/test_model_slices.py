@@ -183,7 +183,9 @@ def test_only_slices_that_are_read_must_be_finite(tmp_path: Path) -> None:
     tensors["lm_head.weight"][40, 3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 0, 40)}))
-    with pytest.raises(ModelError, match=r"lm_head\.weight contains NaN or infinity; get the weights again"):
+    with pytest.raises(
+        ModelError, match=r"lm_head\.weight contains NaN or infinity; download the weights again"
+    ):
         dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 40, 48)}))
 
 

@@ -133,7 +133,7 @@ def test_all_problems_at_once() -> None:
         ("model: !!str a\n", "YAML tag"),
         ("%YAML 1.1\n---\nmodel: on\n", "directive"),
         ("a: 1\n---\nb: 2\n", "is not YAML"),
-        ("? [a]\n: 1\n", "a key that is not a word"),
+        ("? [a]\n: 1\n", "a key that is not a string"),
         ("a: " + "[" * 50 + "]" * 50, "nested more than"),
         ("x: " + "y" * 1_000_001, "1,000,004 characters"),
         ("<<: {model: a}\n", "unknown key '<<'"),

@@ -82,7 +82,7 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
         ("data.train.0.wieght=2", "unknown key 'wieght' in data.train.0{from}; did you mean 'weight'?"),
         (
             "data.train.3.weight=2",
-            "data.train is a list of 1 and has no item '3'{from}; count from 0 to 0",
+            "data.train is a list of length 1 and has no item '3'{from}; count from 0 to 0",
         ),
         ("packing=maybe", "packing must be true or false, not 'maybe'{from}"),
         (
@@ -91,7 +91,10 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
         ),
         ("=3", "'=3' is not an override; write key=value, for example learning_rate=1e-4"),
         ("seed.x=3", "seed has no keys inside it{from}; write seed=value"),
-        ("data.train.².weight=3", "data.train is a list of 1 and has no item '²'{from}; count from 0 to 0"),
+        (
+            "data.train.².weight=3",
+            "data.train is a list of length 1 and has no item '²'{from}; count from 0 to 0",
+        ),
         ("lora.rank_pattern.q_proj=x", "lora.rank_pattern.q_proj must be a whole number, not 'x'{from}"),
         (
             "lora.rank_pattern.=8",

@@ -276,7 +276,7 @@ case(
     ),
 )
 case(
-    "adapt/peft_files.py:copy_adapter_tensors: get the adapter again, or train it again",
+    "adapt/peft_files.py:copy_adapter_tensors: download the adapter again, or train it again",
     damaged(tensors(lambda found: found[A].fill_(float("nan")))),
     fetched_again,
 )

@@ -112,7 +112,7 @@ case(
     folder_or_gguf,
 )
 case(
-    "model/families/__init__.py:_described: supported are {} (SmolLM2 is a llama)",
+    "model/families/__init__.py:_described: supported are {} (SmolLM2 models have type llama)",
     lambda w: config(w, model_type="mamba9"),
     lambda w, remedy: in_turn(
         lambda name: config(w, model_type=name),
@@ -195,7 +195,7 @@ accepted_config(
 )
 OPPOSED = {"rope_type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}
 accepted_config(
-    "model/families/config_json.py:scaling_from_values: leave both mscales out",
+    "model/families/config_json.py:scaling_from_values: remove mscale and mscale_all_dim from the RoPE settings",
     {"rope_scaling": OPPOSED},
     lambda remedy: {"rope_scaling": {key: OPPOSED[key] for key in OPPOSED if "mscale" not in key}},
 )
@@ -293,7 +293,7 @@ def damaged(key: str, change: Callable[[Path], object]) -> None:
 
 
 NORM = "model.norm.weight"
-ONE_MODEL = "get the weights and config.json of one model, from the same place"
+ONE_MODEL = "download the weights and config.json of the same model from the same source"
 damaged(f"weights_checks.py:check_layers: {ONE_MODEL}", keys(num_hidden_layers=999))
 damaged(
     f"weights_checks.py:check_dims: {ONE_MODEL}", tensors(lambda found: found.update({NORM: torch.ones(31)}))
@@ -308,7 +308,7 @@ damaged(
     tensors(lambda found: found.update({"value_head.weight": torch.ones(1, 32)})),
 )
 damaged(
-    "weights.py:copy_converted: get the weights again",
+    "weights.py:copy_converted: download the weights again",
     tensors(lambda found: found.update({NORM: torch.full((32,), float("nan"))})),
 )
 damaged(
@@ -320,7 +320,7 @@ damaged(
     lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
 )
 damaged(
-    "weights_safetensors.py:_indexed_files: do not trust this copy; get the model from another place",
+    "weights_safetensors.py:_indexed_files: do not use this copy; download the model from another source",
     lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: f"../{WEIGHTS}"}})),
 )
 damaged(
@@ -485,7 +485,7 @@ def diverged(w: World, value: float) -> None:
 
 
 case(
-    "model/save.py:_stored: the training went wrong; save an earlier checkpoint",
+    "model/save.py:_stored: the training diverged; use an earlier checkpoint",
     lambda w: diverged(w, float("nan")),
     lambda w, remedy: diverged(w, 1.0),
 )

@@ -101,14 +101,14 @@ def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     except RecipeError as error:
         raise ModelError(
             f"the adapter {found.folder} does not fit this model: {error.cause}",
-            f"load it with its own base; if this is its base, train it again: {error.remedy}",
+            f"load it with its own base model; if this is its base model, train it again: {error.remedy}",
         ) from error
     for target in adapted:
         if found.ranks[target.name] != target.r:
             raise ModelError(
                 f"{found.folder}: {CONFIG} sets rank {target.r} for {target.name}, but {WEIGHTS} has rank "
                 f"{found.ranks[target.name]}",
-                "the two files do not belong together; get the adapter again",
+                "the two files do not belong together; download the adapter again",
             )
     _check_complete(shape, found)
     return found
@@ -128,7 +128,7 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
         here = shape.num_layers
         raise other_base_error(found, f"it has weights for {len(layers)} layers, and this model has {here}")
     raise ModelError(
-        f"{found.folder / WEIGHTS} has no {lacking[0]}, which {CONFIG} names", "get the adapter again"
+        f"{found.folder / WEIGHTS} has no {lacking[0]}, which {CONFIG} names", "download the adapter again"
     )
 
 
@@ -157,14 +157,16 @@ def other_base_error(found: AdapterFolder, cause: str) -> ModelError:
     """The error for an adapter of another base model."""
     made_for = f"; it was made for {found.base_name}" if found.base_name else ""
     return ModelError(
-        f"the adapter {found.folder} does not fit this model: {cause}{made_for}", "load it with its own base"
+        f"the adapter {found.folder} does not fit this model: {cause}{made_for}",
+        "load it with its own base model",
     )
 
 
 def tied_embedding_error(found: AdapterFolder, cause: str) -> ModelError:
     """The error for an adapter that treats a tied embedding and its head as two matrices."""
     return ModelError(
-        f"the adapter {found.folder} does not fit this model: {cause}, and this model's are one matrix",
+        f"the adapter {found.folder} does not fit this model: {cause}, and in this model they are one matrix (tied "
+        "embeddings)",
         "train it again with peft's ensure_weight_tying=True, or with trimtab",
     )
 

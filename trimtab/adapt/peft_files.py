@@ -104,7 +104,7 @@ def save_adapter(
     for name, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                f"{name} contains NaN or infinity", "the training went wrong; save an earlier checkpoint"
+                f"{name} contains NaN or infinity", "the training diverged; use an earlier checkpoint"
             )
     metadata = {"format": "pt"}
     if base is not None:
@@ -162,13 +162,13 @@ def copy_adapter_tensors(
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
                 f"{found.folder / WEIGHTS}: {key} contains NaN or infinity",
-                "get the adapter again, or train it again",
+                "download the adapter again, or train it again",
             )
     own = own_tensors(decoder, adapter)
     keys = {file_name(name, adapter).removeprefix(PREFIX): name for name in own}
     for key, name in keys.items():
         if key not in stored:
-            raise ModelError(f"{found.folder / WEIGHTS} has no {key}", "get the adapter again")
+            raise ModelError(f"{found.folder / WEIGHTS} has no {key}", "download the adapter again")
         _check_dims(found, key, stored[key], own[name])
         own[name].copy_(stored[key])
     rest = {plain_name(key): stored[key] for key in stored if key not in keys and not is_base_copy(key)}

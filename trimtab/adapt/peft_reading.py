@@ -103,7 +103,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json_object(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
+        raise ModelError(f"{path} cannot be read ({error})", "download the adapter again") from error
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise ModelError(
@@ -173,7 +173,7 @@ def read_header(folder: Path) -> Header:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path} is not a complete safetensors file ({error})", "get the adapter again"
+            f"{path} is not a complete safetensors file ({error})", "download the adapter again"
         ) from error
     for key in dims:
         _check_tensor(path, key, dims[key], dtypes[key])
@@ -187,7 +187,7 @@ def _check_tensor(path: Path, key: str, dims: list[int], dtype: str) -> None:
             f"it must be one of {', '.join(_FORMATS)}; save it again in one of these",
         )
     if key.endswith(_FACTORS) and len(dims) != 2:
-        raise ModelError(f"{path}: {key} has shape {dims}", "it must be a matrix; get the adapter again")
+        raise ModelError(f"{path}: {key} has shape {dims}", "it must be a matrix; download the adapter again")
 
 
 def _base_record(path: Path, text: str) -> BaseWeights:

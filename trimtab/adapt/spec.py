@@ -129,9 +129,9 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
 def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
     most = min(matrix.out_features, matrix.in_features)
     if r > most and not any_rank:
-        size = f"{matrix.out_features} × {matrix.in_features}, with a maximum rank of {most}"
+        size = f"a {matrix.out_features} × {matrix.in_features} matrix with a maximum rank of {most}"
         own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
-        raise RecipeError(f"{key} is {r} and {matrix.name} is {size}", f"set it to at most {most}{own}")
+        raise RecipeError(f"{key} is {r}, but {matrix.name} is {size}", f"set it to at most {most}{own}")
 
 
 def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings) -> None:

@@ -84,7 +84,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error
     if not isinstance(data, dict):
-        raise ValueError(f"it holds a {type(data).__name__}")
+        raise ValueError(f"its top level is of type {type(data).__name__}")
     return data
 
 

@@ -44,14 +44,14 @@ def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | N
         return (
             f"is a text of {len(name):,} characters, too long for a file name ('{shortened(name)}')",
             "give the name of a file or folder"
-            + ("; a text itself goes into a file first" if names_text else ""),
+            + ("; to use text, write it to a file first" if names_text else ""),
         )
     if name.startswith("~"):
         try:
             Path(name).expanduser()
         except RuntimeError:
             home = name.split("/")[0]
-            return f"begins with {home}, the home of a user who is not known here", "write the path out"
+            return f"begins with {home}, but this machine has no such user", "give the full path"
     return None
 
 

@@ -144,7 +144,7 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
             shutil.rmtree(old)
     except OSError as err:
         raise ResourceError(
-            f"{folder} could not be written ({err})", "check the disk's space and rights"
+            f"{folder} could not be written ({err})", "check the free disk space and the permissions"
         ) from err
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -197,7 +197,7 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         finite = bool(torch.isfinite(tensor).all())
         raise ModelError(
             f"{name} " + (f"overflows in {dtype}" if finite else "contains NaN or infinity"),
-            "save as bf16 or fp32" if finite else "the training went wrong; save an earlier checkpoint",
+            "save as bf16 or fp32" if finite else "the training diverged; use an earlier checkpoint",
         )
     return stored
 
@@ -212,6 +212,6 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[
     try:
         save_file(tensors, path, metadata=dict(header))
     except SafetensorError as err:
-        raise ResourceError(f"{path.name} could not be written ({err})", "check the disk's space") from err
+        raise ResourceError(f"{path.name} could not be written ({err})", "check the free disk space") from err
     path.chmod(mode)
     sync_file(path)

@@ -181,7 +181,7 @@ def _read_parts(
             tensor = reader.read(name, part).contiguous()
             if not _is_finite(tensor):
                 raise ModelError(
-                    f"{reader.file_of(name)}: {name} contains NaN or infinity", "get the weights again"
+                    f"{reader.file_of(name)}: {name} contains NaN or infinity", "download the weights again"
                 )
             yield name, tensor
 
@@ -272,7 +272,7 @@ def copy_converted(parameter: torch.Tensor, tensor: torch.Tensor, name: str, whe
         dtype = str(parameter.dtype).removeprefix("torch.")
         raise ModelError(
             f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "contains NaN or infinity"),
-            "load it in bf16 or fp32" if at_source else "get the weights again",
+            "load it in bf16 or fp32" if at_source else "download the weights again",
         )
 
 

@@ -13,7 +13,7 @@ def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> N
     if shape.num_layers > num_tensors:
         raise ModelError(
             f"{where} has {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
-            "get the weights and config.json of one model, from the same place",
+            "download the weights and config.json of the same model from the same source",
         )
 
 
@@ -46,7 +46,7 @@ def check_dims(
         raise ModelError(
             f"{where}: {name} has shape {list(found)}, but the model has {list(wanted)}"
             + _origin(name, found, wanted, shape),
-            "get the weights and config.json of one model, from the same place",
+            "download the weights and config.json of the same model from the same source",
         )
 
 

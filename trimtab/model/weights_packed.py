@@ -29,7 +29,7 @@ METADATA_PARTS = (INT8_SCALES, *_STATES)
 """The tensors that describe how a weight is quantized."""
 
 PackedWeight = NF4Weight | Int8Tensor
-_DAMAGED = "the weights are damaged; fetch them again"
+_DAMAGED = "the weights are damaged; download them again"
 _CHUNK = 2**22
 """Elements per dequantization when slicing columns."""
 
@@ -69,7 +69,7 @@ def part_name(part: str) -> str:
 def check_metadata_size(dims: tuple[int, ...], name: str) -> None:
     """Raises ModelError for implausibly large metadata, before it is read."""
     if len(dims) != 1 or dims[0] > layout.JSON_LIMIT:
-        raise ModelError(f"{name} is not metadata written by bitsandbytes", "fetch the file again")
+        raise ModelError(f"{name} is not metadata written by bitsandbytes", "download the file again")
 
 
 def packing_of(state: Mapping[str, torch.Tensor]) -> StoredPacking:
@@ -188,10 +188,10 @@ def _read_stored(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
             raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
-        raise ModelError(f"{where}: a weight with SCB is {codes_NK.dtype}, not int8", "fetch it again")
+        raise ModelError(f"{where}: a weight with SCB is {codes_NK.dtype}, not int8", "download it again")
     if largest_N.dtype != torch.float32 or largest_N.shape != codes_NK.shape[:1]:
         raise ModelError(
-            f"{where}: SCB is not one fp32 value for each of {codes_NK.shape[0]} rows", "fetch it again"
+            f"{where}: SCB is not one fp32 value for each of {codes_NK.shape[0]} rows", "download it again"
         )
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:

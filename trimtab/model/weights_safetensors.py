@@ -183,7 +183,7 @@ def _indexed_files(folder: Path) -> list[str]:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ModelError(
                 f"{where} names a file outside its folder: {name!r}",
-                "do not trust this copy; get the model from another place",
+                "do not use this copy; download the model from another source",
             )
         if not name.endswith(".safetensors"):
             raise pickle_error(folder / name)

@@ -33,7 +33,7 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
         return members
     if not isinstance(members[0], tuple):
         raise RecipeError(
-            f"the optimizer needs parameter names, and got a {type(members[0]).__name__} without a name",
+            f"the optimizer needs parameter names, but got a {type(members[0]).__name__} without a name",
             "pass model.named_parameters()",
         )
     return [{"params": members}]

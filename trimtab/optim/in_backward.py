@@ -79,8 +79,8 @@ class OptimizerInBackward:
         if self.now is None or name in self.norms:
             raise TrainingError(
                 f"{name} received a second gradient in one step",
-                "call begin() before every backward(); gradient accumulation and an optimizer in backward "
-                "exclude each other",
+                "call begin() before every backward(); an optimizer in the backward pass does not support gradient "
+                "accumulation",
             )
         self._update(name, param, self.now)
         param.grad = None

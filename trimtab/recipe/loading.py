@@ -294,6 +294,6 @@ def _index(part: str | int, items: list[Any], path: Path, label: str) -> int:
     if isinstance(part, int) and part < len(items):
         return part
     raise RecipeError(
-        f"{problems.dotted(path[:-1])} is a list of {len(items)} and has no item '{part}' ({label})",
+        f"{problems.dotted(path[:-1])} is a list of length {len(items)} and has no item '{part}' ({label})",
         f"count from 0 to {len(items) - 1}" if items else "give the whole list",
     )

@@ -26,7 +26,7 @@ def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto
     if requested != "reference" and not available:
         lacking = "Triton is not installed" if device == "cuda" else f"this run is on {device}"
         raise RecipeError(
-            f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
+            f"optim_implementation: {requested} needs a CUDA device and Triton, but {lacking}",
             "set optim_implementation: auto",
         )
     return ImplChoice(requested, "set in the recipe")

@@ -215,8 +215,8 @@ class Layout:
         keys_fit = S == L if self.first_key is None else 0 <= first_key <= L - S
         if not keys_fit or not 0 <= first_key + offset <= L - T:
             raise ModelError(
-                f"documents of {L} tokens do not describe {T} queries from {first_key + offset} on and {S} keys from "
-                f"{first_key} on",
+                f"the layout has documents of {L} tokens, but the call has {T} queries from position "
+                f"{first_key + offset} on and {S} keys from position {first_key} on",
                 "with a key/value cache give the documents of all keys, or Layout.causal()",
             )
 

@@ -86,7 +86,7 @@ def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, Confi
             known = f": trimtab can plan {name} models but not train them yet"
         raise ModelError(
             f"{where} describes a model of type {name!r}{known}",
-            f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
+            f"supported are {', '.join(FAMILIES)} (SmolLM2 models have type llama)",
         )
     found = FAMILIES[name]
     values = ConfigValues({**found.defaults, **config}, where)

@@ -332,7 +332,10 @@ def scaling_from_values(
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
         below = _mscale(factor, inner.number("mscale_all_dim", 1.0))
         if below == 0:
-            raise ModelError(f"{where}: mscale_all_dim is {rope['mscale_all_dim']}", "leave both mscales out")
+            raise ModelError(
+                f"{where}: mscale_all_dim is {rope['mscale_all_dim']}",
+                "remove mscale and mscale_all_dim from the RoPE settings",
+            )
         attention = _mscale(factor, inner.number("mscale", 1.0)) / below
     return RopeScaling(
         "yarn",

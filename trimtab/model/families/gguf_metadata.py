@@ -41,7 +41,7 @@ def shape_from_gguf(
         )
         raise ModelError(
             f"{where} has a model of architecture {arch!r}, which trimtab does not support",
-            f"supported are {', '.join(known)} (Mistral and SmolLM2 files are llama)",
+            f"supported are {', '.join(known)} (Mistral and SmolLM2 files have architecture llama)",
         )
     keys = GGUFKeys(metadata, arch, where)
     if keys.integer("expert_count", 0):
