@@ -84,7 +84,7 @@ def _floor(shape: Shape, backward: bool):  # type: ignore[no-untyped-def]
 
 
 class Inputs:
-    """The inputs of all contestants of a case, and the ground truth."""
+    """The inputs that all implementations of a case get, and the ground truth."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -108,7 +108,7 @@ class Inputs:
         return [(0, 0), (self.shape.B - 1, self.shape.K - 1)]
 
     def cut(self, x: torch.Tensor, b: int, g: int) -> torch.Tensor:
-        """Slice one row and one key/value head, or the query heads that share it."""
+        """Returns a slice: one row and one key/value head, or the query heads that share it."""
         group = x.shape[2] // self.shape.K
         return x[b : b + 1, :, g * group : (g + 1) * group].detach()
 
@@ -144,7 +144,7 @@ class Inputs:
 
 
 def build(shape: Shape, backward: bool) -> Candidates:
-    """All backends that support the shape, on the same inputs."""
+    """Returns all backends that support the shape, with the same inputs."""
     # a compiled backward that overwrites saved tensors could not be timed repeatedly
     settings.donated_buffer = False
     inputs = Inputs(shape)

@@ -26,7 +26,7 @@ def _weight(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _differing(got: torch.Tensor, truth: torch.Tensor, what: str) -> str | None:
-    """None if every bit agrees; -0.0 and 0.0 are distinguished."""
+    """Returns how many elements differ, or None if all bits are equal; -0.0 and 0.0 are different."""
     if got.element_size() == 2:
         got, truth = got.contiguous().view(torch.int16), truth.contiguous().view(torch.int16)
     wrong = int((got.reshape(-1) != truth.reshape(-1)).sum())
