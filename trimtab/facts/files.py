@@ -47,7 +47,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        with suppress(OSError):  # a name that is too long cannot be removed either
+        with suppress(OSError):  # a file whose name is too long does not exist and cannot be removed
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)  # not the temporary name, which the caller does not know

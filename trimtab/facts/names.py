@@ -31,7 +31,7 @@ def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | N
 
     Args:
         name: what the user gave.
-        names_text: whether the file contains text, so that the user may have given the text instead of its name.
+        names_text: whether the name is that of a text file; then the error adds that text must be written to a file.
 
     Example:
         >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]

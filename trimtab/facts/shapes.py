@@ -49,7 +49,7 @@ class ModelShape:
 
     @cached_property
     def block(self) -> BlockShape:
-        """The block of all layers, with `window` None; layers may differ only in their window (`window(layer)`)."""
+        """The block of all layers, with `window` None; asserts that layers differ only in `window(layer)`."""
         kinds = {_drop_window(block) for block in self.blocks}
         assert len(kinds) == 1, "the layers of this model differ"
         return next(iter(kinds))
@@ -168,9 +168,9 @@ def uniform_shape(
     """Returns the shape of a decoder like Llama's, whose layers differ only in their attention window.
 
     Args:
-        num_full_layers: number of first layers without the sliding window (Qwen2's `max_window_layers`).
+        num_full_layers: number of layers, from the first on, without the sliding window (`max_window_layers` of Qwen2).
         qk_norm: whether each head's queries and keys are normalized (Qwen3).
-        others: as in Hugging Face's config, or similar.
+        others: the keys of Hugging Face's config, some with shorter names.
 
     Example:
         >>> uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4).num_layers

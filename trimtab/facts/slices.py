@@ -79,7 +79,7 @@ def check_parameter_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def check_slices(slices: Mapping[str, Slice], parameters: Mapping[str, Dims]) -> None:
-    """Raises ModelError for a slice of an unknown parameter, of a missing dimension, or out of range.
+    """Raises ModelError for a slice of an unknown parameter, along a dimension that it does not have, or out of range.
 
     Args:
         slices: parameter name → slice; an empty range is valid.

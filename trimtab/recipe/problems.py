@@ -31,7 +31,8 @@ _MESSAGES = {
 
 
 def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -> RecipeError:
-    """Convert pydantic's errors into one RecipeError. `where` maps paths to their places in the input."""
+    """Converts pydantic's errors into one RecipeError. `where` maps paths to their places in the input, for
+    messages."""
     details = error.errors()
     # A misspelt required key is reported once, not as an unknown key and a missing one.
     found = [nearest_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
@@ -44,7 +45,7 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
 
 
 def _key_of(path: Path) -> Path:
-    """The path of the key itself: pydantic appends the types that it tried for the value."""
+    """Returns the path of the key itself, without the names of the types that pydantic tried, which it appends."""
     for length, part in enumerate(path):
         last = length == len(path) - 1 > 0
         if isinstance(part, str) and (

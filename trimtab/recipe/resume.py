@@ -1,7 +1,7 @@
 """Which keys may change when a run is resumed.
 
-A resumed run continues exactly: same data order, same arithmetic, same schedule. Keys that affect none of these may
-change; a change of any other key is an error.
+A resumed run continues with the same data order, arithmetic and schedule. `CHANGEABLE_ON_RESUME` lists the keys that
+may change, each with the reason; changing any other key is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WITH_DEVICE = ("model.attn_implementation", "optim_implementation", "torch_compi
 
 
 def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Sequence[str] = ()) -> None:
-    """Raise a RecipeError that lists every changed key that may not change on resume.
+    """Raises a RecipeError that lists every changed key that may not change on resume.
 
     `run` and `overrides` are what the user gave; the error uses them in the suggested command.
 

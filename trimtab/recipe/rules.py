@@ -16,7 +16,8 @@ FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 MAX_TOKENS = 10**15
 """Maximum number of tokens per optimizer step; integers up to it are exact in a double."""
 MAX_WEIGHT = 1000
-"""Maximum passes over a source per epoch. The order of an epoch is stored in memory, and a larger weight is a typo."""
+"""Maximum passes over a source per epoch. The order of an epoch is stored in memory, and a larger weight is most likely
+a typing error."""
 
 TEMPLATE_NAMES = (
     "messages",

@@ -8,7 +8,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped() -> dict[str, Path]:
-    """Maps names to files of the shipped recipes: inside an installed package, next to it in a clone.
+    """Returns the shipped recipes, name to file: inside an installed package, or next to the package in a clone.
 
     Example:
         >>> "own-text" in shipped(), "qwen3-8b-qlora" in shipped()

@@ -156,5 +156,5 @@ def _scalar(node: ScalarNode) -> Any:
 
 
 def _join_surrogates(text: str) -> str:
-    """Joins surrogate pairs, as JSON escapes characters beyond U+FFFF, into one character."""
+    """Joins each surrogate pair, which is JSON's escape of a character beyond U+FFFF, into that character."""
     return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)
