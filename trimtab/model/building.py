@@ -17,7 +17,7 @@ from trimtab.model.weights import WeightDestinations
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of trimtab's name ("bf16")."""
+    """Returns torch's dtype of a name ("bf16")."""
     dtype = getattr(torch, TORCH_NAMES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         """Context manager entered around each layer's call with its index and input, outside of compiled regions;
         used to offload a layer's input (`trimtab.adapt.recompute`)."""
         self.rotary = {kind: Rotary(*kind, shape.max_positions) for kind in map(_rope_of, shape.blocks)}
-        """The RoPE modules of the layers, by settings and head size."""
+        """The RoPE tables of the layers, by settings and head size."""
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks compiled by `trimtab.adapt.compile_regions`, for training only."""
         self.model = Trunk(shape, self.kernels)

@@ -93,7 +93,7 @@ def unknown_config_keys(path: str | Path) -> list[str]:
 
 
 def shape_of_header(header: GGUFHeader, *, planned: bool = False) -> ModelShape:
-    """The shape described by a GGUF header and, for Llama 3, its table of rotary divisors.
+    """Returns the shape described by a GGUF header and, for Llama 3, by its tensor of RoPE frequency divisors.
 
     Args:
         header: the file's header.

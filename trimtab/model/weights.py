@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, total tensors, name) after each tensor."""
 
 _CHUNK = 2**20
-"""Elements per chunk of the finiteness check: its memory must be small even compared with a small quantized model."""
+"""Elements per chunk of the check for NaN and infinity, whose memory must be small even for a small quantized model."""
 _PIECE = 2**22
 """Elements per read of a parameter: 16 MiB in fp32, independent of the size of the vocabulary."""
 
@@ -209,7 +209,7 @@ class WeightDestinations:
         for name, _ in decoder.shape.parameters():
             if name not in self._parameters:
                 layer = decoder.get_submodule(name.removesuffix(".weight"))
-                # Not isinstance: in newer Pythons it does not see that an adapted layer forwards `set_weight`.
+                # Not isinstance: from Python 3.12 on it ignores methods that an adapted layer forwards (__getattr__).
                 assert hasattr(layer, "set_weight"), (
                     f"{name} has neither a parameter nor a layer that stores it"
                 )

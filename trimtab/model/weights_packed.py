@@ -118,7 +118,7 @@ def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str)
 
 
 def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tensor:
-    """Dequantizes rows of an NF4 weight to fp32, starting at the first nested block that they overlap."""
+    """Dequantizes rows of an NF4 weight to fp32; internally it starts at the first nested block that they overlap."""
     columns = weight.shape[1]
     first, stop = rows.start * columns, rows.stop * columns
     grid = _slice_step(weight)

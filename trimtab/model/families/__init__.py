@@ -39,7 +39,7 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
 
 
 def described_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """Returns the shape that a `config.json` describes, for planning; also of families that cannot be trained yet.
+    """Returns the shape that a `config.json` describes, for planning: of trainable families and of plan-only ones.
 
     Args:
         config: the parsed file.

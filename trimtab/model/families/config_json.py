@@ -46,7 +46,7 @@ HARMLESS = frozenset(
 )
 """Keys that affect neither parameters nor results, in all families. trimtab trains without `attention_dropout`."""
 MAX_LAYERS = 10_000
-"""Upper bound on the number of layers, so that a damaged file does not make trimtab build a billion of them."""
+"""Maximum number of layers: a damaged file that declares a billion of them is rejected before they are built."""
 _MAX_CONFIG_BYTES = 64 * 2**20
 
 
@@ -197,7 +197,7 @@ def decoder_shape(
     fused_qkv: bool = False,
     fused_gate_up: bool = False,
 ) -> ModelShape:
-    """The shape of a Llama-like decoder, from the keys of all families and family-specific arguments.
+    """Returns the shape of a Llama-like decoder, from the keys of all families and family-specific arguments.
 
     Args:
         config: its values.
