@@ -1,4 +1,4 @@
-"""Accuracy criterion for implementations; the tests of every operation use it.
+"""The accuracy criterion for implementations; the tests and the benchmark of every operation use it.
 
 The truth is computed in fp64. An implementation may be no further from the truth than the reference run in the same
 dtype, plus a small share of the truth's magnitude:

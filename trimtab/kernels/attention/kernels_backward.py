@@ -30,7 +30,7 @@ from trimtab.kernels.attention.kernels_forward import (
 
 @triton.jit
 def weights(s, lse, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """p = exp(score − lse) from raw products, and the factor that a soft cap puts on their gradient."""
+    """p = exp(score − lse) from the raw products q · k, and the soft cap's factor on their gradient (1 without one)."""
     if SOFTCAP:
         bent = tanh(s * inner)
         return tl.exp2(bent * outer - lse), 1.0 - bent * bent
@@ -57,7 +57,7 @@ def query_gradient(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds · k for one block of keys."""
+    """Returns dq + ds · k for one block of keys."""
     k = key_tile(k_ptr, b, g, n, stride_k, S, D, DP, BN, MASKED, TMA)
     v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
@@ -112,7 +112,7 @@ def attention_query_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq and D for a tile of rows; loops over the keys as the forward does."""
+    """Computes dq and D for a tile of rows; loops over the keys as the forward does."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(R, BR)
@@ -190,13 +190,13 @@ def key_gradients(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dv += pᵀ · do and dk += dsᵀ · q for one block of rows; scores are transposed, [keys, rows]."""
+    """Returns dk + dsᵀ · q and dv + pᵀ · do for one block of rows; scores are transposed, [keys, rows]."""
     t0 = r0 // G
     r = r0 + tl.arange(0, BR)
     if MASKED:
         near = tl.minimum(r, R - 1) - t0 * G
     else:
-        # where tiles start at a group's first head, these are the same for all blocks
+        # if every tile starts at the first head of a group, these offsets are the same for all blocks
         near = tl.arange(0, BR) if BR % G == 0 else r - t0 * G
     t, h = near // G, near % G
     if TMA:
@@ -295,7 +295,7 @@ def attention_key_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv for a tile of keys, accumulated over the rows of all heads of the group."""
+    """Computes dk and dv for a tile of keys, accumulated over the rows of all heads of the group."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(S, BN)

@@ -2,9 +2,9 @@
 
 The query heads of a group are rows of one matrix: with G = H/K heads per key/value head, row r is query
 r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its keys are then read once for
-the whole group, and little is computed outside of short documents. A query's visible keys are an interval,
-[first, end), whatever causes it: causality, a window on one side or both, a document. A tile therefore loops from
-its first row's `first` to its last row's `end`; only blocks that are not visible to all of its rows are masked.
+the whole group, and few masked scores are computed around short documents. A query's visible keys are an interval,
+[first, end), for any combination of causal mask, window and document. A tile therefore loops from its first row's
+`first` to its last row's `end`; only blocks that are not visible to all of its rows are masked.
 
 A NaN or an infinity affects only its own document. In a product a masked weight is 0, and 0 · NaN is NaN, so a
 non-finite value would affect every row of a tile. The loops do not check for that: a tile of packed rows whose result
@@ -121,7 +121,7 @@ def one_row(ptr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """tanh, by its series near zero: 1 − 2/(1 + e²ˣ) loses precision there that a cap of 50 would expose."""
+    """tanh, near zero by its series: 1 − 2/(1 + e²ˣ) loses precision there, which matters for a soft cap of 50."""
     x2 = x * x
     near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 - x2 * 0.053968254)))
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
@@ -142,7 +142,8 @@ def attend(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: scores in units of log 2, running maximum m, sum of exp and output acc."""
+    """Processes one block of keys; returns the updated output acc, running maximum m and sum of exp. Scores are in
+    units of log 2."""
     k = key_tile(k_ptr, b, g, n, stride_k, S, D, DP, BN, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
@@ -215,7 +216,7 @@ def attention_forward_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
+    """Computes o and its log-sum-exp for a tile of rows of one (batch, key/value head).
 
     k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. sinks_ptr (a logit per
     head), query_last_ptr (the last key of each query's document, where attention is not causal) and offset are None in

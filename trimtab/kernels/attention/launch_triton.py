@@ -130,7 +130,7 @@ def backward(
 def _sink_gradient(
     sinks_H: torch.Tensor | None, lse_BTH: torch.Tensor, delta_BTH: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(dsinks_H,) = −Σ exp(sink − lse) · D, where D includes the gradient of lse; () without sinks."""
+    """Returns (dsinks_H,) = −Σ exp(sink − lse) · D, where D includes the gradient of lse; () without sinks."""
     if sinks_H is None:
         return ()
     p_BTH = torch.sub(sinks_H.float(), lse_BTH).exp_()

@@ -26,7 +26,7 @@ MAX_CACHED_FORMS = 8
 
 @dataclass(frozen=True)
 class Mask:
-    """Form for masked backends. With `bias` None, either plain causal attention or no mask."""
+    """Form for masked backends. If `bias` is None, `is_causal` decides between a causal mask and no mask."""
 
     bias: torch.Tensor | None
     """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key is visible, −∞ elsewhere."""
@@ -50,9 +50,9 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Form for `triton`: the first and the last token of a token's document, counted from the first key.
+    """Form for `triton`: the first and the last token of each token's document, counted from the first key.
 
-    int32 on the device, None if each row is one document. Causal attention reads the first two.
+    int32 on the device, None if each row is one document. Causal attention reads `first_BT` and `last_BS` only.
     """
 
     first_BT: torch.Tensor | None

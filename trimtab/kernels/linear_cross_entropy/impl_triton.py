@@ -23,7 +23,8 @@ from trimtab.kernels.linear_cross_entropy.schedule import MAX_CHUNKS, blocks, ro
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PROGRAMS = 264
-"""Fewer rows are split into parts, so that every multiprocessor of a large GPU (132 here) has two programs."""
+"""If there are fewer rows, each is split into parts, so that every multiprocessor of a large GPU (132) has two
+programs."""
 HALF_GROWTH = 1024.0
 """Factor on gradients of logits while they are stored in fp16."""
 LARGEST_HALF_SCALE = 32.0
@@ -34,7 +35,7 @@ GRADIENT_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Configuration:
-    """L lanes of E entries are read at once by `warps` warps."""
+    """Launch configuration: `warps` warps read L lanes of E entries at once."""
 
     L: int
     E: int
@@ -183,7 +184,7 @@ def gradient_(
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x ← x · factor, a device scalar; costs only the launch where it is 1."""
+    """x ← x · factor, a device scalar; if the factor is 1, only the launch takes time."""
     assert x.is_contiguous(), x.stride()
     check_device(kernels.scale_kernel, x)
     if x.numel():

@@ -85,7 +85,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 def _gradient(  # type: ignore[no-untyped-def]
     raw_LE, column_LE, label, at_label, lse, slope, flat, scale, softcap, CAPPED: tl.constexpr
 ):
-    """scale · ∂loss/∂raw: p · slope − flat, with the label's own value at the label."""
+    """Returns scale · ∂loss/∂raw: p · slope − flat, and `at_label` at the label."""
     z_LE = raw_LE
     if CAPPED:
         t_LE = _tanh(raw_LE / softcap)
@@ -276,7 +276,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x ← x · factor; x is not read where the factor is 1, the usual case. Few programs that stride."""
+    """x ← x · factor; x is not read if the factor is 1, the usual case. A fixed number of programs loops over x."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK

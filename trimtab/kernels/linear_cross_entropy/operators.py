@@ -1,8 +1,8 @@
 """The Triton implementation as torch operators, and the function behind impl="triton".
 
 linear_cross_entropy_summed     Σ scale · loss with its gradients; differentiable: its backward scales them
-linear_cross_entropy_losses     scale · loss per token, and lse and nll; differentiable through …
-linear_cross_entropy_gradients  … this one
+linear_cross_entropy_losses     scale · loss per token, and lse and nll; its backward is the next operator
+linear_cross_entropy_gradients  gradients of hidden, weight and bias for known lse and nll
 linear_cross_entropy_partials   the row statistics of a vocabulary shard (`shards.py`)
 linear_cross_entropy_scale_     x ← x · factor
 """

@@ -68,7 +68,7 @@ class Case:
     bias: bool = False
     chunk_tokens: int | None = None
     spread: float = 1.0
-    """Standard deviation of the logits: 1 is flat, 20 puts all probability on one entry."""
+    """Standard deviation of the logits: 1 gives flat probabilities, 20 puts nearly all probability on one entry."""
     aligned: float = 0.0
     """Alignment of hidden states with their label: 1 raises the label's logit by `spread`²."""
     label_smoothing: float = 0.0

@@ -260,7 +260,7 @@ def _quantize_scales_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current device."""
+    """Returns a context in which the tensor's device is current, since Triton launches on the current device."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
