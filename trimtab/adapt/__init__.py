@@ -1,4 +1,5 @@
-"""Transforms a decoder: adapters, quantized layers, recompute policies, compiled regions. Nothing here trains.
+"""Transforms a decoder: adapters, quantized layers, recompute policies, compiled regions. The training loop is
+elsewhere.
 
     settings = LoraSettings(r=16, lora_alpha=32, target_modules="all-linear")
     add_adapters(decoder, settings)

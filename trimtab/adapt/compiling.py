@@ -49,7 +49,7 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     # Epsilons and LoRA scales are constants; as dynamic values torch 2.13 loses them between nested graphs.
     dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_GRAPHS)
-    # torch logs this for every selective policy; tests check that trimtab's give the eager layer's gradients.
+    # torch logs this warning for every selective policy; tests check that the gradients equal those of eager layers.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_in_place_operations)
     compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     # A plain list, so that modules are not registered again and no name changes.

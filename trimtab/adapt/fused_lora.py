@@ -1,4 +1,4 @@
-"""LoRA layers that share an input, in one operator: q, k and v, gate and up, or a single layer.
+"""One operator for LoRA layers that read the same input: q, k and v; gate and up; or a single layer.
 
     H = X·[A₁; A₂; …]ᵀ          yᵢ = X·Wᵢᵀ + sᵢ · Hᵢ·Bᵢᵀ
 
@@ -99,7 +99,8 @@ def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """scaling · tensor in another dtype, in one pass; rounded in the tensor's own dtype first, as two passes would."""
+    """scaling · tensor in another dtype, in one pass; rounded to the tensor's own dtype first, as two passes would
+    do."""
     return torch.mul(tensor, scaling, out=torch.empty_like(tensor, dtype=dtype))
 
 

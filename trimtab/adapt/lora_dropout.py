@@ -49,7 +49,7 @@ def _mix_(words: torch.Tensor) -> torch.Tensor:
 
 
 def _row_numbers(rows: int, key_5: torch.Tensor, first: int) -> torch.Tensor:
-    """int32 [N]: a number per row that depends only on its sequence and its position in it."""
+    """int32 [N]: a number per row that depends only on its sequence and its position in that sequence."""
     row_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_5.device) + key_5[FIRST_ROW]
     sequence_N = torch.div(row_N, key_5[TOKENS], rounding_mode="floor")
     position_N = row_N - sequence_N * key_5[TOKENS]
@@ -89,7 +89,7 @@ def apply_dropout(x_NC: torch.Tensor, key_5: torch.Tensor, p: float) -> torch.Te
 class Masks:
     """The mask keys of all layers: five int32 words per layer, rewritten before each microbatch.
 
-    A layer holds a view of its five words, so that a compiled block or a CUDA graph reads a tensor whose content
+    Each layer has a view of its five words, so that a compiled block or a CUDA graph reads a tensor whose content
     changes, instead of constants that would be compiled in.
 
     Example:

@@ -30,7 +30,7 @@ class AdapterFolder:
     ranks: Mapping[str, int]
     """Rank of each module, from the weights."""
     named: str | tuple[str, ...] = ()
-    """The config's target modules; empty if other keys exclude some of them."""
+    """The config's `target_modules`; empty if other keys exclude some of them."""
 
 
 def read_adapter_folder(folder: str | Path) -> AdapterFolder:

@@ -37,7 +37,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }
-"""Unsupported keys that affect the computation, and their values that do not."""
+"""Unsupported keys that affect the computation, each with the values that have no effect and are accepted."""
 _HARMLESS = frozenset((
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config",

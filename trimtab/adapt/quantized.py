@@ -297,7 +297,7 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves buffers as bytes, so that `decoder.to(torch.bfloat16)` does not round them; parameters are bytes."""
+        """Moves buffers as bytes, so that `decoder.to(torch.bfloat16)` does not round them; parameters are integers."""
         dtypes = {name: tensor.dtype for name, tensor in self._buffers.items() if tensor is not None}
         for name in dtypes:
             self._buffers[name] = self._buffers[name].view(torch.uint8)  # type: ignore[union-attr]
@@ -330,7 +330,7 @@ def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]
 
 
 def check_whole_layer(layer: QuantizedLinear) -> None:
-    """Raises ModelError for a slice of a layer where a full layer is required."""
+    """Raises ModelError if the layer is a slice of another one, where a full layer is required."""
     if layer.is_slice:
         raise ModelError(
             f"the layer is a slice of {layer.out_features} rows, but only full layers are quantized, loaded and saved",

@@ -43,8 +43,8 @@ def quantize_layout(
         block: NF4: number of elements that share a scale.
         double: NF4: double quantization, 4.13 bits per parameter instead of 4.5.
         skip: layers not to quantize, by path or its last component (`"down_proj"`). The head is never quantized.
-        dtype: dtype that weights are rounded to before they are quantized; by default the decoder's. Set it to get the
-            same codes for a model that is used in another dtype than it was trained in.
+        dtype: dtype that weights are rounded to before they are quantized; by default the decoder's. Set it to the
+            dtype of training to get the same codes if the model is used in another dtype.
         impl: "auto" selects by device, once; the choice is stored in each layer (`layer.impl`).
         device: device of the weights; by default the decoder's.
 

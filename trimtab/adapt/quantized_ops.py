@@ -170,7 +170,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 def _backward_again(ctx: Any, grad: torch.Tensor) -> Any:
-    """Double backward: the derivative of grad · W with respect to grad multiplies by Wᵀ."""
+    """Second derivative: the derivative of grad · W with respect to grad is a product with Wᵀ."""
     back = torch.ops.trimtab.packed_linear(grad, *ctx.saved_tensors, ctx.packing)
     return back, *(None,) * (NUM_PACKED + 1)
 

@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.facts.errors import RecipeError
 
 BASE = ""
-"""Represents the base model in place of an adapter's name."""
+"""Stands for the base model in place of an adapter's name."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
-    """Parameters that an adapter replaces and that were rounded, since the model's dtype is narrower."""
+    """Parameters that an adapter replaces and that were rounded when it was loaded: the model's dtype is narrower."""
     return _saved_modules(decoder).rounded.get(adapter, [])
 
 

@@ -13,7 +13,7 @@ _MOST_RANK = (1 << 31) - 1
 
 
 class Rule(NamedTuple):
-    """A predicate for valid values, and their description."""
+    """A predicate that is true for valid values, and a description of valid values for messages."""
 
     fits: Callable[[Any], bool]
     expected: str

@@ -52,8 +52,8 @@ class LoraSettings:
     dtype: str = "fp32"
     """dtype of A and B: fp32 or bf16."""
     any_rank: bool = False
-    """Whether ranks may exceed their matrices and alphas may be negative: rejected for new adapters, but accepted for
-    loaded ones."""
+    """Whether a rank may exceed the size of its matrix and an alpha may be negative: rejected for new adapters,
+    accepted for loaded ones."""
 
     def __post_init__(self) -> None:
         """Raises RecipeError for values that are invalid for any model; converts lists to tuples."""

@@ -38,7 +38,8 @@ from trimtab.model.spec_operations import (
 )
 
 SMALL_PRODUCT = 3
-"""Kernels of a product with an adapter's factor: the factor is cast and scaled, and partial sums are reduced."""
+"""Kernel launches of a product with an adapter's A or B: the factor is cast and scaled, and partial sums are
+reduced."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class AdaptedProjections:
         return self._separate(layer, y, run, group)
 
     def _frozen(self, linear: Linear, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer without an adapter. A quantized layer saves only its packed weight and adds its bias afterwards."""
+        """Declares a layer without an adapter. A quantized layer saves no activation, and adds its bias afterwards."""
         if self.quantization is None:
             return linear_operation(linear, group.input, y, run, group)
         bare = product(linear, group.input, y, run, group)
@@ -121,7 +122,7 @@ class AdaptedProjections:
         return Pass.of(*kernels, launches=launches)
 
     def _elementwise(self, linear: Linear, run: Execution) -> list[Kernel]:
-        """Passes over activations: dropout reads and writes the input, DoRA scales the output's rows."""
+        """Returns the elementwise kernels: dropout reads and writes the input, DoRA scales the output's rows."""
         assert self.lora is not None
         width, found = BYTES[run.dtype], []
         if self.lora.lora_dropout:
@@ -134,7 +135,7 @@ class AdaptedProjections:
     def _grouped(
         self, layers: Sequence[_Layer], outputs: tuple[Activation, ...], run: Execution, group: Projections
     ) -> Operation:
-        """One operator for all layers: it saves the input once, and A·x of all adapters."""
+        """Declares one operator for all layers: it saves the input once, and A·x of all adapters."""
         N, width = run.num_tokens, BYTES[run.dtype]
         x, name = group.input, layers[0].linear.name
         ranks = sum(layer.rank for layer in layers)
@@ -165,7 +166,7 @@ class AdaptedProjections:
         )
 
     def _separate(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer whose adapter runs separately from the base product: with dropout, or with DoRA."""
+        """Declares a layer whose adapter runs separately from the base product: with dropout, or with DoRA."""
         assert self.lora is not None
         width, linear, x = BYTES[run.dtype], layer.linear, group.input
         every = frozenset({x.name, PARAMETERS})

@@ -40,7 +40,7 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
 
 
 class AdamWBase(NamedOptimizer):
-    """Hyperparameters and the update with unquantized moments; base of AdamW and AdamW8bit."""
+    """Base of AdamW and AdamW8bit: hyperparameters, and the update with unquantized moments."""
 
     def __init__(
         self,

@@ -23,8 +23,8 @@ class OptimizerInBackward:
     """Makes `optimizer` update every parameter during `backward()`, as long as this object is alive; call `begin`
     before each backward.
 
-    A layer's backward pass still reads the old weights: a weight is updated when its gradient is complete, after the
-    last use of the weight.
+    A weight is updated when its gradient is complete, which is after its last use in the backward pass: so the backward
+    pass reads only old weights.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)

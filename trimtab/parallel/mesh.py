@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data-parallel rank of this process and the collectives that the training loop needs.
+    """The data-parallel rank of this process, and the collectives that the training loop calls.
 
-    The loop always calls these; on a mesh of size 1 they return their argument.
+    On a mesh of size 1 they return their argument, so the loop needs no special case.
 
     Example:
         >>> Mesh.single().sum_int(3)
