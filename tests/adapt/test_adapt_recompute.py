@@ -110,7 +110,7 @@ def test_saved_activations_match_the_spec(policy: str, dtype: str, tiles: int) -
         assert kept == declared + bytes_around(job)
 
 
-def test_a_saved_product_may_be_thin_or_biased() -> None:
+def test_policies_are_bitwise_identical_with_qkv_biases() -> None:
     """Adapters' short products are cheap, biases another operator; neither changes a bit."""
     shape = uniform_shape(
         "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
@@ -470,12 +470,12 @@ def test_saved_attention_is_not_recomputed_on_a_gpu(impl: str) -> None:
     assert attention_runs(impl, "selective", "cuda", "bf16") == 1
 
 
-def test_orders_and_counts() -> None:
+def test_policies_are_sorted_and_counted() -> None:
     assert sort_policies(POLICIES) == tuple(reversed(POLICIES))
     assert count_policies(("none", "block", "none")) == {"block": 1, "none": 2}
 
 
-def test_bad_policies() -> None:
+def test_invalid_policies_raise() -> None:
     decoder = decoder_of(LLAMA)
     with pytest.raises(RecipeError, match=f"3 recompute policies for {L} layers"):
         recompute.apply(decoder, ["none"] * 3)

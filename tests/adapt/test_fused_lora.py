@@ -217,7 +217,7 @@ def test_streams_do_not_share_a_workspace() -> None:
 
 
 @GPU
-def test_a_pass_holds_one_dequantized_weight() -> None:
+def test_a_pass_allocates_one_dequantized_weight() -> None:
     workspace.release()
     layer = QuantizedLinear(
         4096, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"

@@ -248,7 +248,7 @@ def test_adapters_that_cannot_be_combined_leave_the_active_ones() -> None:
         assert torch.equal(logits(decoder), before)
 
 
-def test_a_copy_is_a_copy() -> None:
+def test_a_deep_copy_shares_no_tensor() -> None:
     decoder = adapted(LoraSettings(r=2))
     other = copy.deepcopy(decoder)
     before = logits(decoder)

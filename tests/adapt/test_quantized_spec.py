@@ -76,7 +76,7 @@ def test_flops_match_a_plain_product() -> None:
     assert counter.get_total_flops() == 2 * spec_quantized.flops(ROWS, dims)
 
 
-def test_an_8b_model_fits_where_it_should() -> None:
+def test_a_quantized_8b_model_has_its_expected_size() -> None:
     llama = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
     packed = spec_quantized.weight_bytes(llama, "nf4", "bf16")
     assert packed / 2**30 == pytest.approx(5.31, abs=0.01)

@@ -37,7 +37,7 @@ def test_names_of_files(name: str) -> None:
         (["a"], "a list"),
     ],
 )
-def test_names_that_can_be_no_path(name: Any, part: str) -> None:
+def test_invalid_paths_raise(name: Any, part: str) -> None:
     with pytest.raises(DataError, match=r"^the source ") as caught:
         path_of(name, "the source", DataError)
     assert part in str(caught.value)
@@ -46,7 +46,7 @@ def test_names_that_can_be_no_path(name: Any, part: str) -> None:
         path_of(name, "the model")
 
 
-def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> None:
+def test_only_keys_for_text_files_suggest_writing_text_to_a_file() -> None:
     """It was said of `output_dir` too."""
     advice = "; to use text, write it to a file first"
     base = "model: starter\ndata: {train: x}\n"
@@ -59,7 +59,7 @@ def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> No
     assert (unusable_name("x" * 300, names_text=True) or ("", ""))[1].endswith(advice)
 
 
-def test_shortened_is_one_printable_line() -> None:
+def test_shortened_text_is_one_printable_line() -> None:
     assert shortened("a\n b\x1b[31m\tc") == "a b [31m c"
     assert shortened("word " * 1000, 20).endswith("…")
     assert len(shortened("word " * 1000, 20)) <= 21
@@ -88,7 +88,7 @@ def test_sizes_in_any_case(text: str, size: int | None) -> None:
     assert parse_bytes(text) == size
 
 
-def test_torch_names_of_number_formats() -> None:
+def test_torchs_dtype_names_are_converted() -> None:
     import torch
 
     assert [dtype_alias(n) for n in ("float16", "bfloat16", "float32", "fp16", "auto", 5)] == [

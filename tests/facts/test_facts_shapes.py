@@ -45,13 +45,13 @@ def test_latent_attention_has_its_published_size() -> None:
     assert [len(layers) for _, layers in shape.runs()] == [3, 58]
 
 
-def test_counts_are_those_of_the_list() -> None:
+def test_parameter_counts_equal_the_listed_parameters() -> None:
     for shape in (TINY, dataclasses.replace(TINY, tie_embeddings=True)):
         assert shape.num_parameters == sum(math.prod(dims) for _, dims in shape.parameters())
         assert shape.num_active_parameters == shape.num_parameters
 
 
-def test_equal_layers_are_one_run() -> None:
+def test_consecutive_equal_layers_are_grouped() -> None:
     sliding = uniform_shape(
         "qwen2", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3, num_full_layers=2
     )
@@ -114,7 +114,7 @@ ATTENTION, FEED = TINY.block.attention, TINY.block.dense
         (BlockShape(dataclasses.replace(ATTENTION, rope=Rope(interleaved=True)), FEED), "interleaved RoPE"),
     ],
 )
-def test_what_can_be_counted_and_not_be_built_is_refused(block: BlockShape, feature: str) -> None:
+def test_features_that_can_be_planned_but_not_built_raise(block: BlockShape, feature: str) -> None:
     """Nothing that a description says is left out in silence."""
     shape = dataclasses.replace(TINY, blocks=(TINY.block, block))
     assert shape.num_parameters > 0
@@ -122,7 +122,7 @@ def test_what_can_be_counted_and_not_be_built_is_refused(block: BlockShape, feat
         build(shape, dtype="fp32", device="meta")
 
 
-def test_every_field_of_a_block_is_built_or_refused() -> None:
+def test_every_field_of_a_block_is_built_or_rejected() -> None:
     """A new field needs its code, or its line in the refusals."""
     fields = {
         cls.__name__: {field.name for field in dataclasses.fields(cls)}
@@ -150,6 +150,6 @@ def test_every_field_of_a_block_is_built_or_refused() -> None:
         (BlockShape(AttentionShape(4, 2, 4), ExpertsShape(0, 1, 8)), "num_experts is 0"),
     ],
 )
-def test_blocks_that_cannot_be(block: BlockShape, message: str) -> None:
+def test_inconsistent_blocks_raise(block: BlockShape, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check(dataclasses.replace(TINY, blocks=(TINY.block, block)))

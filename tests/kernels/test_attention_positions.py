@@ -126,7 +126,7 @@ def combined(one, other):
     ],
     ids=lambda c: c.name,
 )
-def test_two_halves_of_the_keys_combine_to_all_keys(case, impl, place):
+def test_results_over_two_halves_of_the_keys_combine(case, impl, place):
     """Including gradients, through both outputs and both log-sum-exps."""
     if impl == "reference" and place == "gpu":
         pytest.skip("the same on a CPU")
@@ -224,7 +224,7 @@ def test_other_backends_raise():
         attention(q[:, :2], q, q, layout=layout, offset=3, impl="reference")
 
 
-def test_no_keys_at_all():
+def test_attention_without_keys():
     q, k = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(1, 0, 2, 8, requires_grad=True)
     o, lse = attention(q, k, k, layout=Layout.causal(), causal=False, return_lse=True, impl="reference")
     o.sum().backward()

@@ -119,7 +119,7 @@ def test_other_backends_raise():
                 attention(q, q, q, layout=Layout.causal(), sinks_H=torch.zeros(2), impl=impl)
 
 
-def test_no_keys_at_all():
+def test_attention_without_keys():
     """The sink is the only logit."""
     q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 0, 2, 8)
     sinks = torch.randn(2, requires_grad=True)

@@ -267,7 +267,7 @@ def test_padded_heads_and_odd_groups_compile(name):
 
 
 @pytest.mark.gpu
-def test_past_2_to_31_elements():
+def test_more_than_2_to_the_31_elements():
     """A batch whose queries have more than 2³¹ elements; its last row is compared with itself alone."""
     B, T, H, K, D = 33, 16384, 32, 4, 128
     generator = torch.Generator("cuda").manual_seed(0)
@@ -286,7 +286,7 @@ def test_past_2_to_31_elements():
         assert torch.equal(got[-1:], want)
 
 
-def test_descriptors_and_pointers_give_the_same_bits(monkeypatch):
+def test_descriptors_and_pointers_are_bitwise_identical(monkeypatch):
     """Hopper's TMA against pointers with the same tiles, ragged ends included."""
     case = Case("descriptors", B=2, T=75, S=75, H=4, K=2, D=24, window=50, documents=((75,), (7, 68)))
     monkeypatch.setattr(launch_triton, "_capability", lambda x: 90)

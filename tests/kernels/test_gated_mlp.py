@@ -205,7 +205,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     both = torch.zeros(150_000, 2 * 14_336, dtype=torch.bfloat16, device="cuda")
     both[-1] = 1.0
     gate, up = both.split(14_336, dim=1)

@@ -220,7 +220,7 @@ def test_every_configuration_fits_every_chip(chip: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", spec.SCHEMES)
 @pytest.mark.parametrize("granularity", spec.GRANULARITIES)
-def test_gpu_gives_the_same_bits(granularity: str, scheme: str, dtype: str) -> None:
+def test_gpu_is_bitwise_identical_to_the_cpu(granularity: str, scheme: str, dtype: str) -> None:
     for case in (*spec.CASES, ((1000, 4096), 128)):
         x = spec.make_inputs(case, dtype=dtype)
         expected = int8.quantize(x, granularity=granularity, group=case[1], scheme=scheme)
@@ -231,7 +231,7 @@ def test_gpu_gives_the_same_bits(granularity: str, scheme: str, dtype: str) -> N
 
 @pytest.mark.gpu
 @GPU
-def test_gpu_past_two_to_the_31() -> None:
+def test_gpu_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of device memory")
     x = torch.randn(2**16 + 1, 2**15, dtype=torch.bfloat16, device="cuda")

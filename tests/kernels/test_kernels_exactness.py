@@ -23,7 +23,7 @@ def test_one_wrong_element_fails_however_many_are_right():
     assert not judge("x", wrong, truth=truth, reference=truth.float(), share=SHARE["fp32"])
 
 
-def test_nan_fails_and_nothing_passes():
+def test_nan_fails_and_empty_tensors_pass():
     truth = torch.ones(3, dtype=torch.float64)
     nan = torch.tensor([1.0, float("nan"), 1.0])
     assert not judge("x", nan, truth=truth, reference=truth.float(), share=1.0)

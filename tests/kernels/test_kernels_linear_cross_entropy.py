@@ -151,7 +151,7 @@ def test_no_grad_saves_nothing():
     assert memory.now <= 8
 
 
-def test_backward_twice_gives_the_same():
+def test_a_second_backward_gives_the_same():
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "bf16")
     weight_VC.requires_grad_()
     loss = linear_cross_entropy(hidden_NC, weight_VC, labels_N)

@@ -187,7 +187,7 @@ def test_blocks_cover_the_vocabulary_and_fit(N, C, V, gradient_width, scratch, w
 @given(
     N=st.integers(1, 40_000), C=st.integers(1, 9000), V=st.integers(1, 300_000), memory=st.integers(0, 2**33)
 )
-def test_a_schedule_keeps_to_its_budget(N: int, C: int, V: int, memory: int) -> None:
+def test_a_schedule_stays_within_its_budget(N: int, C: int, V: int, memory: int) -> None:
     plan = schedule.schedule(N, C, V, 2, 2, memory_bytes=memory)
     row = schedule.row_stride(V) * 2
     if plan.strategy == "rows":
@@ -197,7 +197,7 @@ def test_a_schedule_keeps_to_its_budget(N: int, C: int, V: int, memory: int) -> 
     assert 1 <= plan.rows <= N
 
 
-def test_more_memory_is_fewer_products() -> None:
+def test_a_larger_budget_needs_fewer_products() -> None:
     low, fast = (spec.flops(4096, 1024, 151_936, impl="triton", memory_bytes=m * 2**20) for m in (24, 1200))
     assert low * 3 == fast * 4
 
@@ -228,7 +228,7 @@ def test_losses_per_token_without_gradients_equal_the_sum_bitwise(monkeypatch: p
     assert torch.equal(total, by_token.sum())
 
 
-def test_backward_twice_and_a_kept_graph_give_the_same() -> None:
+def test_a_second_backward_over_a_retained_graph_gives_the_same() -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp32")
     weight_VC.requires_grad_()
     with interpreter():
@@ -410,7 +410,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     """70,000 × 32,768 logits: the last rows' offsets need 64 bits."""
     N, C, V = 70_000, 16, 32_768
     hidden_NC = torch.randn(N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -85,7 +85,7 @@ def test_results_do_not_depend_on_chunking(N: int, V: int, rows: int, reduction:
         torch.testing.assert_close(got, want[name], rtol=1e-10, atol=1e-12)
 
 
-def test_cross_entropy_is_the_cross_entropy() -> None:
+def test_a_cross_entropy_function_equals_linear_cross_entropy() -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp64")
     results = []
     for call in (
@@ -124,7 +124,9 @@ def judged(call, plain, dtype: str, *leaves: torch.Tensor) -> None:  # type: ign
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("source", ["states", "logits"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_distillation_is_torchs_kl(direction: str, temperature: float, source: str, dtype: str) -> None:
+def test_distillation_equals_torchs_kl_divergence(
+    direction: str, temperature: float, source: str, dtype: str
+) -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(Case("", 22, 12, 35, spread=2.0), "fp32")
     teacher_ND, teacher_VD, _, _ = make_inputs(Case("", 22, 9, 35, spread=3.0), "fp32", seed=5)
     teacher_NV = teacher_ND @ teacher_VD.t()
@@ -158,7 +160,7 @@ def test_distillation_is_torchs_kl(direction: str, temperature: float, source: s
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("on_policy", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_policy_loss_is_its_formula(beta: float, on_policy: bool, dtype: str) -> None:
+def test_the_policy_loss_equals_its_formula(beta: float, on_policy: bool, dtype: str) -> None:
     hidden_NC, weight_VC, _, actions_N = make_inputs(Case("", 40, 12, 35, spread=2.0), "fp32")
     generator = torch.Generator().manual_seed(3)
     advantages_N = torch.randn(40, generator=generator)
@@ -222,7 +224,7 @@ def test_invalid_arguments_raise_and_no_grad_saves_nothing() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_twice_gives_the_same(reduction: str) -> None:
+def test_a_second_backward_gives_the_same(reduction: str) -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "bf16")
     weight_VC.requires_grad_()
     loss = linear_loss(

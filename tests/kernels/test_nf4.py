@@ -109,7 +109,7 @@ def test_scales_take_the_nearest_of_the_256_values(impl: str) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", spec.CASES)
-def test_bitsandbytes_gives_the_same_bits(case: tuple[tuple[int, ...], int], dtype: str) -> None:
+def test_bitsandbytes_is_bitwise_identical(case: tuple[tuple[int, ...], int], dtype: str) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
     weight = spec.make_inputs(case, dtype=dtype)
     for double in (False, True):
@@ -364,7 +364,7 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize(("case", "dtype"), ON_A_GPU)
-def test_gpu_gives_the_bits_of_bitsandbytes(case: tuple[tuple[int, ...], int], dtype: str) -> None:
+def test_gpu_is_bitwise_identical_to_bitsandbytes(case: tuple[tuple[int, ...], int], dtype: str) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
     weight = spec.make_inputs(case, dtype=dtype, device="cuda")
     weight.view(-1)[: case[1]] = 0.0
@@ -399,7 +399,7 @@ def test_gpu_matmul_is_exact(rows: int, dtype: str) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_gpu_past_two_to_the_31() -> None:
+def test_gpu_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of device memory")
     shape, block = spec.LARGE_CASE

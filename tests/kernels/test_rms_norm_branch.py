@@ -188,7 +188,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     N, D = 140_000, 16_384
     x, r = (torch.zeros(N, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     x[-1] = 3.0

@@ -184,7 +184,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     B, T, H, D = 1, 70_000, 256, 128
     q = torch.zeros(B, T, H, D, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(B, T, 1, D, dtype=torch.bfloat16, device="cuda")

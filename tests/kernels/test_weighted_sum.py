@@ -135,7 +135,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     case = LARGE_CASES[1]
     x = torch.zeros(case.N, case.D, dtype=torch.bfloat16, device="cuda")
     w = torch.ones(case.D, dtype=torch.bfloat16, device="cuda")

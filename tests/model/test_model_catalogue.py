@@ -65,7 +65,7 @@ def test_the_docs_page_has_the_counts() -> None:
         assert f"`{name}`" in text, name
 
 
-def test_a_wrong_shape_is_noticed() -> None:
+def test_a_wrong_shape_has_another_parameter_count() -> None:
     """One layer, one token or one bias more no longer matches the publisher's model."""
     entry = find_model("Qwen/Qwen2.5-7B")
     assert entry is not None
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_an_error(text: str) -> None:
         parse_catalogue(text)
 
 
-def test_it_is_read_lazily_and_without_torch() -> None:
+def test_the_catalogue_is_read_lazily_and_without_torch() -> None:
     code = (
         "import sys; from trimtab.model import catalogue as c; assert not c._entries.cache_info().currsize; "
         "assert c.find_model('qwen/qwen3-8b').shape.num_layers == 36; assert 'torch' not in sys.modules"

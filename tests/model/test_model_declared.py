@@ -45,7 +45,7 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_a_good_folder_and_a_good_file_pass(saved: Path, tmp_path: Path) -> None:
+def test_valid_files_pass_the_checks(saved: Path, tmp_path: Path) -> None:
     check_weights(read_shape(saved), saved)
     write_gguf(random_decoder(QWEN2), tmp_path / "m.gguf")
     check_weights(read_shape(tmp_path / "m.gguf"), tmp_path / "m.gguf")

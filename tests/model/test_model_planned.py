@@ -113,7 +113,7 @@ def test_a_shape_has_the_parameters_of_transformers_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_can_be_planned_but_not_trained(case: str) -> None:
+def test_a_plan_only_family_raises_for_training(case: str) -> None:
     config = config_of(case)
     name = config["model_type"]
     with pytest.raises(ModelError, match=f"trimtab can plan {name} models but not train them yet"):
@@ -121,7 +121,7 @@ def test_it_can_be_planned_but_not_trained(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("phi3")])
-def test_its_shape_cannot_be_built(case: str) -> None:
+def test_the_shape_of_a_plan_only_family_cannot_be_built(case: str) -> None:
     """For Phi-3 the decoder lacks only its family and LongRoPE."""
     with pytest.raises(ModelError, match=r"can be planned but not trained"):
         build(described_shape(config_of(case)), dtype="fp32", device="meta")

@@ -41,7 +41,7 @@ def test_overrides() -> None:
     assert recipe.output_dir == "2024"
 
 
-def test_overrides_of_free_names() -> None:
+def test_overrides_of_mappings_with_arbitrary_names() -> None:
     overrides = [
         "lora.rank_pattern.q_proj=8",
         "lora.rank_pattern.layers.0.mlp.up_proj=4",
@@ -62,14 +62,14 @@ def test_overrides_of_free_names() -> None:
     assert again.lora.rank_pattern == {"q_proj": 9, "layers.0.mlp.up_proj": 4, "0": 1}
 
 
-def test_override_of_one_of_a_pair_replaces_the_other() -> None:
+def test_an_override_replaces_the_mutually_exclusive_key() -> None:
     recipe = loads(MINIMAL + "num_train_epochs: 3\nwarmup_ratio: 0.1\n", ["max_steps=50", "warmup_steps=5"])
     assert (recipe.max_steps, recipe.num_train_epochs) == (50, None)
     assert (recipe.warmup_steps, recipe.warmup_ratio) == (5, 0.0)
     assert loads(MINIMAL + "max_steps: 50\n", ["num_train_epochs=2"]).num_train_epochs == 2.0
 
 
-def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
+def test_an_override_expands_shorthands_and_creates_sections() -> None:
     assert loads("model: a\ndata: {train: x}\n", ["data.train.0.first=5"]).data.train[0].first == 5
     assert loads("model: a\ndata: {train: {source: x}}\n", ["data.train.0.first=5"]).data.train[0].first == 5
 
@@ -106,7 +106,7 @@ def test_override_messages(override: str, expected: str) -> None:
     assert message(MINIMAL, (override,)) == expected.replace("{from}", f" (from '{override}')")
 
 
-def test_two_overrides_that_set_the_same_thing() -> None:
+def test_overrides_of_mutually_exclusive_keys() -> None:
     for order in (1, -1):  # an override with null takes its own key away and no other
         overrides = ["num_train_epochs=null", "max_steps=5"][::order]
         assert loads(MINIMAL + "num_train_epochs: 1\n", overrides).max_steps == 5
@@ -126,7 +126,7 @@ def test_two_overrides_that_set_the_same_thing() -> None:
         ("lora={rank_pattern: {a.b: 8}}", "lora.rank_pattern.a.b=4"),
     ],
 )
-def test_one_key_in_two_spellings_is_an_error(whole: str, part: str) -> None:
+def test_setting_a_key_twice_by_different_paths_raises(whole: str, part: str) -> None:
     assert (
         message(MINIMAL, (whole, part)) == f"'{whole}' and '{part}' set the same key twice; give one of them"
     )
