@@ -89,7 +89,8 @@ def test_peak_memory_is_one_intermediate_tensor_lower(policy: str, monkeypatch: 
 
 @pytest.mark.parametrize(("policy", "tiles"), [("none", 1), ("none", 2), ("block", 2)])
 def test_where_inputs_are_not_overwritten(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers without recomputation, whose gate and up may be shared; and tiles, which have their own backward."""
+    """Not overwritten: gate and up of layers without recomputation, which other code may read, and those of tiles,
+    which have their own backward."""
     over = peak(policy, tiles)
     never_overwrite(monkeypatch)
     assert peak(policy, tiles) == over

@@ -1,4 +1,5 @@
-"""Calibration files: kept per device and threads, written atomically, ignored with a note where they are unusable."""
+"""Calibration files: one per device and thread count, written atomically, ignored with a warning if they are
+invalid."""
 
 from __future__ import annotations
 

@@ -120,5 +120,5 @@ def test_a_config_that_is_not_a_json_object_raises(tmp_path: Path, text: str) ->
 
 
 def test_mutated_values_can_be_written_as_json() -> None:
-    """What the mutations write, a file can hold."""
+    """So that mutated configs can be written to a file."""
     assert all(json.dumps(value) for value in VALUES)

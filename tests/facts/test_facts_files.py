@@ -1,4 +1,4 @@
-"""Files are whole or as before, also where the disk is full or two writers meet."""
+"""File writes are atomic: a file has the new or the old content, also on a full disk and with concurrent writers."""
 
 from __future__ import annotations
 

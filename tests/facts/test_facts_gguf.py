@@ -1,4 +1,4 @@
-"""GGUF headers: whole ones are read; no damaged or hostile one makes the reader loop, allocate or crash."""
+"""GGUF headers: valid ones are read; damaged or malicious ones raise, without long loops, allocations or crashes."""
 
 from __future__ import annotations
 

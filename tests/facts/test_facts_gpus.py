@@ -1,4 +1,5 @@
-"""Data sheets: each one plausible, sourced and found by every name; and what `--gpu` accepts and refuses."""
+"""Data sheets: each is plausible, has a source and is found by all its names; values that `--gpu` accepts and
+rejects."""
 
 from __future__ import annotations
 

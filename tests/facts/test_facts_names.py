@@ -1,4 +1,4 @@
-"""Names that users give: which can be paths, and how messages quote those that cannot."""
+"""Names that users give: which are valid paths, and how messages quote invalid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_invalid_paths_raise(name: Any, part: str) -> None:
 
 
 def test_only_keys_for_text_files_suggest_writing_text_to_a_file() -> None:
-    """It was said of `output_dir` too."""
+    """Not `output_dir`, for which an earlier version suggested it too."""
     advice = "; to use text, write it to a file first"
     base = "model: starter\ndata: {train: x}\n"
     with pytest.raises(RecipeError) as caught:

@@ -1,4 +1,4 @@
-"""The OpenMP runtime that torch brings is given a short spin, unless the user has chosen otherwise."""
+"""Idle threads of torch's OpenMP runtime spin briefly, unless the user has set a wait policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Price files: the shipped one is sourced and dated, a user's own replaces lines, nonsense is refused with its line."""
+"""Price files: the shipped one has sources and dates, a user's file overrides lines, invalid lines raise with the
+line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models as descriptions: published sizes, runs of equal blocks, layers that differ."""
+"""Model shapes: published sizes, consecutive equal blocks, layers that differ."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_layers_may_differ_in_every_field() -> None:
     assert all(parameter.grad is not None for parameter in decoder.parameters())
     with pytest.raises(AssertionError, match="differ"):
         _ = shape.block
-    # A layer of its own kind sees its own window: the first token reaches no further than three.
+    # Each layer uses its own window: the first token affects only the next two.
     alone = dataclasses.replace(shape, blocks=blocks[1:2])
     decoder = init_weights(build(alone, dtype="fp32", device="cpu", attention="reference"), seed=0)
     changed = ids_BT.clone()
@@ -115,7 +115,7 @@ ATTENTION, FEED = TINY.block.attention, TINY.block.dense
     ],
 )
 def test_features_that_can_be_planned_but_not_built_raise(block: BlockShape, feature: str) -> None:
-    """Nothing that a description says is left out in silence."""
+    """A feature of a shape that the decoder lacks raises; it is never ignored."""
     shape = dataclasses.replace(TINY, blocks=(TINY.block, block))
     assert shape.num_parameters > 0
     with pytest.raises(ModelError, match=f"a model with {feature}"):
@@ -123,7 +123,7 @@ def test_features_that_can_be_planned_but_not_built_raise(block: BlockShape, fea
 
 
 def test_every_field_of_a_block_is_built_or_rejected() -> None:
-    """A new field needs its code, or its line in the refusals."""
+    """A new field must be implemented in the decoder, or rejected in `building._unsupported`."""
     fields = {
         cls.__name__: {field.name for field in dataclasses.fields(cls)}
         for cls in (BlockShape, AttentionShape, FeedForwardShape, Norm, Rope)

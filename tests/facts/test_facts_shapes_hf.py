@@ -1,4 +1,4 @@
-"""config.json to a shape and back: real models' configs, both rotary spellings, what is refused and how."""
+"""config.json to a shape and back: real models' configs, both forms of RoPE settings, errors for unsupported keys."""
 
 from __future__ import annotations
 

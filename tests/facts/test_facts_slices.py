@@ -1,4 +1,4 @@
-"""Slices of parameters: what they cover, and which are refused."""
+"""Slices of parameters: the rows that they cover, and errors for invalid ones."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ def test_the_optimizer_steps_all_and_its_state_is_the_references(device: str, tr
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_deleted_optimizer_is_freed(device: str, triton_on: Any) -> None:
-    """Without Python's garbage collector: it holds as much memory as the weights."""
+    """Without Python's garbage collector: its states take as much memory as the weights."""
     with triton_on(device):
         net = model(device)
         optimizer = AdamW8bit([{"params": list(net.named_parameters())}], lr=1e-2, impl="triton")

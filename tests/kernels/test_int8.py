@@ -1,4 +1,4 @@
-"""8-bit quantization: the formulas, their error, and Triton bit-identical to torch."""
+"""8-bit quantization: the formulas, their error, and Triton bitwise identical to torch."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Path:
 
 @contextmanager
 def as_nobody() -> Iterator[None]:
-    """Drops root's privileges for a moment, since root may read everything."""
+    """Drops root's privileges inside, since root may read everything."""
     root = os.geteuid() == 0
     try:
         if root:

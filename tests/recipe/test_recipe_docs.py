@@ -1,4 +1,4 @@
-"""Generated pages are up to date, shipped recipes are what they say, and no torch is imported."""
+"""Generated pages are up to date, shipped recipes have their documented settings, and no torch is imported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_examples_are_valid_together() -> None:
 
 
 def accepts(node: dict[str, Any], value: Any) -> bool:
-    """Whether a value fits a JSON schema, for the words that ours uses."""
+    """Whether a value matches a JSON schema; supports the keywords that the recipe's schema uses."""
     if "$ref" in node:
         node = schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
     if "anyOf" in node and not any(accepts(option, value) for option in node["anyOf"]):

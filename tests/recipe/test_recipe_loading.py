@@ -1,4 +1,4 @@
-"""Loading, and the messages that users get."""
+"""Loading recipes, and the error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_replay_share_outside_zero_to_one_raises(share: str) -> None:
     ],
 )
 def test_a_source_weight_above_the_maximum_raises(key: str, data: str) -> None:
-    """It was accepted, and the error after the first evaluation blamed the device's memory."""
+    """An earlier version accepted it, and failed after the first evaluation with an error about device memory."""
     assert message(f"model: a\ndata: {data}\n") == (
         f"{key}: 1e+12 is above 1000, the maximum number of passes over a source per epoch; "
         f"set {key}=1000 or less (1 is one pass)"

@@ -1,4 +1,4 @@
-"""Former names of recipe keys: they work, with a note, from files, overrides and Python."""
+"""Former names of recipe keys: they work, with a FutureWarning, in files, overrides and Python."""
 
 from __future__ import annotations
 
