@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.families import FAMILIES, described_shape
+from trimtab.model.families import FAMILIES, shape_for_planning
 
 DATA = "catalogue/models.json"
 VERSION = 1
@@ -56,7 +56,7 @@ class CatalogueEntry:
     @cached_property
     def shape(self) -> ModelShape:
         """The shape of the model, computed on access."""
-        return described_shape(self.config, f"the catalogue's {self.name}")
+        return shape_for_planning(self.config, f"the catalogue's {self.name}")
 
     @property
     def trainable(self) -> bool:

@@ -21,9 +21,9 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes
 from trimtab.hub.local_files import looks_local
 from trimtab.model.catalogue import CatalogueEntry, find_model, suggest_models
-from trimtab.model.families import FAMILIES, described_shape
+from trimtab.model.families import FAMILIES, shape_for_planning
 from trimtab.model.families.config_json import read_model_json
-from trimtab.model.source import read_described_shape
+from trimtab.model.source import read_shape_for_planning
 from trimtab.plan import Plan, make_plan
 from trimtab.recipe import Recipe, build, load, loads
 from trimtab.recipe.shipped import shipped
@@ -197,9 +197,9 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
     path = Path(name).expanduser()
     if name == STARTER or path.exists():
         if path.suffix.lower() == ".json" and path.is_file():
-            shape = described_shape(read_model_json(path), str(path))
+            shape = shape_for_planning(read_model_json(path), str(path))
         else:
-            shape = read_described_shape(model_folder(name, weights=False)[0])
+            shape = read_shape_for_planning(model_folder(name, weights=False)[0])
         return shape, () if shape.family in FAMILIES else (_untrainable(name),)
     entry = find_model(name)
     if entry is not None:
