@@ -170,7 +170,7 @@ def test_the_dequantized_copy_is_updated_with_the_packed_weight() -> None:
     decoder = set_dequantized_copies(adapted(), 2)
     twin = copy.deepcopy(decoder)
     for _, layer in quantized_layers(twin):
-        layer.set_weight(torch.randn(layer.packing.shape))
+        layer.set_weight(torch.randn(layer.packed_layout.shape))
         assert layer.dequantized_copy is not None
         assert torch.equal(layer.dequantized_copy, fresh(layer))
     assert not same(kept(twin), kept(decoder)), "a deep copy has its own"

@@ -48,7 +48,7 @@ def test_workspace_and_scratch_match_allocations(kind: str, dtype: str, double: 
         workspace.release()
         with LiveBytes() as live:
             for name, layer in quantized_layers(decoder):
-                function(inputs[name][given], layer.packed, layer.packing)
+                function(inputs[name][given], layer.packed, layer.packed_layout)
         assert live.now == workspace.allocated_bytes("cpu") == size, "nothing else persists"
         assert live.peak == pytest.approx(size + scratch, rel=0.03)
 
@@ -63,16 +63,16 @@ def test_declared_bytes_match_a_model(kind: str, dtype: str, double: bool, block
 
 
 def test_layers_match_the_declaration() -> None:
-    names = {f"{name}.weight": layer.packing.shape for name, layer in quantized_layers(empty())}
+    names = {f"{name}.weight": layer.packed_layout.shape for name, layer in quantized_layers(empty())}
     assert names == spec_quantized.linear_shapes(SHAPE)
 
 
 def test_flops_match_a_plain_product() -> None:
     layer = next(layer for _, layer in quantized_layers(init_weights(empty(), 0)))
-    dims = layer.packing.shape
+    dims = layer.packed_layout.shape
     with FlopCounterMode(display=False) as counter:
-        out = quantized_ops.product(torch.randn(ROWS, dims[1]), layer.packed, layer.packing)
-        quantized_ops.product_of_gradient(out, layer.packed, layer.packing)
+        out = quantized_ops.product(torch.randn(ROWS, dims[1]), layer.packed, layer.packed_layout)
+        quantized_ops.product_of_gradient(out, layer.packed, layer.packed_layout)
     assert counter.get_total_flops() == 2 * spec_quantized.flops(ROWS, dims)
 
 

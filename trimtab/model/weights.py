@@ -18,7 +18,7 @@ from trimtab.model.source import source_kind
 from trimtab.model.weights_reader import Provenance, WeightReader, open_weights
 
 if TYPE_CHECKING:
-    from trimtab.model.weights_packed import PackedWeight, StoredPacking
+    from trimtab.model.weights_packed import PackedWeight, StoredQuantization
 
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, total tensors, name) after each tensor."""
@@ -50,7 +50,7 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
     open_weights(shape, path)
 
 
-def stored_packing(path: str | Path) -> StoredPacking | None:
+def stored_quantization(path: str | Path) -> StoredQuantization | None:
     """Returns the bitsandbytes quantization of a model's files (kind, block, double), or None; reads a few bytes.
 
     Quantize the decoder's layout in the same way (`adapt.quantize_layout`), and `load_weights` copies the stored bytes.
@@ -59,7 +59,7 @@ def stored_packing(path: str | Path) -> StoredPacking | None:
         return None
     from trimtab.model import weights_safetensors
 
-    return weights_safetensors.stored_packing(Path(path))
+    return weights_safetensors.stored_quantization(Path(path))
 
 
 def packed_names(path: str | Path) -> set[str]:

@@ -34,7 +34,7 @@ _CHUNK = 2**22
 """Elements per dequantization when slicing columns."""
 
 
-class StoredPacking(NamedTuple):
+class StoredQuantization(NamedTuple):
     """The quantization of stored weights, as `adapt.quantize_layout` needs it."""
 
     kind: str
@@ -72,10 +72,10 @@ def check_metadata_size(dims: tuple[int, ...], name: str) -> None:
         raise ModelError(f"{name} is not metadata written by bitsandbytes", "download the file again")
 
 
-def packing_of(state: Mapping[str, torch.Tensor]) -> StoredPacking:
+def quantization_of(state: Mapping[str, torch.Tensor]) -> StoredQuantization:
     """The quantization from an NF4 weight's metadata."""
     facts = layout.read_metadata(state, "weight")
-    return StoredPacking("nf4", facts["blocksize"], "nested_offset" in facts)
+    return StoredQuantization("nf4", facts["blocksize"], "nested_offset" in facts)
 
 
 def dims_of(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class FolderReader(WeightReader):
         return found
 
 
-def stored_packing(folder: Path) -> packed.StoredPacking | None:
+def stored_quantization(folder: Path) -> packed.StoredQuantization | None:
     """Returns the quantization of the first quantized weight in a folder; None if there is none. Reads a few bytes."""
     if is_checkpoint(folder):
         return None
@@ -106,9 +106,9 @@ def stored_packing(folder: Path) -> packed.StoredPacking | None:
                 if owner is None or owner[1] not in packed.METADATA_PARTS:
                     continue
                 if owner[1] == packed.INT8_SCALES:
-                    return packed.StoredPacking("int8", 0, False)
+                    return packed.StoredQuantization("int8", 0, False)
                 packed.check_metadata_size(tuple(opened.get_slice(key).get_shape()), key)
-                return packed.packing_of({"weight." + owner[1]: opened.get_tensor(key)})
+                return packed.quantization_of({"weight." + owner[1]: opened.get_tensor(key)})
     return None
 
 
