@@ -10,7 +10,7 @@ import torch
 from quantized_world import SHAPE, adapted, empty, plain, results, token_ids
 
 from trimtab.adapt import compile_regions, merge_adapters, quantized_ops, recompute, set_dequantized_copies
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.errors import RecipeError
@@ -58,7 +58,7 @@ def test_bitwise_identical_with_and_without(
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.2}], ids=str)
 def test_adapters_that_run_separately(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = adapted(**settings)
-    if masks := set_masks(decoder, torch.device("cpu")):
+    if masks := create_dropout_masks(decoder, torch.device("cpu")):
         masks.set(0, 1, 0, 12)
     expected = results(decoder)
     set_dequantized_copies(decoder, 2)

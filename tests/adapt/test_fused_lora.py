@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.adapt import workspace
-from trimtab.adapt.fused_lora import Part, lora_group
+from trimtab.adapt.fused_lora import FusedLayer, lora_group
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.kernels.exactness import SHARE, judge
 
@@ -18,7 +18,9 @@ RANKS = (4, 2, 3)
 SCALES = (2.0, 0.5, 1.0)
 
 
-def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tuple[list[Part], list[Any]]:
+def group(
+    kind: str, dtype: torch.dtype, count: int, factors: torch.dtype
+) -> tuple[list[FusedLayer], list[Any]]:
     """Parts, and each layer's weight as used in the products."""
     generator = torch.Generator().manual_seed(0)
     parts, weights = [], []
@@ -27,13 +29,13 @@ def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tu
         a = (torch.randn(rank, 64, generator=generator) * 0.1).to(factors).requires_grad_(True)
         b = (torch.randn(size, rank, generator=generator) * 0.1).to(factors).requires_grad_(True)
         if kind == "plain":
-            parts.append(Part.plain(weight, a, b, scaling))
+            parts.append(FusedLayer.plain(weight, a, b, scaling))
         else:
             layer = QuantizedLinear(
                 64, size, bias=False, kind=kind.split()[0], double=kind == "nf4", dtype=dtype
             )
             layer.set_weight(weight)
-            parts.append(Part(layer.packed, layer.text, a, b, scaling))
+            parts.append(FusedLayer(layer.packed, layer.text, a, b, scaling))
             weight = layer.dequantized()
         weights.append(weight)
     return parts, weights
@@ -41,7 +43,7 @@ def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tu
 
 def one_by_one(
     x: torch.Tensor,
-    parts: list[Part],
+    parts: list[FusedLayer],
     weights: list[torch.Tensor],
     grads: list[torch.Tensor],
     dtype: torch.dtype,
@@ -179,7 +181,7 @@ def test_on_a_gpu(kind: str, rows: int) -> None:
         layer.set_weight(torch.randn(size, 512, generator=generator) * 0.02)
         a = (torch.randn(rank, 512, generator=generator) * 0.05).cuda().requires_grad_(True)
         b = (torch.randn(size, rank, generator=generator) * 0.05).cuda().requires_grad_(True)
-        parts.append(Part(layer.packed, layer.text, a, b, scaling))
+        parts.append(FusedLayer(layer.packed, layer.text, a, b, scaling))
         weights.append(layer.dequantized())
     x = torch.randn(rows, 512, generator=generator).bfloat16().cuda().requires_grad_(True)
     outputs = lora_group(x, parts)

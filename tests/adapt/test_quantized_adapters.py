@@ -13,12 +13,12 @@ from trimtab.adapt import (
     LoRALinear,
     LoraSettings,
     add_adapters,
+    create_dropout_masks,
     init_adapters,
     merge_adapters,
     quantize_layout,
     quantized_ops,
     recompute,
-    set_masks,
 )
 from trimtab.adapt.packed_layout import PackedLayout
 from trimtab.adapt.quantized import quantized_layers
@@ -106,7 +106,7 @@ def test_other_adapters_run_separately(settings: dict[str, Any]) -> None:
     decoder = adapted(**settings)
     twin = dequantized_twin(decoder)
     for model in (decoder, twin):
-        if (masks := set_masks(model, torch.device("cpu"))) is not None:
+        if (masks := create_dropout_masks(model, torch.device("cpu"))) is not None:
             masks.set(seed=0, step=1, first_sequence=0, tokens=12)
         assert not any(layer.can_fuse for layer in model.modules() if isinstance(layer, LoRALinear))
     assert_close(results(decoder), results(twin))

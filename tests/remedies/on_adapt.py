@@ -14,11 +14,11 @@ from shared import adapted_of, decoder_of
 from trimtab.adapt import (
     LoraSettings,
     add_adapters,
+    create_dropout_masks,
     init_adapters,
     load_adapter,
     merge_adapters,
     save_adapter,
-    set_masks,
     use_adapters,
 )
 from trimtab.adapt.lora import check_finite
@@ -103,7 +103,7 @@ def head_dropout(w: World, *, evaluated: bool = False, **settings: Any) -> Any:
     w.edit_json(folder / CONFIG, **{"lora_dropout": 0.1, **settings})
     decoder = decoder_of(w.shared("untied"))
     load_adapter(decoder, folder)
-    masks = set_masks(decoder, torch.device("cpu"))
+    masks = create_dropout_masks(decoder, torch.device("cpu"))
     if masks is not None:
         masks.set(0, 0, 0, 4)
     decoder.train(not evaluated)
@@ -141,8 +141,8 @@ def follow_masks(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/lora_products.py:add_lora: masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, "
-    "first_sequence, tokens) before each microbatch",
+    "adapt/lora_products.py:add_lora: masks = trimtab.adapt.create_dropout_masks(decoder, device), then "
+    "masks.set(seed, step, first_sequence, tokens) before each microbatch",
     lambda w: dropping(w).loss(IDS_BT, IDS_BT),
     follow_masks,
 )

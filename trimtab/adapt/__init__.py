@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         active_adapters,
         adapter_names,
         add_adapters,
+        create_dropout_masks,
         init_adapters,
         remove_adapter,
-        set_masks,
         trained_parameters,
         use_adapters,
     )
@@ -55,7 +55,7 @@ _MODULES = {
     "remove_adapter": "lora",
     "save_adapter": "peft_files",
     "set_dequantized_copies": "dequantized",
-    "set_masks": "lora",
+    "create_dropout_masks": "lora",
     "trained_parameters": "lora",
     "use_adapters": "lora",
 }
@@ -71,6 +71,7 @@ __all__ = [
     "add_lora",
     "compilations",
     "compile_regions",
+    "create_dropout_masks",
     "init_adapters",
     "load_adapter",
     "merge_adapters",
@@ -79,9 +80,10 @@ __all__ = [
     "remove_adapter",
     "save_adapter",
     "set_dequantized_copies",
-    "set_masks",
     "trained_parameters",
     "use_adapters",
 ]
 
-__getattr__ = lazy_attributes(__name__, _MODULES, {"keep_unpacked": "set_dequantized_copies"})
+__getattr__ = lazy_attributes(
+    __name__, _MODULES, {"keep_unpacked": "set_dequantized_copies", "set_masks": "create_dropout_masks"}
+)

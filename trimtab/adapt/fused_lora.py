@@ -30,12 +30,12 @@ from trimtab.model.labels import with_factor
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedLayer:
     """One layer of a fused group: its frozen weight and its adapter.
 
     Example:
         >>> weight, a, b = torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 2)
-        >>> lora_group(torch.ones(1, 4), [Part.plain(weight, a, b, 0.5)])
+        >>> lora_group(torch.ones(1, 4), [FusedLayer.plain(weight, a, b, 0.5)])
         [tensor([[4., 4., 4.]])]
     """
 
@@ -47,12 +47,14 @@ class Part:
     scaling: float
 
     @staticmethod
-    def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> Part:
+    def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> FusedLayer:
         """The part of a plain, unquantized weight."""
-        return Part((weight_OI,), PackedLayout.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
+        return FusedLayer((weight_OI,), PackedLayout.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 
-def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool = False) -> list[torch.Tensor]:
+def lora_group(
+    x: torch.Tensor, parts: Sequence[FusedLayer], *, outputs_unused: bool = False
+) -> list[torch.Tensor]:
     """Returns each layer's output [..., Oᵢ] for one x [..., I], in x's dtype; differentiable in x and all A and B.
 
     Args:

@@ -16,7 +16,7 @@ from trimtab.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The result of a merge."""
 
     layers: int
@@ -41,7 +41,7 @@ def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
+def merge_adapters(decoder: Decoder, *, dtype: str) -> MergeResult:
     """Replaces every adapted or quantized layer by a plain one with the merged weight, in place.
 
     Args:
@@ -85,7 +85,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
     for name, module in quantized:
         _replace(decoder, name, module.dequantized(torch.float32), module)
     discard_stored_modules(decoder)
-    return Merged(len(layers), changed, elements)
+    return MergeResult(len(layers), changed, elements)
 
 
 def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:

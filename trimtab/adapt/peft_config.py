@@ -188,7 +188,7 @@ def _matching_patterns(patterns: Mapping[str, Any] | None, modules: tuple[str, .
     return {key: value for key, value in (patterns or {}).items() if key in first}
 
 
-def config_of(
+def to_peft_config(
     shape: ModelShape, settings: LoraSettings, *, base_name: str, revision: str | None, tied_head: bool
 ) -> dict[str, Any]:
     """Creates the content of adapter_config.json for peft.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from trimtab.adapt import targets
-from trimtab.adapt.settings_rules import ANY_STRENGTH, NAMES, RANK, SHARE, SWITCH, Rule
+from trimtab.adapt.settings_rules import ANY_ALPHA, BOOLEAN, NAMES, PROBABILITY, RANK, Rule
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
@@ -45,7 +45,7 @@ _HARMLESS = frozenset((
     "task_type",
 ))  # fmt: skip
 """Keys about an adapter's origin, initialization or modules, which are irrelevant or follow from its weights."""
-_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` that also change the base weights."""
 
 
@@ -83,12 +83,12 @@ class _Key(NamedTuple):
 
 _KEYS = {
     "r": _Key(None, RANK),
-    "lora_alpha": _Key(8, ANY_STRENGTH),
-    "lora_dropout": _Key(None, _or_null(SHARE)),
-    "use_rslora": _Key(None, _or_null(SWITCH)),
-    "use_dora": _Key(None, _or_null(SWITCH)),
+    "lora_alpha": _Key(8, ANY_ALPHA),
+    "lora_dropout": _Key(None, _or_null(PROBABILITY)),
+    "use_rslora": _Key(None, _or_null(BOOLEAN)),
+    "use_dora": _Key(None, _or_null(BOOLEAN)),
     "rank_pattern": _Key(None, _by_module(RANK, "integers, 1 or more,")),
-    "alpha_pattern": _Key(None, _by_module(ANY_STRENGTH, "finite numbers other than 0")),
+    "alpha_pattern": _Key(None, _by_module(ANY_ALPHA, "finite numbers other than 0")),
     "target_modules": _Key(None, Rule(_is_names, "a text, a list of texts or null")),
     "base_model_name_or_path": _Key(None, Rule(_is_text, "a text or null")),
 }
@@ -133,7 +133,7 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
                 "merge it with peft first",
             )
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         raise ModelError(
             f"{path}: init_lora_weights is {init!r}: it also changed the base weights",
             "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",

@@ -57,7 +57,7 @@ class LoraSettings:
 
     def __post_init__(self) -> None:
         """Raises RecipeError for values that are invalid for any model; converts lists to tuples."""
-        settings_rules.check(vars(self))
+        settings_rules.check_settings(vars(self))
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
@@ -194,7 +194,7 @@ def adapter_parameters(
             yield f"{target.name}.lora_magnitude_vector.{adapter}.weight", (*stacked, rows)
 
 
-def trained(
+def trainable_parameters(
     shape: ModelShape, settings: LoraSettings, weights_dtype: str
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns (name, dims, dtype) of all trainable parameters: adapters, and fully trained modules.
@@ -202,7 +202,7 @@ def trained(
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> found = trained(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
+        >>> found = trainable_parameters(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
         >>> [(name.rpartition("q_proj.")[2], dims, dtype) for name, dims, dtype in found]
         [('lora_A.default.weight', (2, 16), 'fp32'), ('lora_B.default.weight', (16, 2), 'fp32')]
     """
