@@ -383,13 +383,13 @@ def test_compiles_for_every_chip(chip: int) -> None:
     pointers |= {"lse_ptr": "*fp32", "nll_ptr": "*fp32"}
     names = {
         "rows": kernels_triton.loss_and_gradient_kernel,
-        "numbers": kernels_triton.row_numbers_kernel,
+        "statistics": kernels_triton.row_statistics_kernel,
         "gradient": kernels_triton.gradient_kernel,
     }
     whole = ("columns", "part_blocks", "first", "parts", "plane", "vocabulary")
     for dtype in ("fp16", "fp32") if chip == 75 else ("bf16", "fp32"):
         width = 4 if dtype == "fp32" else 2
-        shapes = (("rows", 1000), ("rows", 200_000), ("numbers", 1000), ("gradient", 1000))
+        shapes = (("rows", 1000), ("rows", 200_000), ("statistics", 1000), ("gradient", 1000))
         for (name, columns), optional in product(shapes, (False, True)):
             kernel, chosen = names[name], impl_triton.configuration(name, width, columns)
             types = {"logits_ptr": f"*{dtype}", "stride": "i32:16"}

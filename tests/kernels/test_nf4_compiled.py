@@ -47,7 +47,13 @@ def compiled_kernels(chip: int, start: int = 0) -> Iterator[Any]:
         chip,
         impl_triton._dequantize_transposed_kernel,
         turned,
-        {**shifts, "NESTED": True, "R": impl_triton.TURNED, "C": impl_triton.TURNED, "BY_WORD": True},
+        {
+            **shifts,
+            "NESTED": True,
+            "R": impl_triton.TRANSPOSE_TILE,
+            "C": impl_triton.TRANSPOSE_TILE,
+            "BY_WORD": True,
+        },
     )
     quantizer = {
         "bins_ptr": "*fp32",

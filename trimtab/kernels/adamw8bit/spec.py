@@ -28,7 +28,7 @@ MULTIPLIER = 0x915F77F5
 """The k-th word of a group is hash · MULTIPLIERᵏ mod 2³²: a generator with a good spectrum up to eight dimensions
 (Steele and Vigna, "Computationally easy, spectrally good multipliers", 2021)."""
 
-SMALL = 4096
+MIN_8BIT_SIZE = 4096
 """Tensors of fewer elements have fp32 moments: norms and biases, where 8 bits would save nothing."""
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from trimtab.kernels.attention.kernels_forward import (
-    FEW,
-    holds_bad,
+    ROWS_PER_PASS,
+    has_non_finite,
     interval,
     key_tile,
     one_row,
@@ -77,9 +77,9 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes dq of FEW rows, keys low … high one at a time: dq = Σ ds · k over a row's visible keys."""
+    """Recomputes dq of ROWS_PER_PASS rows, keys low … high one at a time: dq = Σ ds · k over a row's visible keys."""
     R = T * G
-    r = r0 + tl.arange(0, FEW)
+    r = r0 + tl.arange(0, ROWS_PER_PASS)
     inside = tl.minimum(r, R - 1)
     q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP).to(tl.float32)
@@ -90,7 +90,7 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     first, end = interval(
         inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
     )
-    dq = tl.zeros((FEW, DP), tl.float32)
+    dq = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
         k = one_row(k_ptr + row * stride_k, D, DP)[None, :]
@@ -170,8 +170,8 @@ def attention_query_kernel(  # type: ignore[no-untyped-def]
     store_rows(dq_ptr + base * D, dq * scale, r, R, H * D, G, D, DP)
 
     if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
-        if holds_bad(dq) != 0:
-            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+        if has_non_finite(dq) != 0:
+            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), ROWS_PER_PASS, num_stages=1):
                 dlse = None if dlse_ptr is None else dlse_ptr + base
                 query_gradient_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
@@ -234,7 +234,7 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TWO_SIDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes dk and dv of a program's tile of packed rows: FEW keys at a time against one row after the other.
+    """Recomputes dk and dv of a program's tile of packed rows, ROWS_PER_PASS keys at a time, one row after the other.
 
     Without an offset there are as many queries as keys: `launch_triton.backward` passes one in every other case.
     """
@@ -258,8 +258,8 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
         i_start = tl.maximum(low - window + 1, tl.load(key_first_ptr + low))
     if TWO_SIDED or offset is not None:
         i_start = tl.maximum(i_start, shift)
-    for n0 in tl.range(low, stop, FEW, num_stages=1):
-        n = n0 + tl.arange(0, FEW)
+    for n0 in tl.range(low, stop, ROWS_PER_PASS, num_stages=1):
+        n = n0 + tl.arange(0, ROWS_PER_PASS)
         j = tl.minimum(n, S - 1)
         k = row_tile(k_ptr + b * stride_kb + g * stride_kh, j, stride_kt, 0, 1, D, DP).to(tl.float32)
         v = row_tile(v_ptr + b * stride_vb + g * stride_vh, j, stride_vt, 0, 1, D, DP).to(tl.float32)
@@ -267,8 +267,8 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
         if TWO_SIDED:
             i_first = tl.maximum(j - window + 1, tl.load(key_first_ptr + j))
         i_last = tl.minimum(tl.minimum(j + window - 1, i_end - 1), tl.load(last_ptr + j))
-        dk = tl.zeros((FEW, DP), tl.float32)
-        dv = tl.zeros((FEW, DP), tl.float32)
+        dk = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
+        dv = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
         for r in tl.range((i_start - shift) * G, (i_stop - shift) * G, num_stages=1):
             i, h = r // G + shift, r % G
             t = tl.cast(r // G, tl.int64)
@@ -369,7 +369,7 @@ def attention_key_kernel(  # type: ignore[no-untyped-def]
     store_rows(dv_ptr + (b64 * S * K + g) * D, dv, rows, S, K * D, 1, D, DP)
 
     if PACKED:
-        bad = holds_bad(tl.abs(dk) + tl.abs(dv))
+        bad = has_non_finite(tl.abs(dk) + tl.abs(dv))
         if bad != 0:
             # Derived from the program id so that the compiler cannot know its value: else it would keep the values
             # computed so far in registers all through the loops.

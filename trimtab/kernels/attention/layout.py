@@ -293,8 +293,8 @@ class Layout:
             fully_masked_BT = ~seen_BTS.any(-1)
             seen_BTS = seen_BTS | fully_masked_BT[:, :, None]
         # Rows are padded to 8 elements: otherwise CUDA's memory-efficient kernel would copy the mask in each layer.
-        room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
-        bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
+        padded_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
+        bias_BTS = padded_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
         return Mask(bias_BTS[:, None], is_causal=False, fully_masked_BT=fully_masked_BT)
 
     def _offsets(self, B: int, T: int, S: int, device: torch.device) -> Offsets:

@@ -306,4 +306,4 @@ def _overflow_factor(scale_N: Tensor) -> Tensor:
     """
     sizes_N = scale_N.abs().nan_to_num(nan=0.0, posinf=0.0)
     largest = torch.cat((sizes_N, sizes_N.new_zeros(1))).amax()
-    return (largest / impl_triton.LARGEST_HALF_SCALE).clamp(min=1.0)
+    return (largest / impl_triton.MAX_FP16_TOKEN_WEIGHT).clamp(min=1.0)
