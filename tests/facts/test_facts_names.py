@@ -56,7 +56,7 @@ def test_only_keys_for_text_files_suggest_writing_text_to_a_file() -> None:
     with pytest.raises(RecipeError) as caught:
         loads(base, ["data.train=" + "x" * 300])
     assert str(caught.value).endswith(advice)
-    assert (unusable_name("x" * 300, names_text=True) or ("", ""))[1].endswith(advice)
+    assert (unusable_name("x" * 300, is_text_file=True) or ("", ""))[1].endswith(advice)
 
 
 def test_shortened_text_is_one_printable_line() -> None:

@@ -18,7 +18,7 @@ from trimtab.facts.blocks import (
     Rope,
 )
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, check, uniform_shape
+from trimtab.facts.shapes import ModelShape, check_shape, uniform_shape
 from trimtab.model import build, init_weights
 
 TINY = uniform_shape("llama", 64, 16, 32, 3, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -27,7 +27,7 @@ TINY = uniform_shape("llama", 64, 16, 32, 3, num_heads=4, num_kv_heads=2, head_d
 def test_mixtures_of_experts_have_their_published_sizes() -> None:
     """Qwen3-30B-A3B: 30.5 B parameters of which a token uses 3.3 B (its model card)."""
     block = BlockShape(AttentionShape(32, 4, 128, qk_norm="head"), ExpertsShape(128, 8, 768))
-    shape = check(ModelShape("qwen3_moe", 151_936, 2048, (block,) * 48))
+    shape = check_shape(ModelShape("qwen3_moe", 151_936, 2048, (block,) * 48))
     assert shape.num_parameters == 30_532_122_624
     assert shape.num_active_parameters // 10**8 == 33
 
@@ -39,10 +39,10 @@ def test_latent_attention_has_its_published_size() -> None:
     )
     dense = BlockShape(latent, FeedForwardShape(18_432))
     experts = BlockShape(latent, ExpertsShape(256, 8, 2048, shared=1))
-    shape = check(ModelShape("deepseek_v3", 129_280, 7168, (dense,) * 3 + (experts,) * 58))
+    shape = check_shape(ModelShape("deepseek_v3", 129_280, 7168, (dense,) * 3 + (experts,) * 58))
     assert round(shape.num_parameters / 1e9) == 671
     assert round(shape.num_active_parameters / 1e9) in (37, 38)
-    assert [len(layers) for _, layers in shape.runs()] == [3, 58]
+    assert [len(layers) for _, layers in shape.layer_groups()] == [3, 58]
 
 
 def test_parameter_counts_equal_the_listed_parameters() -> None:
@@ -55,14 +55,14 @@ def test_consecutive_equal_layers_are_grouped() -> None:
     sliding = uniform_shape(
         "qwen2", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3, num_full_layers=2
     )
-    assert [(block.mixer.window, layers) for block, layers in sliding.runs()] == [
+    assert [(block.mixer.window, layers) for block, layers in sliding.layer_groups()] == [
         (None, range(2)),
         (3, range(2, 5)),
     ]
     assert sliding.windows() == [None, 3]
     assert sliding.block == TINY.block
     assert sliding.of_layers(range(1, 4)).blocks == sliding.blocks[1:4]
-    assert list(TINY.runs()) == [(TINY.block, range(3))]
+    assert list(TINY.layer_groups()) == [(TINY.block, range(3))]
 
 
 def test_layers_may_differ_in_every_field() -> None:
@@ -75,7 +75,7 @@ def test_layers_may_differ_in_every_field() -> None:
             AttentionShape(4, 4, 2, qkv_bias=True, o_bias=True), FeedForwardShape(8, bias=True), Norm(1e-3)
         ),
     )
-    shape = check(dataclasses.replace(TINY, blocks=blocks))
+    shape = check_shape(dataclasses.replace(TINY, blocks=blocks))
     decoder = init_weights(build(shape, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
     found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert found == list(shape.parameters())
@@ -152,4 +152,4 @@ def test_every_field_of_a_block_is_built_or_rejected() -> None:
 )
 def test_inconsistent_blocks_raise(block: BlockShape, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        check(dataclasses.replace(TINY, blocks=(TINY.block, block)))
+        check_shape(dataclasses.replace(TINY, blocks=(TINY.block, block)))

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_chunks
 
 PARAMETERS = {"model.norm.weight": (8,), "lm_head.weight": (64, 8)}
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 40), limit=st.integers(1, 2000))
 def test_row_chunks_cover_every_row_once_within_the_limit(rows: int, columns: int, limit: int) -> None:
-    pieces = list(row_pieces((rows, columns), limit))
+    pieces = list(row_chunks((rows, columns), limit))
     assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(rows))
     assert all((piece.stop - piece.start) * columns <= max(limit, columns) for piece in pieces)
 

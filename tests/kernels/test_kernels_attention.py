@@ -351,7 +351,7 @@ def test_flex_compiles_once_for_all_lengths():
         layout = Layout.packed(torch.randint(0, 9, (2, T), generator=generator).sort(1).values)
         q = torch.randn(2, T, 4, 16, generator=generator)
         with torch.no_grad():
-            got = traced(q, layout.ready("flex", "cpu", T))
+            got = traced(q, layout.as_prepared("flex", "cpu", T))
             want = attention(q, q[:, :, :2], q[:, :, :2], layout=layout, impl="reference")
             want = attention(want, want[:, :, :2], want[:, :, :2], layout=layout, impl="reference")
         torch.testing.assert_close(got, want)

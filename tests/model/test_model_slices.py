@@ -138,10 +138,10 @@ def test_results_do_not_depend_on_chunk_sizes(
         load_weights(decoder, path)
         for name, parameter in decoder.named_parameters():
             assert torch.equal(parameter, whole[name]), name
-        assert weights_module.changed_weight(decoder, path) is None
+        assert weights_module.find_changed_weight(decoder, path) is None
         with torch.no_grad():
             decoder.model.embed_tokens.weight[-1, -1] += 1
-        assert weights_module.changed_weight(decoder, path) == "model.embed_tokens.weight"
+        assert weights_module.find_changed_weight(decoder, path) == "model.embed_tokens.weight"
 
 
 def test_stored_dtypes_and_chosen_names(sources: Any) -> None:

@@ -158,7 +158,7 @@ def test_literals_of_keys_equal_the_lists_of_the_packages() -> None:
     assert typing.get_args(keys.TrainOn) == TRAIN_ON
     assert typing.get_args(keys.BadRows) == BAD_ROWS
     assert typing.get_args(keys.Policy) == POLICIES
-    assert typing.get_args(keys.OptimizerCode) == ("auto", *adamw8bit.IMPLS)
+    assert typing.get_args(keys.OptimizerImplementation) == ("auto", *adamw8bit.IMPLS)
     assert typing.get_args(keys.Tracker) == SINKS
 
 

@@ -50,7 +50,7 @@ _WHEN = {
     RunPhase.OTHER: "between the phases of the command",
 }
 
-OWN_STEP = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP)
+STEP_PHASES = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP)
 """Phases of a training step."""
 
 During = Callable[[RunPhase], AbstractContextManager[None]]

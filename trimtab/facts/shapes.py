@@ -64,13 +64,13 @@ class ModelShape:
         """Width of the feed-forward layers, which must be the same in all layers."""
         return self.block.dense.width
 
-    def runs(self) -> Iterator[tuple[BlockShape, range]]:
-        """Yields (block, its layers) for each run of consecutive equal blocks.
+    def layer_groups(self) -> Iterator[tuple[BlockShape, range]]:
+        """Yields (block, its layers) for each group of consecutive equal blocks.
 
         Example:
             >>> tiny = uniform_shape("mistral", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4,
             ...                      sliding_window=8, num_full_layers=2)
-            >>> [(block.mixer.window, layers) for block, layers in tiny.runs()]
+            >>> [(block.mixer.window, layers) for block, layers in tiny.layer_groups()]
             [(None, range(0, 2)), (8, range(2, 5))]
         """
         start = 0
@@ -123,14 +123,15 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied head counted once."""
         return self._num_outer_parameters + sum(
-            len(layers) * count_elements(block.parameters(self.hidden_size)) for block, layers in self.runs()
+            len(layers) * count_elements(block.parameters(self.hidden_size))
+            for block, layers in self.layer_groups()
         )
 
     @property
     def num_active_parameters(self) -> int:
         """Elements of the parameters that one token uses; less than `num_parameters` with experts."""
         return self._num_outer_parameters + sum(
-            len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.runs()
+            len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.layer_groups()
         )
 
     @property
@@ -204,10 +205,10 @@ def uniform_shape(
     )
 
 
-def check(shape: ModelShape) -> ModelShape:
+def check_shape(shape: ModelShape) -> ModelShape:
     """Returns the shape if its sizes are consistent; raises ModelError that names the wrong one otherwise."""
     _check_positive(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
-    for block, _ in shape.runs():
+    for block, _ in shape.layer_groups():
         mixer, feed_forward = block.mixer, block.feed_forward
         _check_positive(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
         if isinstance(feed_forward, ExpertsShape):

@@ -48,11 +48,11 @@ class Slice:
         return (self.start, self.stop) if dim == self.dim else (0, dims[dim])
 
 
-def row_pieces(dims: Dims, max_elements: int) -> Iterator[Slice]:
+def row_chunks(dims: Dims, max_elements: int) -> Iterator[Slice]:
     """Yields consecutive row slices that cover a tensor, of at most `max_elements` elements each (at least one row).
 
     Example:
-        >>> [(piece.start, piece.stop) for piece in row_pieces((5, 10), 20)]
+        >>> [(piece.start, piece.stop) for piece in row_chunks((5, 10), 20)]
         [(0, 2), (2, 4), (4, 5)]
     """
     row = 1

@@ -145,7 +145,7 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         keys = dict.fromkeys(self._layout_key(i, layout) for i in range(self.shape.num_layers))
-        return {key: layout.ready(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
+        return {key: layout.as_prepared(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """Computes logits_BTV in fp32 (fp64 for an fp64 model) from the hidden states of `forward`."""

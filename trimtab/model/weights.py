@@ -10,7 +10,7 @@ import torch
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_chunks
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight
 from trimtab.model.decoder import Decoder
@@ -186,7 +186,7 @@ def _read_parts(
             yield name, tensor
 
 
-def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
+def find_changed_weight(decoder: Decoder, path: str | Path) -> str | None:
     """Returns the first parameter of a decoder that differs from its files, converted to its dtype, or None.
 
     Reads one tensor at a time; does not change the decoder.
@@ -221,7 +221,7 @@ class WeightDestinations:
         dims, file = reader.dims[name], reader.file_of(name)
         if name in self._parameters:
             assert self._parameters[name].shape == dims, (name, dims)
-            for rows in row_pieces(dims, _PIECE):
+            for rows in row_chunks(dims, _PIECE):
                 self.copy_rows(name, rows, reader.read(name, rows), file)
         elif reader.is_packed(name):
             self._copy_packed(name, reader.read_packed(name, Slice.whole(dims)), file)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.slices import Slice, row_pieces
+from trimtab.facts.slices import Slice, row_chunks
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight, layout
@@ -111,7 +111,7 @@ def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str)
     if part.dim == 0:
         return _dequantized_rows(weight, part, where)
     out_NK = torch.empty(part.dims_of(weight.shape))
-    for rows in row_pieces(weight.shape, _CHUNK):
+    for rows in row_chunks(weight.shape, _CHUNK):
         values_NK = _dequantized_rows(weight, rows, where)
         out_NK[rows.start : rows.stop] = values_NK[:, part.start : part.stop]
     return out_NK

@@ -23,13 +23,13 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.names import unusable_name
-from trimtab.recipe.rules import problems
+from trimtab.recipe.rules import find_violations
 
 Attention = Literal[
     "auto", "reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton"
 ]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit"]
-OptimizerCode = Literal["auto", "reference", "triton", "triton_exact"]
+OptimizerImplementation = Literal["auto", "reference", "triton", "triton_exact"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
 Documents = Literal["file", "blank-lines", "lines"]
 RowFormat = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
@@ -40,16 +40,16 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 
-def _validate_name(text: str | None, *, names_text: bool = False) -> str | None:
+def _validate_name(text: str | None, *, is_text_file: bool = False) -> str | None:
     """Validates a string that names a file, a folder or a repository."""
-    wrong = None if text is None else unusable_name(text, names_text=names_text)
+    wrong = None if text is None else unusable_name(text, is_text_file=is_text_file)
     if wrong is not None:
         raise PydanticCustomError("unusable_name", "{cause}", {"cause": wrong[0], "remedy": wrong[1]})
     return text
 
 
 def _validate_source(text: str) -> str | None:
-    return _validate_name(text, names_text=True)
+    return _validate_name(text, is_text_file=True)
 
 
 FileName = AfterValidator(_validate_name)
@@ -317,7 +317,7 @@ class Recipe(Section):
     apply stochastic rounding to bf16 weights. `adamw_torch_fused` is torch's own kernel: states in the dtype of the
     weights (8 bytes per parameter with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are
     lost."""
-    optim_implementation: Annotated[OptimizerCode, Field(examples=["auto"])] = "auto"
+    optim_implementation: Annotated[OptimizerImplementation, Field(examples=["auto"])] = "auto"
     """Implementation of `adamw_8bit`: `reference` uses torch operations on any device, `triton` is one kernel for all
     parameters on a CUDA GPU, `triton_exact` is bitwise identical to the reference and slower. `auto` selects one when
     the run starts, prints it and records it in the run folder. The states are the same for all."""
@@ -457,7 +457,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Recipe:
-        found = problems(self)
+        found = find_violations(self)
         if found:
             raise PydanticCustomError("recipe_rules", "{text}", {"text": "; ".join(found), "problems": found})
         return self

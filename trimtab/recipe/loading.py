@@ -16,7 +16,7 @@ from trimtab.facts.run_layout import CHECKPOINTS
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
 from trimtab.recipe.renamed import current_path, rename_keys
-from trimtab.recipe.shipped import shipped
+from trimtab.recipe.shipped import shipped_recipes
 from trimtab.recipe.yaml_text import Path, read, write
 
 PAIRS = {
@@ -37,7 +37,7 @@ def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
     Example:
         >>> recipe = load("recipes/smollm2-135m-math.yaml", ["learning_rate=1e-4"])  # doctest: +SKIP
     """
-    file, ours = path_of(path, "the recipe"), shipped()
+    file, ours = path_of(path, "the recipe"), shipped_recipes()
     if not file.exists() and str(path) in ours:
         file = ours[str(path)]
     try:

@@ -32,7 +32,7 @@ TEMPLATE_NAMES = (
 """Variables that every chat template receives from the rows, from trimtab or from Jinja."""
 
 
-def problems(recipe: Recipe) -> list[str]:
+def find_violations(recipe: Recipe) -> list[str]:
     """Returns one sentence, `cause; remedy`, for each violated constraint."""
     return [
         *_num_steps(recipe),

@@ -26,7 +26,7 @@ from trimtab.model.families.config_json import read_model_json
 from trimtab.model.source import read_shape_for_planning
 from trimtab.plan import Plan, make_plan
 from trimtab.recipe import Recipe, build, load, loads
-from trimtab.recipe.shipped import shipped
+from trimtab.recipe.shipped import shipped_recipes
 from trimtab.run.device import detect, threads
 from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
 from trimtab.run.prepare import (
@@ -179,7 +179,7 @@ def is_recipe(target: str) -> bool:
     if unusable_name(target) is not None:
         return True  # loading it raises an error that explains the name
     path = Path(target).expanduser()
-    if path.suffix.lower() in (".yaml", ".yml") or target in shipped():
+    if path.suffix.lower() in (".yaml", ".yml") or target in shipped_recipes():
         return True
     if looks_local(target) and not path.exists():
         return path.suffix.lower() not in (".json", ".gguf")
@@ -189,7 +189,9 @@ def is_recipe(target: str) -> bool:
         return path.suffix.lower() != ".json" and not is_gguf(path)
     if "/" in target or find_model(target) is not None:
         return False
-    return bool(difflib.get_close_matches(target, shipped(), n=1, cutoff=0.7)) or not suggest_models(target)
+    return bool(difflib.get_close_matches(target, shipped_recipes(), n=1, cutoff=0.7)) or not suggest_models(
+        target
+    )
 
 
 def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:

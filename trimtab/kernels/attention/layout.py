@@ -220,7 +220,7 @@ class Layout:
                 "with a key/value cache give the documents of all keys, or Layout.causal()",
             )
 
-    def ready(
+    def as_prepared(
         self,
         impl: str,
         device: torch.device | str,
@@ -237,7 +237,7 @@ class Layout:
         them. A prepared layout is tensors and a flag, so that other lengths and documents do not recompile.
 
         Example:
-            >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).ready("triton", "cpu", 3)
+            >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).as_prepared("triton", "cpu", 3)
             >>> ready.prepare("triton", "cpu", 3).first_BT
             tensor([[0, 0, 2]], dtype=torch.int32)
         """
@@ -343,7 +343,7 @@ class Layout:
 
 
 class PreparedLayout(Layout):
-    """A layout with a single prepared form (`Layout.ready`), for one backend, window and length."""
+    """A layout with a single prepared form (`Layout.as_prepared`), for one backend, window and length."""
 
     def __init__(self, form: Any, documents_BT: torch.Tensor | None) -> None:
         super().__init__(documents_BT)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.model.families import llama, mistral, qwen2, qwen3
 from trimtab.model.families.base import Family
 from trimtab.model.families.config_json import HARMLESS, ConfigValues, check_supported, common_keys
@@ -91,7 +91,7 @@ def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, Confi
     found = FAMILIES[name]
     values = ConfigValues({**found.defaults, **config}, where)
     check_supported(values)
-    return check(found.describe(values)), values, found
+    return check_shape(found.describe(values)), values, found
 
 
 def config_from_shape(

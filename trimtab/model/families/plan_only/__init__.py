@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.model.families.config_json import ConfigValues
 from trimtab.model.families.plan_only import (
     deepseek,
@@ -58,7 +58,7 @@ def plan_only_shape(config: Mapping[str, Any], where: str = "config.json") -> Mo
         6064
     """
     family = PLAN_ONLY[str(config.get("model_type"))]
-    return check(family.describe(ConfigValues({**family.defaults, **config}, where)))
+    return check_shape(family.describe(ConfigValues({**family.defaults, **config}, where)))
 
 
 __all__ = ["PLAN_ONLY", "PlanOnlyFamily", "plan_only_shape"]
