@@ -58,7 +58,7 @@ def test_a_sink_is_a_factor_on_the_output(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sink_of_minus_infinity_is_none(place):
-    case = Case("blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False)
+    case = Case("rows fully masked", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False)
     with at(place) as device:
         *inputs, do, _ = make_inputs(case, "fp32", device)
         grads = (do, make_lse_gradient(case, "fp32", device))

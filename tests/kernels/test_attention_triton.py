@@ -156,7 +156,7 @@ def test_outputs_are_fully_written_and_inputs_unchanged(place, monkeypatch):
         out = empty(*size, **options)
         return out.fill_(torch.nan) if out.is_floating_point() else out
 
-    case = Case("blind", B=2, T=33, S=33, H=2, K=1, D=24, documents=((1, 32), (30, 3)), window=5)
+    case = Case("rows fully masked", B=2, T=33, S=33, H=2, K=1, D=24, documents=((1, 32), (30, 3)), window=5)
     with at(place) as device:
         *inputs, grad, documents_BT = make_inputs(case, "fp32", device)
         before = [x.clone() for x in (*inputs, grad)]

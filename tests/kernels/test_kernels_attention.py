@@ -359,7 +359,7 @@ def test_flex_compiles_once_for_all_lengths():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["past a tile", "packed, window", "decode several"])
+@pytest.mark.parametrize("name", ["longer than a tile", "packed, window", "decode several"])
 def test_flex_forward_on_a_cpu(name):
     case = next(c for c in CASES if c.name == name)
     for verdict in compare(case, "flex", "fp32", forward_only=True):

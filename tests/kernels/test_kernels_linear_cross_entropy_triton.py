@@ -204,7 +204,7 @@ def test_a_larger_budget_needs_fewer_products() -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deterministic(strategy: str) -> None:
-    case = next(c for c in CASES if c.name == "all at once")
+    case = next(c for c in CASES if c.name == "all options")
     with interpreter():
         first, second = (run(case, "fp16", "triton", strategy) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -332,7 +332,7 @@ CUTS = ((0, 75), (0, 30, 75), (0, 1, 2, 74, 75))
 @pytest.mark.parametrize("impl", shards.IMPLS)
 @pytest.mark.parametrize("cuts", CUTS)
 def test_shards_combine_to_the_whole_vocabulary(cuts: tuple[int, ...], impl: str) -> None:
-    case = next(c for c in CASES if c.name == "all at once")
+    case = next(c for c in CASES if c.name == "all options")
     assert cuts[-1] == case.V
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(case, "fp32")
     objective = Objective(case.label_smoothing, case.z_loss, case.softcap or 0.0)

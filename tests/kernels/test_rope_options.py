@@ -90,7 +90,7 @@ def test_any_shape(
         assert verdict, verdict
 
 
-@pytest.mark.parametrize("name", ["interleaved, partial", "all of it"])
+@pytest.mark.parametrize("name", ["interleaved, partial", "all options"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(name: str, dtype: str) -> None:
     call, made = caller(NAMED[name]), inputs(NAMED[name])
@@ -148,7 +148,7 @@ def test_the_rest_passes_through() -> None:
 
 
 def test_slices_of_one_projection() -> None:
-    case = NAMED["all of it"]
+    case = NAMED["all options"]
     made = spec.make_inputs(case, "fp32")
     fused = torch.randn(2, 3, 11, 24, requires_grad=True)
     rest = {name: made[name] for name in made if name not in ("q", "k")}
@@ -173,7 +173,7 @@ def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operators_pass_opcheck() -> None:
     ops = torch.ops.trimtab
-    plain, whole = NAMED["interleaved, partial"], NAMED["all of it"]
+    plain, whole = NAMED["interleaved, partial"], NAMED["all options"]
     with interpreted(impl_triton):
         made = inputs(plain)
         torch.library.opcheck(ops.rope, (*made.values(), False, True))
@@ -189,7 +189,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 def test_saved_tensors_are_the_declared_ones() -> None:
-    for name in ("interleaved, partial", "all of it"):
+    for name in ("interleaved, partial", "all options"):
         case, saved = NAMED[name], []
         made = inputs(case)
         with interpreter(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):  # type: ignore[arg-type,return-value]
