@@ -101,10 +101,10 @@ def test_the_16_bit_model_is_never_materialized(kind: str, dtype: str, tmp_path:
     quantize_layout(decoder, kind, device="cpu")
     with LiveBytes() as live:
         decoder.to_empty(device="cpu")
-        standing = live.now
+        allocated = live.now
         load_weights(decoder, source)
     size = storage_bytes(all_tensors(decoder).values())
-    assert size == spec_quantized.weight_bytes(DEEP, kind, dtype) == standing == live.now
+    assert size == spec_quantized.weight_bytes(DEEP, kind, dtype) == allocated == live.now
     assert live.peak <= 1.3 * size
     unquantized = storage_bytes(plain(DEEP, dtype).parameters())
     assert 1.3 * size < unquantized, "the bound is meaningful"

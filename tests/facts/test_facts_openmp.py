@@ -44,7 +44,7 @@ def test_a_wait_policy_of_the_user_is_kept(name: str) -> None:
 
 
 def test_nothing_is_set_once_torch_is_imported() -> None:
-    """It would have no effect in this process, and `doctor` would report a policy that is not in force."""
+    """The variables would have no effect in this process, but `doctor` would report them as the wait policy."""
     assert "torch" in sys.modules or __import__("torch")
     variables: dict[str, str] = {}
     assert not limit_spinning(variables)

@@ -139,8 +139,8 @@ def test_strided_inputs_and_gradients(place):
             leaves = [x.detach().requires_grad_() for x in views]
             out = call(*leaves)
             assert torch.equal(out, want[0])
-            turned = grad.transpose(1, 2).contiguous().transpose(1, 2)
-            for got, true in zip(torch.autograd.grad(out, leaves, turned), want[1:], strict=True):
+            strided_grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+            for got, true in zip(torch.autograd.grad(out, leaves, strided_grad), want[1:], strict=True):
                 assert torch.equal(got, true)
         for expanded in (torch.ones((), device=device), torch.randn(16, device=device)):
             upstream = expanded.expand_as(grad)

@@ -47,7 +47,7 @@ def assert_same(a: NF4Weight, b: NF4Weight) -> None:
         assert torch.equal(tensor, other), f"{name}: {(tensor != other).sum()} of {tensor.numel()} differ"
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def bitwise_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = torch.int32 if a.dtype == torch.float32 else torch.int16
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
@@ -149,10 +149,10 @@ def test_triton_equals_the_reference(
         assert_same(got, expected)
         for out in (torch.float32, torch.float16):
             value = nf4.dequantize(got, dtype=out, impl="triton")
-            assert same_bits(value, nf4.dequantize(expected, dtype=out))
-            turned = nf4.dequantize(got, dtype=out, transposed=True, impl="triton")
-            assert turned.is_contiguous()
-            assert same_bits(turned, value.t())
+            assert bitwise_identical(value, nf4.dequantize(expected, dtype=out))
+            transposed_value = nf4.dequantize(got, dtype=out, transposed=True, impl="triton")
+            assert transposed_value.is_contiguous()
+            assert bitwise_identical(transposed_value, value.t())
     assert torch.equal(weight, before)
 
 
@@ -164,8 +164,8 @@ def test_many_programs_many_nested_blocks_and_three_dimensions() -> None:
     with on_cpu():
         got = nf4.quantize(weight, block=32, impl="triton")
         assert_same(got, expected)
-        turned = nf4.dequantize(got, transposed=True, impl="triton")
-    assert torch.equal(turned, nf4.dequantize(expected).transpose(1, 2))
+        transposed_value = nf4.dequantize(got, transposed=True, impl="triton")
+    assert torch.equal(transposed_value, nf4.dequantize(expected).transpose(1, 2))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -318,8 +318,8 @@ def test_traces_without_a_graph_break() -> None:
     weight = nf4.quantize(torch.randn(16, 64))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        turned = nf4.dequantize(weight, transposed=True, impl="triton")
-        return nf4.matmul(x.relu(), weight, impl="triton") @ turned.t() + x
+        transposed_value = nf4.dequantize(weight, transposed=True, impl="triton")
+        return nf4.matmul(x.relu(), weight, impl="triton") @ transposed_value.t() + x
 
     with on_cpu():
         x = torch.randn(2, 64, requires_grad=True)
@@ -379,12 +379,14 @@ def test_gpu_is_bitwise_identical_to_bitsandbytes(case: tuple[tuple[int, ...], i
             assert torch.equal(entries[f"weight.{name}"].cpu(), tensor.cpu()), name
         back = bnb.dequantize_4bit(codes, theirs).view(weight.shape)
         got = nf4.dequantize(ours, impl="triton")
-        assert same_bits(got, back)
-        assert same_bits(nf4.dequantize(ours, impl="triton"), back), "launched without Triton's own launcher"
+        assert bitwise_identical(got, back)
+        assert bitwise_identical(nf4.dequantize(ours, impl="triton"), back), (
+            "launched without Triton's own launcher"
+        )
         if weight.ndim > 1:
-            turned = nf4.dequantize(ours, transposed=True, impl="triton")
-            assert same_bits(turned, back.transpose(-1, -2).contiguous())
-        assert same_bits(got, nf4.dequantize(ours.to("cpu")).cuda())
+            transposed_value = nf4.dequantize(ours, transposed=True, impl="triton")
+            assert bitwise_identical(transposed_value, back.transpose(-1, -2).contiguous())
+        assert bitwise_identical(got, nf4.dequantize(ours.to("cpu")).cuda())
 
 
 @pytest.mark.gpu
@@ -415,7 +417,7 @@ def test_gpu_more_than_2_to_the_31_elements() -> None:
     last = NF4Weight(
         tail.codes, scales[-tail.absmax.numel() :].contiguous(), tail.quant_map, tail.shape, tail.dtype, block
     )
-    assert same_bits(back[-1:], nf4.dequantize(last, impl="reference"))
+    assert bitwise_identical(back[-1:], nf4.dequantize(last, impl="reference"))
 
 
 @pytest.mark.parametrize("impl", spec.IMPLS)
@@ -427,7 +429,7 @@ def test_dequantize_into_out(impl: str, transposed: bool, double: bool) -> None:
     out = torch.empty_like(expected)
     with on_cpu() if impl == "triton" else nullcontext():
         assert nf4.dequantize(weight, transposed=transposed, out=out, impl=impl) is out
-    assert same_bits(out, expected)
+    assert bitwise_identical(out, expected)
     with pytest.raises(AssertionError):
         nf4.dequantize(weight, out=torch.empty(24, 11))
 

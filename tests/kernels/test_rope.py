@@ -190,7 +190,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     k = torch.zeros(B, T, 1, D, dtype=torch.bfloat16, device="cuda")
     q[:, -1] = 1.0
     cos, sin = torch.zeros(B, T, D // 2, device="cuda"), torch.ones(B, T, D // 2, device="cuda")
-    turned, _ = rope(q, k, cos, sin, impl="triton")
-    assert turned[:, :-1].abs().max() == 0
-    assert (turned[:, -1, :, : D // 2] == -1).all()
-    assert (turned[:, -1, :, D // 2 :] == 1).all()
+    rotated, _ = rope(q, k, cos, sin, impl="triton")
+    assert rotated[:, :-1].abs().max() == 0
+    assert (rotated[:, -1, :, : D // 2] == -1).all()
+    assert (rotated[:, -1, :, D // 2 :] == 1).all()

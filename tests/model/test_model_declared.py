@@ -33,7 +33,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
+def without_root_privileges() -> Iterator[None]:
     """Drops root's privileges inside, since root may read everything."""
     root = os.geteuid() == 0
     try:
@@ -134,6 +134,9 @@ def test_an_unreadable_file_is_not_reported_as_damaged() -> None:
         save_folder(decoder, Path(place) / "m", dtype="fp32")
         os.chmod(Path(place) / "m", 0o755)
         (Path(place) / "m" / "model.safetensors").chmod(0)
-        with as_nobody(), pytest.raises(ModelError, match=r"cannot be read .*denied.*permissions") as caught:
+        with (
+            without_root_privileges(),
+            pytest.raises(ModelError, match=r"cannot be read .*denied.*permissions") as caught,
+        ):
             check_weights(SHAPE, Path(place) / "m")
     assert "damaged" not in str(caught.value)

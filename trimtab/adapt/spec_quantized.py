@@ -247,8 +247,8 @@ def loading_peak_bytes(
     copy = max((packed_bytes(dims, kind, block=block, double=double) for dims in packed.values()), default=0)
     chunk = largest if kind == "int8" else min(largest, QUANTIZE_CHUNK)
     own = 0 if impl == "triton" else chunk * QUANTIZE_BYTES
-    standing = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
-    return standing + nbytes(dtype, largest) + copy + own
+    model_bytes = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
+    return model_bytes + nbytes(dtype, largest) + copy + own
 
 
 def _known(kind: str) -> None:

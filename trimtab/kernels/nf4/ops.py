@@ -137,7 +137,7 @@ def constants(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     """Returns the tables: the 16 values, the 256 of scales, and the quantizer's bins; created once per device, since a
     copy to the device synchronizes.
 
-    Created anew for a traced tensor: fake tensors may not mix with real ones, nor be cached.
+    Created again for each traced tensor: fake tensors may not mix with real ones, nor be cached.
     """
     plain = type(like) is torch.Tensor
     if plain and like.device in _constants:
