@@ -329,26 +329,26 @@ damaged(
 )
 
 
-def stray(folder: Path) -> None:
+def extra_file(folder: Path) -> None:
     found = load_file(folder / WEIGHTS)
-    save_file({NORM: found[NORM]}, folder / "stray.safetensors")
-    index = {**dict.fromkeys(found, WEIGHTS), "x": "stray.safetensors"}
+    save_file({NORM: found[NORM]}, folder / "extra.safetensors")
+    index = {**dict.fromkeys(found, WEIGHTS), "x": "extra.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": index}))
 
 
-def follow_stray(w: World, remedy: str) -> None:
-    assert remedy == "remove the stray file, and its name from the index"
-    (w.own() / "stray.safetensors").unlink()
+def follow_extra_file(w: World, remedy: str) -> None:
+    assert remedy == "remove the file that does not belong to this model, and its index entries"
+    (w.own() / "extra.safetensors").unlink()
     index = json.loads((w.own() / INDEX).read_text())["weight_map"]
-    kept = {name: file for name, file in index.items() if file != "stray.safetensors"}
+    kept = {name: file for name, file in index.items() if file != "extra.safetensors"}
     (w.own() / INDEX).write_text(json.dumps({"weight_map": kept}))
     decoder_of(w.own())
 
 
 case(
-    "model/weights_safetensors.py:_declared: remove the stray file, and its name from the index",
-    changed(stray),
-    follow_stray,
+    "model/weights_safetensors.py:_declared: remove the file that does not belong to this model, and its index entries",
+    changed(extra_file),
+    follow_extra_file,
 )
 
 

@@ -251,7 +251,7 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
                 if name in stored:
                     raise ModelError(
                         f"{folder}: {name} is in {stored[name].file} and in {file}",
-                        "remove the stray file, and its name from the index",
+                        "remove the file that does not belong to this model, and its index entries",
                     )
                 piece = opened.get_slice(key)
                 stored[name] = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())
