@@ -16,8 +16,8 @@ import torch
 import torch._functorch.config as settings
 
 from trimtab.facts.errors import ModelError
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.attention import Layout, attention, choose_attention, spec
-from trimtab.kernels.exactness import SHARE, judge
 from trimtab.lab.contests import Candidates, Case, Implementation, floor
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
@@ -137,9 +137,11 @@ class Inputs:
                 return f"{name} is not finite"
             for (b, g), (true, own) in zip(self.slices(), self.truth, strict=True):
                 i = known.index(name)
-                verdict = judge(name, self.cut(x, b, g), truth=true[i], reference=own[i], share=SHARE["bf16"])
-                if not verdict:
-                    return f"{name} is off by {verdict.rms_error:.2e}, allowed {verdict.rms_allowed:.2e}"
+                checked = check_accuracy(
+                    name, self.cut(x, b, g), truth=true[i], reference=own[i], tolerance=TOLERANCE["bf16"]
+                )
+                if not checked:
+                    return f"{name} is off by {checked.rms_error:.2e}, allowed {checked.rms_allowed:.2e}"
         return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels import nf4
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.nf4 import NF4Weight, spec
 from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
 
@@ -116,8 +116,10 @@ def _matmul_bench(rows: int, shape: tuple[int, int]) -> Candidates:
 
     def add(name: str, run: Callable[[], torch.Tensor], ours: bool = False) -> None:
         def check() -> str | None:
-            verdict = judge(name, run(), truth=truth, reference=reference, share=SHARE["bf16"])
-            return None if verdict else str(verdict)
+            checked = check_accuracy(
+                name, run(), truth=truth, reference=reference, tolerance=TOLERANCE["bf16"]
+            )
+            return None if checked else str(checked)
 
         contestants[name] = Implementation(run, check, ours=ours)
 

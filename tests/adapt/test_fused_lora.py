@@ -10,7 +10,7 @@ import torch
 from trimtab.adapt import workspace
 from trimtab.adapt.fused_lora import FusedLayer, lora_group
 from trimtab.adapt.quantized import QuantizedLinear
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 
 KINDS = ("plain", "nf4", "nf4 single", "int8")
 SIZES = (24, 16, 40)
@@ -79,9 +79,9 @@ def test_outputs_and_gradients(kind: str, count: int, dtype: torch.dtype) -> Non
     plain = one_by_one(x, parts, weights, grads, dtype)
     for mine, exact, reference in zip(found, truth, plain, strict=True):
         assert mine is not None
-        share = SHARE["fp32" if dtype == torch.float32 else "bf16"]
-        assert judge("", mine, truth=exact, reference=reference, share=share)
-        assert not judge("", mine * 1.01, truth=exact, reference=exact, share=share)
+        tolerance = TOLERANCE["fp32" if dtype == torch.float32 else "bf16"]
+        assert check_accuracy("", mine, truth=exact, reference=reference, tolerance=tolerance)
+        assert not check_accuracy("", mine * 1.01, truth=exact, reference=exact, tolerance=tolerance)
 
 
 def test_x_without_gradient_skips_its_product() -> None:
@@ -192,7 +192,7 @@ def test_on_a_gpu(kind: str, rows: int) -> None:
     truth = one_by_one(x, parts, weights, grads, torch.float64)
     plain = one_by_one(x, parts, weights, grads, torch.bfloat16)
     for mine, exact, reference in zip(found, truth, plain, strict=True):
-        assert judge("", mine, truth=exact, reference=reference, share=SHARE["bf16"])
+        assert check_accuracy("", mine, truth=exact, reference=reference, tolerance=TOLERANCE["bf16"])
 
 
 @GPU

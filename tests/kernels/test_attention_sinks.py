@@ -19,8 +19,8 @@ SMALL = Case("small", B=1, T=10, S=10, H=2, K=1, D=16, documents=((4, 6),), sink
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda c: c.name)
 def test_the_reference_is_exact(case):
     for dtype in ("fp64", "fp32"):
-        for verdict in compare(case, "reference", dtype):
-            assert verdict, (dtype, verdict)
+        for checked in compare(case, "reference", dtype):
+            assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -28,15 +28,15 @@ def test_the_reference_is_exact(case):
 def test_triton_is_exact(case, place):
     with at(place) as device:
         for dtype in dtypes_at(place):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_one_percent_error_fails(dtype):
-    verdicts = compare(CHOSEN[2], "reference", dtype, factor=1.01)
-    assert len(verdicts) == 6
-    assert not any(verdicts), verdicts
+    accuracy_checks = compare(CHOSEN[2], "reference", dtype, factor=1.01)
+    assert len(accuracy_checks) == 6
+    assert not any(accuracy_checks), accuracy_checks
 
 
 @pytest.mark.parametrize("place", PLACES)

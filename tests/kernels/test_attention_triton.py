@@ -44,8 +44,8 @@ def at(place):
 def test_exact(case, place):
     with at(place) as device:
         for dtype in ("fp32", "fp16") if place == "interpreter" else ("fp32", "fp16", "bf16"):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -63,8 +63,8 @@ def test_head_sizes(D, place):
     case = Case("heads", B=1, T=70, S=70, H=3, K=1, D=D, window=50, documents=((41, 29),))
     with at(place) as device:
         for dtype in ("fp32",) if place == "interpreter" else ("fp32", "fp16", "bf16"):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 lengths = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), min_size=1, max_size=2)
@@ -83,8 +83,8 @@ def test_random_packed_shapes(lengths, heads, window, softcap, D):
     rows = tuple((*row, T - sum(row)) if sum(row) < T else tuple(row) for row in lengths)
     case = Case("drawn", len(rows), T, T, *heads, D, window, rows, softcap=softcap)
     with at("interpreter") as device:
-        for verdict in compare(case, "triton", "fp32", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp32", device):
+            assert checked, checked
 
 
 @settings(max_examples=10, deadline=None)
@@ -99,8 +99,8 @@ def test_random_packed_shapes(lengths, heads, window, softcap, D):
 def test_random_lengths(T, S, heads, window):
     case = Case("drawn", 2, T, S, *heads, 16, window)
     with at("interpreter") as device:
-        for verdict in compare(case, "triton", "fp32", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp32", device):
+            assert checked, checked
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -293,8 +293,8 @@ def test_descriptors_and_pointers_are_bitwise_identical(monkeypatch):
     with at("interpreter") as device:
         *inputs, grad, documents_BT = make_inputs(case, "fp16", device)
         described = run(by_impl(case, documents_BT, "triton"), inputs, grad)
-        for verdict in compare(case, "triton", "fp16", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp16", device):
+            assert checked, checked
         monkeypatch.setattr(launch_triton, "_supports_tma", lambda x: False)
         pointed = run(by_impl(case, documents_BT, "triton"), inputs, grad)
     assert all(torch.equal(x, y) for x, y in zip(described, pointed, strict=True))

@@ -13,7 +13,7 @@ from kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import int8
-from trimtab.kernels.exactness import judge
+from trimtab.kernels.accuracy import check_accuracy
 from trimtab.kernels.int8 import Int8Tensor, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN, as intended
@@ -155,8 +155,8 @@ def test_strides_and_wrong_arguments() -> None:
 def test_one_percent_error_fails() -> None:
     x = spec.make_inputs(((64, 128), 32))
     back = int8.dequantize(int8.quantize(x))
-    assert judge("x", back, truth=x.double(), reference=back, share=4e-6)
-    assert not judge("x", back * 1.01, truth=x.double(), reference=back, share=4e-6)
+    assert check_accuracy("x", back, truth=x.double(), reference=back, tolerance=4e-6)
+    assert not check_accuracy("x", back * 1.01, truth=x.double(), reference=back, tolerance=4e-6)
 
 
 def test_operators_pass_opcheck_and_trace_without_a_graph_break() -> None:

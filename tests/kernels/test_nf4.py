@@ -14,7 +14,7 @@ from kernels.triton_tools import interpreted
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import nf4
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.nf4 import NF4Weight, ops, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, as intended
@@ -255,16 +255,18 @@ def product_and_gradient(
     return out.detach(), gradient
 
 
-def judge_matmul(x: torch.Tensor, weight: NF4Weight, grad: torch.Tensor, dtype: str) -> None:
-    """Output and gradient of the Triton version against fp64, allowing the reference's own error and a share."""
+def check_matmul(x: torch.Tensor, weight: NF4Weight, grad: torch.Tensor, dtype: str) -> None:
+    """Output and gradient of the Triton version against fp64, allowing the reference's own error and a tolerance."""
     wide = nf4.dequantize(weight, dtype=x.dtype, impl="reference").double()
     truths = x.double() @ wide.t(), grad.double() @ wide
     references = product_and_gradient(x, weight, grad, "reference")
     results = product_and_gradient(x, weight, grad, "triton")
     for name, got, truth, reference in zip(("out", "grad"), results, truths, references, strict=True):
-        verdict = judge(name, got, truth=truth, reference=reference, share=SHARE[dtype])
-        assert verdict, verdict
-        assert not judge(name, reference * 1.01, truth=truth, reference=reference, share=SHARE[dtype])
+        checked = check_accuracy(name, got, truth=truth, reference=reference, tolerance=TOLERANCE[dtype])
+        assert checked, checked
+        assert not check_accuracy(
+            name, reference * 1.01, truth=truth, reference=reference, tolerance=TOLERANCE[dtype]
+        )
 
 
 @settings(max_examples=8, deadline=None)
@@ -281,7 +283,7 @@ def test_matmul_is_exact(rows: int, features: tuple[int, int], double: bool, blo
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, in_features, generator=generator)
     with on_cpu():
-        judge_matmul(x, weight, torch.randn(rows, out_features, generator=generator), "fp32")
+        check_matmul(x, weight, torch.randn(rows, out_features, generator=generator), "fp32")
 
 
 def test_matmul_with_strides_and_broadcast_gradients() -> None:
@@ -289,8 +291,8 @@ def test_matmul_with_strides_and_broadcast_gradients() -> None:
     x = torch.randn(64, 3, 2).permute(2, 1, 0)
     grad = torch.randn(1, 1, 24).expand(2, 3, 24)
     with on_cpu():
-        judge_matmul(x, weight, grad, "fp32")
-        judge_matmul(torch.randn(64), weight, torch.ones(()).expand(24), "fp32")
+        check_matmul(x, weight, grad, "fp32")
+        check_matmul(torch.randn(64), weight, torch.ones(()).expand(24), "fp32")
         again = [nf4.matmul(x, weight, impl="triton") for _ in range(2)]
     assert torch.equal(*again)
 
@@ -396,7 +398,7 @@ def test_gpu_is_bitwise_identical_to_bitsandbytes(case: tuple[tuple[int, ...], i
 def test_gpu_matmul_is_exact(rows: int, dtype: str) -> None:
     weight = nf4.quantize(torch.randn(1000, 1096, device="cuda", dtype=DTYPES[dtype]))
     x = torch.randn(rows, 1096, device="cuda", dtype=DTYPES[dtype])
-    judge_matmul(x, weight, torch.randn(rows, 1000, device="cuda", dtype=DTYPES[dtype]), dtype)
+    check_matmul(x, weight, torch.randn(rows, 1000, device="cuda", dtype=DTYPES[dtype]), dtype)
 
 
 @pytest.mark.gpu
