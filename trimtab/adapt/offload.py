@@ -79,9 +79,9 @@ class HostStore:
         return layer
 
     def _offload(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_OffloadedTensor]:
-        sent = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
-        layer.members += [weakref.ref(tensor) for tensor in sent]
-        return sent
+        offloaded = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
+        layer.members += [weakref.ref(tensor) for tensor in offloaded]
+        return offloaded
 
     def _acquire_buffer(self, num_bytes: int) -> _Pinned:
         """Returns a pinned buffer of at least this size; the copy stream waits until its last use is over."""

@@ -93,9 +93,9 @@ def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     if missing:
         raise other_base_error(found, f"it has weights for {missing[0]}, and this model has no such module")
     known = targets.modules(shape)
-    strange = [name for name in found.settings.modules_to_save if name not in known]
-    if strange:
-        raise other_base_error(found, f"it replaces {strange[0]}, and this model has no such module")
+    unknown = [name for name in found.settings.modules_to_save if name not in known]
+    if unknown:
+        raise other_base_error(found, f"it replaces {unknown[0]}, and this model has no such module")
     try:
         adapted = resolve_targets(shape, found.settings)
     except RecipeError as error:
@@ -120,15 +120,17 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
     named = targets.matching_names(there, found.named)
     # Fully trained modules have no adapter, even if target_modules names them.
     kept = {*found.ranks, *(name.removesuffix(".weight") for name in found.saved_modules)}
-    lacking = [name for name in there if name in named and name not in kept]
-    if not lacking:
+    missing = [name for name in there if name in named and name not in kept]
+    if not missing:
         return
     layers = {_layer(name) for name in found.ranks} - {None}
-    if not {_layer(name) for name in lacking} & {None, *layers}:
-        here = shape.num_layers
-        raise other_base_error(found, f"it has weights for {len(layers)} layers, and this model has {here}")
+    if not {_layer(name) for name in missing} & {None, *layers}:
+        num_layers = shape.num_layers
+        raise other_base_error(
+            found, f"it has weights for {len(layers)} layers, and this model has {num_layers}"
+        )
     raise ModelError(
-        f"{found.folder / WEIGHTS} has no {lacking[0]}, which {CONFIG} names", "download the adapter again"
+        f"{found.folder / WEIGHTS} has no {missing[0]}, which {CONFIG} names", "download the adapter again"
     )
 
 

@@ -271,18 +271,18 @@ class QuantizedLinear(nn.Module):
             found = ("nf4", tuple(weight.shape), weight.block, nested)
         else:
             found = ("int8", tuple(weight.codes.shape), 0, 0)
-        mine = self.packed_layout
-        if found[3] != mine.nested_block and found[3] and mine.nested_block:
+        own_layout = self.packed_layout
+        if found[3] != own_layout.nested_block and found[3] and own_layout.nested_block:
             raise ModelError(
                 f"bitsandbytes wrote its 8-bit scales with nested_blocksize {found[3]}; only its default, "
-                f"{mine.nested_block}, can be loaded packed",
+                f"{own_layout.nested_block}, can be loaded packed",
                 "quantize the original weights again, or omit load_in_4bit: the weights are then loaded "
                 "dequantized",
             )
-        if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
+        if found != (own_layout.kind, own_layout.shape, own_layout.block, own_layout.nested_block):
             raise ModelError(
                 f"a weight in {_describe(*found)} does not fit a layer in "
-                f"{_describe(mine.kind, mine.shape, mine.block, mine.nested_block)}",
+                f"{_describe(own_layout.kind, own_layout.shape, own_layout.block, own_layout.nested_block)}",
                 "quantize the original weights again, or quantize the model as in its files",
             )
 

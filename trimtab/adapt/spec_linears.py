@@ -87,12 +87,12 @@ class AdaptedProjections:
         """Declares a layer without an adapter. A quantized layer saves no activation, and adds its bias afterwards."""
         if self.quantization is None:
             return linear_operation(linear, group.input, y, run, group)
-        bare = product(linear, group.input, y, run, group)
+        linear_product = product(linear, group.input, y, run, group)
         return dataclasses.replace(
-            bare,
-            forward=self._pass([], [bare], run),
+            linear_product,
+            forward=self._pass([], [linear_product], run),
             backward=dataclasses.replace(
-                self._pass([], [bare], run, backward=True), scratch=bare.backward.scratch
+                self._pass([], [linear_product], run, backward=True), scratch=linear_product.backward.scratch
             ),
             results=(Result(_unbiased(linear, y)),),
             gradients=run.gradients(f"{linear.name}.bias"),
@@ -175,7 +175,7 @@ class AdaptedProjections:
         base = run.activation(f"{linear.name}.base", linear.out_features, group.part)
         saved = [Saved(read, every), Saved(h, every)]
         results = [Result(base), Result(h, "adapter_a")]
-        bare = product(linear, x, y, run, group)
+        linear_product = product(linear, x, y, run, group)
         plain_product = self.quantization is None and (self.lora.lora_dropout > 0 or not self.lora.use_dora)
         if run.autocast and plain_product:  # an nn.Linear product, separate from the adapter's
             saved.append(Saved(weight_cast(linear, run, group.part), frozenset({x.name})))
@@ -187,12 +187,14 @@ class AdaptedProjections:
             results.append(
                 Result(Activation(f"{linear.name}.row_products", products, group.part), "adapter_a")
             )
-        scratch = bare.backward.scratch + self._separate_scratch(linear, run)
+        scratch = linear_product.backward.scratch + self._separate_scratch(linear, run)
         extra = self._elementwise(linear, run)
-        forward = self._pass([*extra, *_adapter_forward([layer], run)], [bare], run)
-        backward = self._pass([*extra, *_adapter_backward([layer], run)], [bare], run, backward=True)
+        forward = self._pass([*extra, *_adapter_forward([layer], run)], [linear_product], run)
+        backward = self._pass(
+            [*extra, *_adapter_backward([layer], run)], [linear_product], run, backward=True
+        )
         return dataclasses.replace(
-            bare,
+            linear_product,
             saved=tuple(saved),
             gradients=layer.factors,
             forward=dataclasses.replace(forward, scratch=self._forward_scratch(linear, run)),
@@ -206,20 +208,20 @@ class AdaptedProjections:
         assert self.lora is not None
         N, width = run.num_tokens, BYTES[run.dtype]
         dx, dy = N * linear.in_features * width, N * linear.out_features * width
-        apart = 0
+        adapter_scratch = 0
         if self.lora.lora_dropout:
             # The adapter's gradient of the input before its mask, plus the words of the mask or the masked gradient.
             elements = N * linear.in_features
             words = min(elements, DROPOUT_CHUNK) * WORD_BYTES
-            apart = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
+            adapter_scratch = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
         elif self.quantization is not None:
-            apart = dx  # of the adapter, in addition to that of the packed weight
+            adapter_scratch = dx  # of the adapter, in addition to that of the packed weight
         if not self.lora.use_dora:
-            return apart
+            return adapter_scratch
         # The gradient of the unscaled output plus that of the scales, a product of the same size; or, if the gradient
         # of the output stays alive (as part of the residual stream's), that gradient plus those of the input.
-        stays = dy if linear.split == "row" else 0
-        return max(2 * dy - dx, stays + apart, 0)
+        residual_gradient = dy if linear.split == "row" else 0
+        return max(2 * dy - dx, residual_gradient + adapter_scratch, 0)
 
     def _forward_scratch(self, linear: Linear, run: Execution) -> int:
         """Bytes of temporary buffers in the forward pass: the base product, hash words of a mask or the dropped input;

@@ -71,10 +71,10 @@ def check_parameter_names(names: Iterable[str], known: Collection[str]) -> None:
     """
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            similar = difflib.get_close_matches(str(name), known, n=1)
             raise ModelError(
                 f"the model has no parameter {name!r}",
-                f"did you mean {near[0]!r}?" if near else "`ModelShape.parameters()` lists their names",
+                f"did you mean {similar[0]!r}?" if similar else "`ModelShape.parameters()` lists their names",
             )
 
 

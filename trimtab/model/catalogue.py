@@ -156,9 +156,11 @@ def parse_catalogue(text: str) -> tuple[CatalogueEntry, ...]:
             "install trimtab again",
         ) from err
     names = [name.lower() for entry in entries for name in (entry.name, *entry.aliases)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ModelError(f"the catalogue of models ({DATA}) names {twice[0]} twice", "install trimtab again")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ModelError(
+            f"the catalogue of models ({DATA}) names {duplicates[0]} twice", "install trimtab again"
+        )
     return entries
 
 

@@ -63,8 +63,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         skip: torch.Tensor | None,
     ) -> None:
         """Updates one parameter, for `OptimizerInBackward`; `lr` as in `step`."""
-        alone = {**group, "params": [param], "param_names": [name]}
-        self._update(alone, group_learning_rate(group, lr), grad_scale, skip)
+        group_of_one = {**group, "params": [param], "param_names": [name]}
+        self._update(group_of_one, group_learning_rate(group, lr), grad_scale, skip)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for group in self.param_groups:

@@ -110,8 +110,8 @@ def _hook(steps: weakref.ref[OptimizerInBackward], name: str) -> Any:
     collector: a strong reference to the optimizer would keep all weights alive forever."""
 
     def update(param: torch.Tensor) -> None:
-        alive = steps()
-        if alive is not None:
-            alive._apply_gradient(name, param)
+        optimizer = steps()
+        if optimizer is not None:
+            optimizer._apply_gradient(name, param)
 
     return update

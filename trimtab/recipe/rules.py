@@ -184,10 +184,10 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     if limit is not None and not parse_bytes(limit) and parse_share(limit) is None:
         yield _not_a_limit(limit)
     if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
-        wish = "block" if recipe.gradient_checkpointing else "none"
-        how = "are both given" if named == [wish] else "contradict each other"
+        same = "block" if recipe.gradient_checkpointing else "none"
+        how = "are both given" if named == [same] else "contradict each other"
         yield (
-            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} (recompute: {wish}) and recompute: "
+            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} (recompute: {same}) and recompute: "
             f"{recipe.recompute} {how}; keep one of them: set gradient_checkpointing=null or recompute=null"
         )
     yield from _tiles(recipe)

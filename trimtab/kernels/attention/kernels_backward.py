@@ -32,8 +32,8 @@ from trimtab.kernels.attention.kernels_forward import (
 def weights(s, lse, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
     """p = exp(score − lse) from the raw products q · k, and the soft cap's factor on their gradient (1 without one)."""
     if SOFTCAP:
-        bent = tanh(s * inner)
-        return tl.exp2(bent * outer - lse), 1.0 - bent * bent
+        tanh_s = tanh(s * inner)
+        return tl.exp2(tanh_s * outer - lse), 1.0 - tanh_s * tanh_s
     else:
         return tl.exp2(s * inner - lse), 1.0
 
@@ -62,11 +62,11 @@ def query_gradient(  # type: ignore[no-untyped-def]
     v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    p, bend = weights(s, lse[:, None], inner, outer, SOFTCAP)
+    p, cap_slope = weights(s, lse[:, None], inner, outer, SOFTCAP)
     if MASKED:
         j = n + tl.arange(0, BN)
         p = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), p, 0.0)
-    ds = p * (dp - delta[:, None]) * bend
+    ds = p * (dp - delta[:, None]) * cap_slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -95,8 +95,8 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
         row = tl.cast(j, tl.int64)
         k = one_row(k_ptr + row * stride_k, D, DP)[None, :]
         dp = tl.sum(do * one_row(v_ptr + row * stride_v, D, DP)[None, :], 1)
-        p, bend = weights(tl.sum(q * k, 1), lse, inner, outer, SOFTCAP)
-        ds = p * (dp - delta) * bend
+        p, cap_slope = weights(tl.sum(q * k, 1), lse, inner, outer, SOFTCAP)
+        ds = p * (dp - delta) * cap_slope
         dq += tl.where(((j >= first) & (j < end))[:, None], ds[:, None] * k, 0.0)
     tl.debug_barrier()
     store_rows(dq_ptr, dq * scale, r, R, H * D, G, D, DP)
@@ -215,13 +215,13 @@ def key_gradients(  # type: ignore[no-untyped-def]
     vector = t0.to(tl.int64) * H + (t * H + h)
     lse = load_lse(lse_ptr + vector)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    p, bend = weights(s, lse[None, :], inner, outer, SOFTCAP)
+    p, cap_slope = weights(s, lse[None, :], inner, outer, SOFTCAP)
     if MASKED:
         i = r // G + shift
         p = tl.where((i[None, :] >= i_first[:, None]) & (i[None, :] <= i_last[:, None]), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    ds = p * (dp - tl.load(delta_ptr + vector)[None, :]) * bend
+    ds = p * (dp - tl.load(delta_ptr + vector)[None, :]) * cap_slope
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
@@ -275,8 +275,8 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
             vector = (b * num_queries + t) * H + g * G + h
             q = one_row(q_ptr + t * stride_qt + h * stride_qh, D, DP)[None, :]
             do = one_row(do_ptr + t * stride_dt + h * stride_dh, D, DP)[None, :]
-            p, bend = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
-            ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * bend
+            p, cap_slope = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
+            ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * cap_slope
             seen = ((i >= i_first) & (i <= i_last))[:, None]
             dv += tl.where(seen, p[:, None] * do, 0.0)
             dk += tl.where(seen, ds[:, None] * q, 0.0)

@@ -65,8 +65,8 @@ class Bounds:
 
 def effective_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
     """Returns the window, or None if it masks no key of any query."""
-    reach = offset + T if causal else max(offset + T, S - offset)
-    return None if window is None or window >= reach else window
+    max_distance = offset + T if causal else max(offset + T, S - offset)
+    return None if window is None or window >= max_distance else window
 
 
 class Layout:

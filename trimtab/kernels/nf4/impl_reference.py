@@ -131,8 +131,8 @@ def dequantize(
     count = 1
     for size in shape:
         count *= size
-    straight = out is not None and not transposed
-    out_N = out.view(-1) if out is not None and straight else codes.new_empty(count, dtype=dtype)
+    direct = out is not None and not transposed
+    out_N = out.view(-1) if out is not None and direct else codes.new_empty(count, dtype=dtype)
     # Looks up a byte's two values at once: a third of the time of shifting and masking on a CPU.
     pair_256_2 = torch.stack((quant_map.repeat_interleave(16), quant_map.repeat(16)), 1)
     for start in range(0, count, CACHED):
