@@ -54,7 +54,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> MergeResult:
     if not active_adapters(decoder):
         raise RecipeError("there is no adapter to merge", "give a run trained with `lora`, or an adapter")
     layers = list(adapted_layers(decoder))
-    changed, elements = _replaced(decoder, dtype)
+    changed, elements = _count_replaced(decoder, dtype)
     for layer in layers:
         merged = merged_weight(layer)
         base = layer.dense_weight(merged.dtype)
@@ -88,7 +88,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> MergeResult:
     return MergeResult(len(layers), changed, elements)
 
 
-def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
+def _count_replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
     """Counts elements of the modules that active adapters fully replace: (those that differ in a dtype, all)."""
     parameters, changed, elements = dict(decoder.named_parameters()), 0, 0
     for name, base in replaced_modules(decoder).items():

@@ -53,7 +53,7 @@ def _is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _is_names(value: Any) -> bool:
+def _is_name_or_names(value: Any) -> bool:
     return _is_text(value) or NAMES.fits(value)
 
 
@@ -89,7 +89,7 @@ _KEYS = {
     "use_dora": _Key(None, _or_null(BOOLEAN)),
     "rank_pattern": _Key(None, _by_module(RANK, "integers, 1 or more,")),
     "alpha_pattern": _Key(None, _by_module(ANY_ALPHA, "finite numbers other than 0")),
-    "target_modules": _Key(None, Rule(_is_names, "a text, a list of texts or null")),
+    "target_modules": _Key(None, Rule(_is_name_or_names, "a text, a list of texts or null")),
     "base_model_name_or_path": _Key(None, Rule(_is_text, "a text or null")),
 }
 

@@ -169,11 +169,11 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
     return dx, *(None,) * (NUM_PACKED + 1)
 
 
-def _backward_again(ctx: Any, grad: torch.Tensor) -> Any:
+def _double_backward(ctx: Any, grad: torch.Tensor) -> Any:
     """Second derivative: the derivative of grad · W with respect to grad is a product with Wᵀ."""
     back = torch.ops.trimtab.packed_linear(grad, *ctx.saved_tensors, ctx.packed_layout)
     return back, *(None,) * (NUM_PACKED + 1)
 
 
 torch.library.register_autograd("trimtab::packed_linear", _backward, setup_context=_save)
-torch.library.register_autograd("trimtab::packed_linear_gradient", _backward_again, setup_context=_save)
+torch.library.register_autograd("trimtab::packed_linear_gradient", _double_backward, setup_context=_save)

@@ -141,10 +141,12 @@ def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
 
 
 def _selective_contexts(policy: str) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_decide, policy))
+    return create_selective_checkpoint_contexts(functools.partial(_checkpoint_policy, policy))
 
 
-def _decide(policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _checkpoint_policy(
+    policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     saved = _is_saved(policy, operator)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -27,7 +27,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_names(value: Any) -> bool:
+def _is_name_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
@@ -36,9 +36,9 @@ ANY_ALPHA = Rule(lambda value: _is_number(value) and value != 0, "a finite numbe
 POSITIVE_ALPHA = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
 PROBABILITY = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1")
 BOOLEAN = Rule(lambda value: isinstance(value, bool), "true or false")
-NAMES = Rule(_is_names, "a list or tuple of module names")
+NAMES = Rule(_is_name_list, "a list or tuple of module names")
 TARGETS = Rule(
-    lambda value: bool(value) and (isinstance(value, str) or _is_names(value)),
+    lambda value: bool(value) and (isinstance(value, str) or _is_name_list(value)),
     "all-linear, a regular expression, or a list or tuple of module names",
 )
 DTYPE = Rule(lambda value: value in ("fp32", "bf16"), "fp32 or bf16")

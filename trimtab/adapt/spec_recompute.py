@@ -172,12 +172,12 @@ def last_recomputed(block: DeclaredBlock, policy: str) -> int:
     if block.tile and policy not in IN_HALVES:
         wanted.add(ATTENTION_RESIDUAL)
     return max(
-        (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced(operation))),
+        (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced_names(operation))),
         default=-1,
     )
 
 
-def _produced(operation: Operation) -> set[str]:
+def _produced_names(operation: Operation) -> set[str]:
     """Names of the activations that an operation produces: its outputs and its saved tensors."""
     read = set() if operation.saves_results else {x.name for x in operation.inputs}
     own = {saved.activation.name for saved in operation.saved} - read

@@ -26,7 +26,7 @@ def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], 
     if base.vocab_size == decoder.shape.vocab_size:
         load()
         return
-    with _smaller(decoder, base):
+    with _without_new_rows(decoder, base):
         load()
     with torch.no_grad():
         for module in _tables(decoder):
@@ -38,7 +38,7 @@ def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], 
 
 
 @contextmanager
-def _smaller(decoder: Decoder, base: ModelShape) -> Iterator[None]:
+def _without_new_rows(decoder: Decoder, base: ModelShape) -> Iterator[None]:
     """Temporarily replaces embedding and head by views of their first rows."""
     shape, whole = decoder.shape, {module: module._parameters["weight"] for module in _tables(decoder)}
     try:

@@ -49,7 +49,7 @@ class Member:
         count = rows * blocks if self.is_8bit else self.param.numel()
         return [*addresses, *[0] * (5 - len(addresses)), count, columns, self.offset]
 
-    def whole(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether all blocks are full and rows begin at multiples of 16 bytes, so that loads need no masks."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
@@ -197,7 +197,7 @@ class Table:
         together: dict[tuple[bool, torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (m, kind) in enumerate(zip(self.members, kinds, strict=True)):
             if kind is not None:
-                key = (m.is_8bit, m.param.dtype, kind[0], m.whole() and kind[1], m.width())
+                key = (m.is_8bit, m.param.dtype, kind[0], m.is_aligned() and kind[1], m.width())
                 together.setdefault(key, []).append(i)
         self.launches = [
             Launch(*key, torch.from_numpy(self._tiles(ids, key[4])).to(self.device))

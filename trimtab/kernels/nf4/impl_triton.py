@@ -266,7 +266,7 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-def from_block(
+def nested_scales_from(
     nested_absmax_J: torch.Tensor | None, nested_block: int, first_block: int
 ) -> tuple[torch.Tensor | None, int]:
     """The nested scales of a slice that begins with `first_block` of its tensor, and the slice's start within the first
@@ -355,7 +355,7 @@ def dequantize(
     # the codes are loaded as 32-bit words; an unaligned tensor (a view into a file) is read by bytes
     by_word = (shape[-2] if transposed else count) % 8 == 0 and codes.data_ptr() % 4 == 0
     packed = codes.view(torch.int32) if by_word else codes
-    nested_absmax_J, nested_start = from_block(nested_absmax_J, nested_block, first_block)
+    nested_absmax_J, nested_start = nested_scales_from(nested_absmax_J, nested_block, first_block)
     arguments = (packed, absmax_K, quant_map, nested_absmax_J, nested_quant_map, offset, out)
     logs = (block.bit_length() - 1, nested_block.bit_length() - 1, nested_absmax_J is not None, nested_start)
     with on_device_of(codes):

@@ -108,7 +108,7 @@ def matmul(
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     out_MN = torch.empty((rows, num_n), dtype=x.dtype, device=x.device)
-    nested_absmax, nested_start = impl_triton.from_block(nested_absmax, nested_block, first_block)
+    nested_absmax, nested_start = impl_triton.nested_scales_from(nested_absmax, nested_block, first_block)
     with impl_triton.on_device_of(x):
         _rows_kernel[(-(-num_n // NUM_N[rows]),)](
             x_MK,

@@ -82,7 +82,7 @@ def _angles(cos_ptr, sin_ptr, n, f, F, ROTATED: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]
+def _apply_norm_weights(  # type: ignore[no-untyped-def]
     a, b, scale, w_ptr, head, H, F,
     OFFSET: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -123,10 +123,10 @@ def _rotate(  # type: ignore[no-untyped-def]
             squares = tl.sum(a * a + b * b, axis=1)
             if ALL_HEADS:
                 scale = tl.rsqrt(tl.sum(squares, axis=0) / (2 * F * H) + eps)
-                a, b = _weigh(a, b, scale, w_ptr, head, H, F, OFFSET, ROTATED, INTERLEAVED, BF)
+                a, b = _apply_norm_weights(a, b, scale, w_ptr, head, H, F, OFFSET, ROTATED, INTERLEAVED, BF)
             else:
                 scale = tl.rsqrt(squares / (2 * F) + eps)[:, None]
-                a, b = _weigh(a, b, scale, w_ptr, 0, 1, F, OFFSET, ROTATED, INTERLEAVED, BF)
+                a, b = _apply_norm_weights(a, b, scale, w_ptr, 0, 1, F, OFFSET, ROTATED, INTERLEAVED, BF)
         row_ptr = out_ptr + head * (2 * F)
         if INTERLEAVED:
             _store_interleaved(row_ptr, head < H, a * cos - b * sin, b * cos + a * sin, F, BF)

@@ -132,7 +132,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def place(x: torch.Tensor) -> torch.Tensor:
+    def to_dtype(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
     B, T, D, R = case.B, case.T, case.D, case.R or case.D
@@ -140,8 +140,8 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     angles_BTF = (torch.arange(T)[None, :, None] + 3 * torch.arange(B)[:, None, None]) * inverse_F
     wide = torch.float64 if dtype == "fp64" else torch.float32
     inputs = {
-        "q": place(draw(B, T, case.H, D)),
-        "k": place(draw(B, T, case.K, D)),
+        "q": to_dtype(draw(B, T, case.H, D)),
+        "k": to_dtype(draw(B, T, case.K, D)),
         # rounded to fp32 in every dtype, so that the fp64 truth starts from the same values
         "cos": angles_BTF.cos().float().to(device, wide),
         "sin": angles_BTF.sin().float().to(device, wide),
@@ -149,7 +149,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     if case.norm:
         for name, heads in (("q_weight", case.H), ("k_weight", case.K)):
             weight = 1 - case.offset + 0.3 * draw(heads * D if case.all_heads else D)
-            inputs[name] = place(weight)
+            inputs[name] = to_dtype(weight)
     return inputs
 
 
