@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.kernels.adamw8bit import cases, parameters, shapes
 from trimtab.kernels.adamw8bit import new_state
-from trimtab.kernels.adamw8bit.spec import SMALL, Configuration
+from trimtab.kernels.adamw8bit.spec import MIN_8BIT_SIZE, Configuration
 from trimtab.kernels.adamw8bit.table import Member, Table
 from trimtab.lab.timing import ceilings, time_together
 
@@ -30,7 +30,7 @@ def members() -> tuple[list[Member], list[torch.Tensor | None]]:
     params = parameters(shapes(), seed=0)
     found = []
     for index, p in enumerate(params):
-        if p.numel() >= SMALL:
+        if p.numel() >= MIN_8BIT_SIZE:
             found.append(Member(p.detach(), new_state(p), index))
         else:
             zeros = torch.zeros_like(p, dtype=torch.float32)

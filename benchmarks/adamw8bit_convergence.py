@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from trimtab.kernels.adamw8bit import State8bit
 from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, Code, Format
 from trimtab.kernels.adamw8bit.impl_reference import adamw8bit_step, new_state
-from trimtab.kernels.adamw8bit.spec import SMALL
+from trimtab.kernels.adamw8bit.spec import MIN_8BIT_SIZE
 from trimtab.kernels.adamw8bit.update import apply_, moments_
 
 VOCABULARY, WIDTH, LAYERS, HEADS, LENGTH, BATCH = 256, 64, 2, 4, 48, 8
@@ -177,7 +177,7 @@ class Trained:
         self.params, self.fmt, self.count = params, fmt, 0
         self.states: list[Any] = [
             new_state(p, fmt)
-            if fmt is not None and p.numel() >= SMALL
+            if fmt is not None and p.numel() >= MIN_8BIT_SIZE
             else (torch.zeros_like(p), torch.zeros_like(p))
             for p in params
         ]

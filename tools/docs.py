@@ -45,13 +45,13 @@ _KERNELS = """\
 # Kernel benchmarks
 
 `python -m benchmarks.kernels` on a CUDA GPU: every implementation and every installed peer gets the same inputs, is
-compared with ground truth in higher precision, and is then timed alternately with the others. Contestants outside the
-allowed error are not timed. trimtab's kernels are bold.
+compared with ground truth in higher precision, and is then timed alternately with the others. Implementations outside
+the allowed error are not timed. trimtab's kernels are bold.
 
-"ms" is the median device time with a cold cache; an empty kernel takes 0.003 in this harness. "peer / this" is the time
-of the fastest exact peer divided by this one: above 1 means faster than all peers. "of floor" is the ratio of the lower
-bound to the measured time; the bound follows from the operation's bytes and FLOPs and the device's measured ceilings.
-"MiB" is the peak memory above the inputs, results included.
+"ms" is the median device time with a cold cache; an empty kernel takes 0.003 in this harness. "fastest peer / this" is
+the time of the fastest exact peer divided by this one: above 1 means faster than all peers. "lower bound / this" is the
+ratio of the lower bound to the measured time; the bound follows from the operation's bytes and FLOPs and the device's
+measured peak rates. "MiB" is the peak memory above the inputs, results included.
 
 """
 

@@ -109,6 +109,22 @@ IDIOMS = (
     _idiom("what learns", "trainable parameters", r"\bwhat (learns|is learn(t|ed))\b"),
     _idiom("is of a key", "requires …", r"\bis of `?(adamw|load_in|optim|lora)\w*"),
     _idiom("as it has it", "as in …", r"\bas \w+ has it\b"),
+    _idiom("blind", "fully masked, does not attend to", r"\bblind(ly|ness)?\b"),
+    _idiom("of nothing", "empty, zero", r"\bof nothing\b"),
+    _idiom("in silence", "silently, without a message", r"\bin silence\b"),
+    _idiom(
+        "left alone",
+        "unchanged, not modified",
+        r"\b(leav(e|es|ing)|left|lets?|stays?) (\w+ )?alone\b",
+    ),
+    _idiom("rules out", "is not possible with, excludes", r"\brul(e|es|ed|ing) (\w+ )?out\b"),
+    _idiom("exclude each other", "A does not support B", r"\bexclud(e|es|ed|ing) each other\b"),
+    _idiom("will do", "may be used, is enough", r"\b(any|either|one)( \w+)? will do\b"),
+    _idiom("more than none", "any, at least one", r"\bmore than none\b"),
+    _idiom("in vain", "without effect", r"\bin vain\b"),
+    _idiom("in force", "in effect, set", r"\bin force\b"),
+    _idiom("spells out", "write in full", r"\bspel(l|ls|led|ling|t) (\w+ )?out\b"),
+    _idiom("gets rid of", "remove, delete", r"\bg(et|ets|etting|ot) rid\b"),
 )
 
 

@@ -1,1 +1,1 @@
-"""Every operation vs. its peers: `python -m benchmarks.kernels`. One module per operation, with `cases()`."""
+"""Compares every operation with its peers: `python -m benchmarks.kernels`. One module per operation, with `cases()`."""

@@ -3,7 +3,7 @@
     python -m benchmarks.kernels [--only OP] [--out FILE.jsonl] [--commit X]
 
 Each finished case is one JSON line of the file, so that an interrupted run resumes where it stopped.
-A contestant with a wrong result is not timed, and the exit code is 1.
+An implementation with a wrong result is not timed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def all_cases(only: list[str]) -> list[Case]:
 
 
 def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure the cases without a record for this commit, device and these versions."""
+    """Measures the cases that have no record for this commit, device and these versions."""
     measured = ceilings()
     where = {**provenance("cuda", PACKAGES, options.commit), "device": measured.device}
     same = {key: where[key] for key in ("commit", "device", "versions")}
@@ -77,7 +77,7 @@ def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[
 
 
 def clean_up() -> None:
-    """Free memory, and reset torch.compile, whose recompile limit would otherwise count earlier cases."""
+    """Frees memory, and resets torch.compile, whose recompile limit would otherwise count earlier cases."""
     gc.collect()
     torch._dynamo.reset()
     torch.cuda.synchronize()  # raises after an illegal access, which invalidates all later measurements
@@ -85,16 +85,17 @@ def clean_up() -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Returns 0, 1 if a case failed or a result was wrong, 2 without a GPU or a case."""
+    """Returns the exit code: 1 if a case failed or a result was wrong, 2 if there is no GPU or no matching case, else
+    0."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n")[0])
     parser.add_argument("--only", action="append", default=[], metavar="OP", help="an operation, or op/case")
     parser.add_argument("--out", type=Path, help="data (benchmarks/results/kernels-<device>.jsonl)")
-    parser.add_argument("--commit", help="the measured commit, if this is no git checkout")
+    parser.add_argument("--commit", help="the measured commit, if this is not a git checkout")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
     parser.add_argument("--table", type=Path, metavar="FILE.jsonl", help="print a file's table and exit")
     parser.add_argument("--fresh", action="store_true", help="repeat cases that the file already has")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--budget-ms", type=float, default=100, help="device time per contestant")
+    parser.add_argument("--budget-ms", type=float, default=100, help="device time per implementation")
     options = parser.parse_args(words)
     if options.table:
         print(markdown(list(read(options.table).values())), end="")
@@ -105,7 +106,7 @@ def main(words: list[str] | None = None) -> int:
         return 0
     if not cases:
         print(
-            f"error: no case{''.join(f' {name}' for name in options.only)}; --list names them",
+            f"error: there is no case{''.join(f' {name}' for name in options.only)}; `--list` lists them",
             file=sys.stderr,
         )
         return 2

@@ -1,4 +1,4 @@
-"""Sweep of tile sizes for the Triton attention on this device; the values in `tiles.py` come from it.
+"""Times many tile sizes of the Triton attention kernels on this device; the values in `tiles.py` come from it.
 
     python -m benchmarks.kernels._attention_sweep [--warm N] [--head-dim D] [--out FILE.json]
 
@@ -55,7 +55,7 @@ BROAD = {
     "key": [(32, 64, 8, 2), (32, 64, 4, 2), (64, 64, 8, 2), (64, 64, 8, 1), (32, 64, 8, 3), (16, 64, 4, 3)],
 }
 VARIANTS = {64: NARROW, 128: WIDE, 256: BROAD}
-"""By head size."""
+"""The tiles to time, by head size."""
 
 
 class Runner:
@@ -85,7 +85,7 @@ class Runner:
         )
 
     def run(self, name: str, variant: tuple[int, ...]) -> Any:
-        """Launch the forward kernel, or both backward kernels with one of them changed."""
+        """Launches the forward kernel with these tiles, or both backward kernels, one of them with these tiles."""
         chosen = Tiles(*variant[:4])
         described = launch_triton._supports_tma
         if len(variant) > 4:
@@ -118,7 +118,7 @@ def _compile(job: tuple[Shape, str, tuple[int, ...]]) -> str | None:
 
 
 def main() -> None:
-    """Print milliseconds by shape, kernel and variant; backward times include both kernels."""
+    """Prints milliseconds by shape, kernel and tiles; a backward time is that of both kernels."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--warm", type=int, default=0)
     parser.add_argument("--head-dim", type=int, action="append", choices=list(VARIANTS))

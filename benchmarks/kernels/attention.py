@@ -16,8 +16,8 @@ import torch
 import torch._functorch.config as settings
 
 from trimtab.facts.errors import ModelError
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.attention import Layout, attention, choose_attention, spec
-from trimtab.kernels.exactness import SHARE, judge
 from trimtab.lab.contests import Candidates, Case, Implementation, floor
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
@@ -84,7 +84,7 @@ def _floor(shape: Shape, backward: bool):  # type: ignore[no-untyped-def]
 
 
 class Inputs:
-    """The inputs of all contestants of a case, and the ground truth."""
+    """The inputs that all implementations of a case get, and the ground truth."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -108,7 +108,7 @@ class Inputs:
         return [(0, 0), (self.shape.B - 1, self.shape.K - 1)]
 
     def cut(self, x: torch.Tensor, b: int, g: int) -> torch.Tensor:
-        """Slice one row and one key/value head, or the query heads that share it."""
+        """Returns a slice: one row and one key/value head, or the query heads that share it."""
         group = x.shape[2] // self.shape.K
         return x[b : b + 1, :, g * group : (g + 1) * group].detach()
 
@@ -137,14 +137,16 @@ class Inputs:
                 return f"{name} is not finite"
             for (b, g), (true, own) in zip(self.slices(), self.truth, strict=True):
                 i = known.index(name)
-                verdict = judge(name, self.cut(x, b, g), truth=true[i], reference=own[i], share=SHARE["bf16"])
-                if not verdict:
-                    return f"{name} is off by {verdict.rms_error:.2e}, allowed {verdict.rms_allowed:.2e}"
+                checked = check_accuracy(
+                    name, self.cut(x, b, g), truth=true[i], reference=own[i], tolerance=TOLERANCE["bf16"]
+                )
+                if not checked:
+                    return f"{name} is off by {checked.rms_error:.2e}, allowed {checked.rms_allowed:.2e}"
         return None
 
 
 def build(shape: Shape, backward: bool) -> Candidates:
-    """All backends that support the shape, on the same inputs."""
+    """Returns all backends that support the shape, with the same inputs."""
     # a compiled backward that overwrites saved tensors could not be timed repeatedly
     settings.donated_buffer = False
     inputs = Inputs(shape)

@@ -1,4 +1,4 @@
-"""The loss over a vocabulary with both gradients, vs. torch, torch.compile, Liger and cut-cross-entropy.
+"""The loss over a vocabulary with both gradients, compared with torch, torch.compile, Liger and cut-cross-entropy.
 
 Flat logits (an untrained model) and peaked logits (hidden states aligned with their label): some peers skip small
 values, and are fast or accurate only for one kind.
@@ -41,7 +41,7 @@ SHAPES = (
     Shape(16384, 576, 49_152, fast=1500, low=38),  # SmolLM2-135M
 )
 POINTING = 16.0
-"""Peaked: the label's logit is this much above the others', which have a standard deviation of 1."""
+"""For peaked logits: the label's logit is this much above the others', which have a standard deviation of 1."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def accumulated(inputs: Inputs, chunks: int, dtype: torch.dtype) -> Results:
 def check(
     loss: Loss, inputs: Inputs, truth: Callable[[], Results], own: Callable[[int], Results], chunks: int
 ) -> str | None:
-    """Check that the error is at most that of the plain computation with as many chunks, plus a tolerance."""
+    """Returns the first error larger than that of the plain computation with as many chunks plus a tolerance, or
+    None."""
     return disagreement(NAMES, step(loss, inputs), truth(), own(chunks), "bf16")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels import nf4
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.nf4 import NF4Weight, spec
 from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
 
@@ -26,7 +26,7 @@ def _weight(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _differing(got: torch.Tensor, truth: torch.Tensor, what: str) -> str | None:
-    """None if every bit agrees; -0.0 and 0.0 are distinguished."""
+    """Returns how many elements differ, or None if all bits are equal; -0.0 and 0.0 are different."""
     if got.element_size() == 2:
         got, truth = got.contiguous().view(torch.int16), truth.contiguous().view(torch.int16)
     wrong = int((got.reshape(-1) != truth.reshape(-1)).sum())
@@ -116,8 +116,10 @@ def _matmul_bench(rows: int, shape: tuple[int, int]) -> Candidates:
 
     def add(name: str, run: Callable[[], torch.Tensor], ours: bool = False) -> None:
         def check() -> str | None:
-            verdict = judge(name, run(), truth=truth, reference=reference, share=SHARE["bf16"])
-            return None if verdict else str(verdict)
+            checked = check_accuracy(
+                name, run(), truth=truth, reference=reference, tolerance=TOLERANCE["bf16"]
+            )
+            return None if checked else str(checked)
 
         contestants[name] = Implementation(run, check, ours=ours)
 

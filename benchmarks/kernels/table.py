@@ -8,7 +8,9 @@ from typing import Any
 from trimtab.lab.records import read_records
 from trimtab.report.document_markdown import aligned_table
 
-HEAD = ("operation", "case", "implementation", "ms", "10–90 %", "peer / this", "of floor", "MiB", "note")
+HEAD = (
+    "operation", "case", "implementation", "ms", "10–90 %", "fastest peer / this", "lower bound / this", "MiB", "note"
+)  # fmt: skip
 
 
 def read(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -27,7 +29,7 @@ def best_peer(record: dict[str, Any]) -> float | None:
 
 
 def rows(record: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Table rows of a case, fastest first; contestants without a time have a note with the reason."""
+    """Returns the table rows of a case, fastest first; implementations without a time have a note with the reason."""
     peer = best_peer(record)
     where = (record["op"], record["case"])
     if record.get("failed"):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters
-from trimtab.adapt.peft_files import own_tensors
+from trimtab.adapt.peft_files import adapter_tensors
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import build, init_weights, save_folder
 from trimtab.model.decoder import Decoder
@@ -31,7 +31,7 @@ def scatter(decoder: Decoder, adapter: str = "default", seed: int = 1, size: flo
     """Randomizes an adapter as if it were trained: nothing is zero, DoRA's magnitudes are not the base's."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in own_tensors(decoder, adapter).items():
+        for name, parameter in adapter_tensors(decoder, adapter).items():
             if "magnitude" in name:
                 parameter.mul_(1 + 0.2 * torch.rand(parameter.shape, generator=generator))
             else:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from trimtab.adapt import LoraSettings, add_lora
-from trimtab.adapt.packing import NAMES, ROW_NAMES
+from trimtab.adapt.packed_layout import NAMES, ROW_NAMES
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 
 WORLD = 2

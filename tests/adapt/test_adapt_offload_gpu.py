@@ -87,7 +87,7 @@ def test_expensive_results_are_restored_bitwise(tiles: int, policy: str) -> None
     assert free == sent.layer_context.store.host_bytes, "every buffer is free again"
 
 
-def held_after_forward(policy: str, tokens: int) -> int:
+def allocated_after_forward(policy: str, tokens: int) -> int:
     decoder = decoder_of(policy)
     step(decoder, tokens)
     decoder.zero_grad(set_to_none=True)
@@ -103,7 +103,7 @@ def held_after_forward(policy: str, tokens: int) -> int:
 def test_inputs_leave_the_device() -> None:
     tokens = 8192
     stream = tokens * SHAPE.hidden_size * 2
-    saved = held_after_forward("block", tokens) - held_after_forward("offload", tokens)
+    saved = allocated_after_forward("block", tokens) - allocated_after_forward("offload", tokens)
     # All but the last offloaded one, which is read from the device.
     assert saved == pytest.approx((SHAPE.num_layers - 1) * stream, rel=0.02)
 
@@ -188,9 +188,9 @@ def test_the_peak_memory_of_a_quantized_step_matches_the_prediction(
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    standing = torch.cuda.memory_allocated()
+    allocated_before = torch.cuda.memory_allocated()
     once()
-    measured = torch.cuda.max_memory_allocated() - standing
+    measured = torch.cuda.max_memory_allocated() - allocated_before
     memory = predict(job)
     moments = {k: v for k, v in memory.moments.items() if k.phase is not Phase.OPTIMIZER_STEP}
     # The workspace is persistent from the first step.

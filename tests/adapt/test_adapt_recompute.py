@@ -26,13 +26,13 @@ from trimtab.adapt import (
     recompute,
 )
 from trimtab.adapt import spec_recompute as recompute_spec
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.spec_recompute import (
     ATTENTION_OPERATORS,
     POLICIES,
     SAVED_PRODUCTS,
     count_policies,
-    recomputation,
+    recompute_cost,
     saved_under,
     sort_policies,
 )
@@ -110,8 +110,8 @@ def test_saved_activations_match_the_spec(policy: str, dtype: str, tiles: int) -
         assert kept == declared + bytes_around(job)
 
 
-def test_a_saved_product_may_be_thin_or_biased() -> None:
-    """Adapters' short products are cheap, biases another operator; neither changes a bit."""
+def test_policies_are_bitwise_identical_with_qkv_biases() -> None:
+    """A projection with a bias is another operator, aten::addmm, whose results the policies save too."""
     shape = uniform_shape(
         "qwen2", 128, 64, 96, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, qkv_bias=True
     )
@@ -120,12 +120,12 @@ def test_a_saved_product_may_be_thin_or_biased() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def recomputed_per_token(policy: str, tiles: int = 1) -> recompute_spec.Recomputation:
+def recomputed_per_token(policy: str, tiles: int = 1) -> recompute_spec.RecomputeCost:
     """The FLOPs that a layer of LLAMA recomputes under a policy, per token."""
     job = full_training(LLAMA, B, T, mlp_tiles=tiles)
-    again = recomputation(blocks_by_layer(job)[0], policy, num_tiles(job))
+    again = recompute_cost(blocks_by_layer(job)[0], policy, num_tiles(job))
     per_token = {field: value / (B * T) for field, value in vars(again).items()}
-    return recompute_spec.Recomputation(**per_token)
+    return recompute_spec.RecomputeCost(**per_token)
 
 
 def test_recomputed_flops() -> None:
@@ -221,7 +221,7 @@ def adapted(kind: str | None, **lora: Any) -> Decoder:
     for name, parameter in decoder.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(1))
-    masks = set_masks(decoder, torch.device("cpu"))
+    masks = create_dropout_masks(decoder, torch.device("cpu"))
     if masks is not None:
         masks.set(1, step=2, first_sequence=0, tokens=T)
     return decoder
@@ -305,7 +305,7 @@ def test_products_are_distinguished_by_label(
     decoder = decoder_of(SQUARE.of_layers(range(1)))
     add_adapters(decoder, LoraSettings(r=64, lora_dropout=0.5))
     init_adapters(decoder, seed=0)
-    set_masks(decoder, torch.device("cpu"))
+    create_dropout_masks(decoder, torch.device("cpu"))
     recompute.apply(decoder, [policy])
     loss = compiled_loss(decoder, backend) if backend == "aot_eager" else decoder.loss(IDS, IDS.roll(-1, 1))
     times = saved.pop(
@@ -470,12 +470,12 @@ def test_saved_attention_is_not_recomputed_on_a_gpu(impl: str) -> None:
     assert attention_runs(impl, "selective", "cuda", "bf16") == 1
 
 
-def test_orders_and_counts() -> None:
+def test_policies_are_sorted_and_counted() -> None:
     assert sort_policies(POLICIES) == tuple(reversed(POLICIES))
     assert count_policies(("none", "block", "none")) == {"block": 1, "none": 2}
 
 
-def test_bad_policies() -> None:
+def test_invalid_policies_raise() -> None:
     decoder = decoder_of(LLAMA)
     with pytest.raises(RecipeError, match=f"3 recompute policies for {L} layers"):
         recompute.apply(decoder, ["none"] * 3)

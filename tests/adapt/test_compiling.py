@@ -25,7 +25,7 @@ from trimtab.adapt import (
 )
 from trimtab.adapt import recompute as recompute_policies
 from trimtab.adapt.compiling import source_key, use_cache_folder
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.generate.cache import KVCache
 from trimtab.kernels.attention import Layout
@@ -154,7 +154,7 @@ def test_adapters_and_quantized_weights_share_one_graph(kind: str | None, settin
     for name, parameter in decoder.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.05)
-    set_masks(decoder, torch.device("cpu"))
+    create_dropout_masks(decoder, torch.device("cpu"))
     recomputed(decoder)
     compile_regions(decoder, backend="aot_eager")
     for length in (16, 24):

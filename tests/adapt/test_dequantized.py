@@ -10,7 +10,7 @@ import torch
 from quantized_world import SHAPE, adapted, empty, plain, results, token_ids
 
 from trimtab.adapt import compile_regions, merge_adapters, quantized_ops, recompute, set_dequantized_copies
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 from trimtab.adapt.spec_quantized import dequantized_bytes
 from trimtab.facts.errors import RecipeError
@@ -58,7 +58,7 @@ def test_bitwise_identical_with_and_without(
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_dropout": 0.2}], ids=str)
 def test_adapters_that_run_separately(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = adapted(**settings)
-    if masks := set_masks(decoder, torch.device("cpu")):
+    if masks := create_dropout_masks(decoder, torch.device("cpu")):
         masks.set(0, 1, 0, 12)
     expected = results(decoder)
     set_dequantized_copies(decoder, 2)
@@ -66,7 +66,7 @@ def test_adapters_that_run_separately(settings: dict[str, Any], monkeypatch: pyt
     assert same(results(decoder), expected)
 
 
-def test_tiles() -> None:
+def test_dequantized_copies_with_tiles() -> None:
     decoder = recompute.apply(adapted(), ["none"] * 2, mlp_tiles=2)
     expected = results(decoder)
     assert same(results(set_dequantized_copies(decoder, 2)), expected)
@@ -74,7 +74,7 @@ def test_tiles() -> None:
 
 @pytest.mark.parametrize("policy", ["none", "selective", "block"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend: str, policy: str) -> None:
+def test_dequantized_copies_in_compiled_blocks(backend: str, policy: str) -> None:
     torch._dynamo.reset()
     decoder = recompute.apply(adapted(), [policy] * 2)
     compile_regions(decoder, backend=backend)
@@ -133,7 +133,7 @@ def test_bytes_match_the_declaration(dtype: str) -> None:
     assert not kept(set_dequantized_copies(decoder, 0))
 
 
-def test_it_is_neither_saved_nor_trained() -> None:
+def test_dequantized_copies_are_neither_saved_nor_trained() -> None:
     decoder, other = adapted(), set_dequantized_copies(adapted(), 2)
     assert other.state_dict().keys() == decoder.state_dict().keys()
     assert [name for name, _ in other.named_parameters()] == [name for name, _ in decoder.named_parameters()]
@@ -141,7 +141,7 @@ def test_it_is_neither_saved_nor_trained() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_merge_is_the_same(dtype: str) -> None:
+def test_a_merge_is_the_same_with_dequantized_copies(dtype: str) -> None:
     decoder, other = adapted(), set_dequantized_copies(adapted(), 2)
     assert merge_adapters(other, dtype=dtype) == merge_adapters(decoder, dtype=dtype)
     mine, theirs = other.state_dict(), decoder.state_dict()
@@ -149,7 +149,7 @@ def test_a_merge_is_the_same(dtype: str) -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_it_moves_with_the_layer() -> None:
+def test_the_dequantized_copy_moves_with_the_layer() -> None:
     layer = QuantizedLinear(64, 8, bias=False, kind="nf4", dtype=torch.bfloat16)
     weight = torch.randn(8, 64)
     layer.set_weight(weight)
@@ -166,11 +166,11 @@ def test_it_moves_with_the_layer() -> None:
     assert torch.equal(layer.dequantized_copy, expected)
 
 
-def test_it_follows_the_packed_weight() -> None:
+def test_the_dequantized_copy_is_updated_with_the_packed_weight() -> None:
     decoder = set_dequantized_copies(adapted(), 2)
     twin = copy.deepcopy(decoder)
     for _, layer in quantized_layers(twin):
-        layer.set_weight(torch.randn(layer.packing.shape))
+        layer.set_weight(torch.randn(layer.packed_layout.shape))
         assert layer.dequantized_copy is not None
         assert torch.equal(layer.dequantized_copy, fresh(layer))
     assert not same(kept(twin), kept(decoder)), "a deep copy has its own"

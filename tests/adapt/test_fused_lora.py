@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trimtab.adapt import workspace
-from trimtab.adapt.fused_lora import Part, lora_group
+from trimtab.adapt.fused_lora import FusedLayer, lora_group
 from trimtab.adapt.quantized import QuantizedLinear
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 
 KINDS = ("plain", "nf4", "nf4 single", "int8")
 SIZES = (24, 16, 40)
@@ -18,7 +18,9 @@ RANKS = (4, 2, 3)
 SCALES = (2.0, 0.5, 1.0)
 
 
-def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tuple[list[Part], list[Any]]:
+def group(
+    kind: str, dtype: torch.dtype, count: int, factors: torch.dtype
+) -> tuple[list[FusedLayer], list[Any]]:
     """Parts, and each layer's weight as used in the products."""
     generator = torch.Generator().manual_seed(0)
     parts, weights = [], []
@@ -27,13 +29,13 @@ def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tu
         a = (torch.randn(rank, 64, generator=generator) * 0.1).to(factors).requires_grad_(True)
         b = (torch.randn(size, rank, generator=generator) * 0.1).to(factors).requires_grad_(True)
         if kind == "plain":
-            parts.append(Part.plain(weight, a, b, scaling))
+            parts.append(FusedLayer.plain(weight, a, b, scaling))
         else:
             layer = QuantizedLinear(
                 64, size, bias=False, kind=kind.split()[0], double=kind == "nf4", dtype=dtype
             )
             layer.set_weight(weight)
-            parts.append(Part(layer.packed, layer.text, a, b, scaling))
+            parts.append(FusedLayer(layer.packed, layer.text, a, b, scaling))
             weight = layer.dequantized()
         weights.append(weight)
     return parts, weights
@@ -41,7 +43,7 @@ def group(kind: str, dtype: torch.dtype, count: int, factors: torch.dtype) -> tu
 
 def one_by_one(
     x: torch.Tensor,
-    parts: list[Part],
+    parts: list[FusedLayer],
     weights: list[torch.Tensor],
     grads: list[torch.Tensor],
     dtype: torch.dtype,
@@ -77,9 +79,9 @@ def test_outputs_and_gradients(kind: str, count: int, dtype: torch.dtype) -> Non
     plain = one_by_one(x, parts, weights, grads, dtype)
     for mine, exact, reference in zip(found, truth, plain, strict=True):
         assert mine is not None
-        share = SHARE["fp32" if dtype == torch.float32 else "bf16"]
-        assert judge("", mine, truth=exact, reference=reference, share=share)
-        assert not judge("", mine * 1.01, truth=exact, reference=exact, share=share)
+        tolerance = TOLERANCE["fp32" if dtype == torch.float32 else "bf16"]
+        assert check_accuracy("", mine, truth=exact, reference=reference, tolerance=tolerance)
+        assert not check_accuracy("", mine * 1.01, truth=exact, reference=exact, tolerance=tolerance)
 
 
 def test_x_without_gradient_skips_its_product() -> None:
@@ -179,7 +181,7 @@ def test_on_a_gpu(kind: str, rows: int) -> None:
         layer.set_weight(torch.randn(size, 512, generator=generator) * 0.02)
         a = (torch.randn(rank, 512, generator=generator) * 0.05).cuda().requires_grad_(True)
         b = (torch.randn(size, rank, generator=generator) * 0.05).cuda().requires_grad_(True)
-        parts.append(Part(layer.packed, layer.text, a, b, scaling))
+        parts.append(FusedLayer(layer.packed, layer.text, a, b, scaling))
         weights.append(layer.dequantized())
     x = torch.randn(rows, 512, generator=generator).bfloat16().cuda().requires_grad_(True)
     outputs = lora_group(x, parts)
@@ -190,7 +192,7 @@ def test_on_a_gpu(kind: str, rows: int) -> None:
     truth = one_by_one(x, parts, weights, grads, torch.float64)
     plain = one_by_one(x, parts, weights, grads, torch.bfloat16)
     for mine, exact, reference in zip(found, truth, plain, strict=True):
-        assert judge("", mine, truth=exact, reference=reference, share=SHARE["bf16"])
+        assert check_accuracy("", mine, truth=exact, reference=reference, tolerance=TOLERANCE["bf16"])
 
 
 @GPU
@@ -217,7 +219,7 @@ def test_streams_do_not_share_a_workspace() -> None:
 
 
 @GPU
-def test_a_pass_holds_one_dequantized_weight() -> None:
+def test_a_pass_allocates_one_dequantized_weight() -> None:
     workspace.release()
     layer = QuantizedLinear(
         4096, 4096, bias=False, kind="nf4", dtype=torch.bfloat16, impl="triton", device="cuda"

@@ -24,9 +24,9 @@ from trimtab.adapt import (
     set_dequantized_copies,
     trained_parameters,
 )
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.merging import merge_adapters
-from trimtab.adapt.peft_files import own_tensors
+from trimtab.adapt.peft_files import adapter_tensors
 from trimtab.adapt.quantized import packed_state, quantized_layers
 from trimtab.adapt.recompute import compile_block
 from trimtab.adapt.spec_quantized import check_not_quantized
@@ -84,7 +84,7 @@ def their_logits(model: Any) -> torch.Tensor:
 
 def results(decoder: Decoder) -> list[torch.Tensor]:
     """The loss and every gradient."""
-    set_masks(decoder, torch.device("cpu"))
+    create_dropout_masks(decoder, torch.device("cpu"))
     loss = decoder.loss(IDS_BT, IDS_BT.roll(-1, 1), reduction="mean")
     loss.backward()
     found = trained_parameters(decoder)
@@ -94,7 +94,9 @@ def results(decoder: Decoder) -> list[torch.Tensor]:
 
 def test_one_adapter_per_fused_matrix() -> None:
     decoder = adapted(base(), r=4)
-    sizes = {name: tuple(tensor.shape) for name, tensor in own_tensors(decoder).items() if "layers.0" in name}
+    sizes = {
+        name: tuple(tensor.shape) for name, tensor in adapter_tensors(decoder).items() if "layers.0" in name
+    }
     prefix = "model.layers.0.self_attn.qkv_proj"
     assert sizes[f"{prefix}.lora_A.default.weight"] == (4, 64)
     assert sizes[f"{prefix}.lora_B.default.weight"] == (128, 4)
@@ -132,7 +134,7 @@ def test_peft_and_trimtab_load_each_others_adapters(kind: str, tmp_path: Path) -
     expected = their_logits(made)
     assert distance(logits(again), expected) < 3e-5
     with torch.no_grad():
-        for parameter in own_tensors(again).values():
+        for parameter in adapter_tensors(again).values():
             parameter.mul_(1.005)
     assert distance(logits(again), expected) > 1e-4, "the comparison could not fail"
 

@@ -14,16 +14,16 @@ from trimtab.adapt import (
     active_adapters,
     adapter_names,
     add_adapters,
+    create_dropout_masks,
     init_adapters,
     lora_dropout,
     quantize_layout,
     remove_adapter,
-    set_masks,
     trained_parameters,
     use_adapters,
 )
 from trimtab.adapt import spec as adapt_spec
-from trimtab.adapt.lora_dropout import Masks, keep_mask
+from trimtab.adapt.lora_dropout import DropoutMasks, keep_mask
 from trimtab.adapt.lora_products import add_lora, lora_linear
 from trimtab.adapt.saved_modules import store_modules
 from trimtab.facts.errors import RecipeError
@@ -47,7 +47,9 @@ def test_names_do_not_change_and_the_spec_lists_trained_parameters(name, shape) 
     decoder = add_adapters(build(shape, dtype="bf16", device="meta", attention="reference"), settings)
     names = [n for n, _ in decoder.named_parameters() if ".lora_" not in n]
     assert names == [n for n, _ in shape.parameters()]
-    declared = {n: (dims, dtype) for n, dims, dtype in adapt_spec.trained(shape, settings, "bf16")}
+    declared = {
+        n: (dims, dtype) for n, dims, dtype in adapt_spec.trainable_parameters(shape, settings, "bf16")
+    }
     short = {torch.float32: "fp32", torch.bfloat16: "bf16"}
     real = {n: (tuple(p.shape), short[p.dtype]) for n, p in trained_parameters(decoder).items()}
     assert real == declared
@@ -83,7 +85,7 @@ def test_gradients_match_the_formula() -> None:
     weight, bias = torch.randn(6, 7, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, a, b: lora_linear(x, weight, bias, a, b, 0.7), (x, a, b))
     assert torch.autograd.gradcheck(lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7), (x, a, b))
-    key = Masks(["a"], torch.device("cpu")).words_K5[0]
+    key = DropoutMasks(["a"], torch.device("cpu")).words_K5[0]
     dropped = lambda x, a, b: add_lora(x @ weight.T, x, a, b, 0.7, p=0.4, key_5=key)  # noqa: E731
     assert torch.autograd.gradcheck(dropped, (x, a, b))
     plain = x @ weight.T + bias + 0.7 * (x @ a.T) @ b.T
@@ -147,7 +149,7 @@ def test_only_x_and_its_thin_product_are_saved() -> None:
 
 
 def test_masks_are_reproducible_and_unbiased() -> None:
-    masks = Masks(["one", "two"], torch.device("cpu"))
+    masks = DropoutMasks(["one", "two"], torch.device("cpu"))
     masks.set(0, step=3, first_sequence=1, tokens=2000)
     first = keep_mask(2000, 256, masks.words_K5[0], 0.1)
     masks.set(0, step=3, first_sequence=2, tokens=2000)
@@ -168,12 +170,12 @@ def test_masks_are_reproducible_and_unbiased() -> None:
 
 @pytest.mark.parametrize("p", [1 - 2.0**-30, 1 - 2.0**-32, 1 - 2.0**-53])
 def test_a_dropout_close_to_one_drops_nearly_everything(p: float) -> None:
-    key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
+    key_5 = DropoutMasks(["one"], torch.device("cpu")).words_K5[0]
     assert not bool(keep_mask(100, 100, key_5, p).any())
 
 
 def test_chunked_masks_equal_the_whole_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    key_5 = Masks(["one"], torch.device("cpu")).words_K5[0]
+    key_5 = DropoutMasks(["one"], torch.device("cpu")).words_K5[0]
     x = torch.randn(37, 24)
     whole = lora_dropout.apply_dropout(x, key_5, 0.3)
     monkeypatch.setattr(lora_dropout, "DROPOUT_CHUNK", 100)
@@ -186,7 +188,7 @@ def test_dropout_is_the_same_when_recomputed_and_off_when_evaluating() -> None:
 
     settings = LoraSettings(r=4, lora_dropout=0.3)
     decoder = adapted(settings)
-    masks = set_masks(decoder, torch.device("cpu"))
+    masks = create_dropout_masks(decoder, torch.device("cpu"))
     assert masks is not None
     grads = []
     for policy in ("none", "block"):
@@ -248,7 +250,7 @@ def test_adapters_that_cannot_be_combined_leave_the_active_ones() -> None:
         assert torch.equal(logits(decoder), before)
 
 
-def test_a_copy_is_a_copy() -> None:
+def test_a_deep_copy_shares_no_tensor() -> None:
     decoder = adapted(LoraSettings(r=2))
     other = copy.deepcopy(decoder)
     before = logits(decoder)
@@ -335,7 +337,7 @@ def test_a_module_may_be_adapted_in_one_layer_and_fully_trained_in_another() -> 
 def test_dropout_on_only_an_embedding_allocates_nothing() -> None:
     settings = LoraSettings(r=2, target_modules=("embed_tokens",), lora_dropout=0.1)
     decoder = adapted(settings, UNTIED)
-    assert set_masks(decoder, torch.device("cpu")) is None
+    assert create_dropout_masks(decoder, torch.device("cpu")) is None
     decoder.train().loss(IDS_BT, IDS_BT).backward()
 
 
@@ -373,5 +375,5 @@ def test_invalid_names_and_orders_raise() -> None:
 
 def test_dropout_without_masks_raises() -> None:
     decoder = adapted(LoraSettings(r=2, lora_dropout=0.5)).train()
-    with pytest.raises(RecipeError, match="set_masks"):
+    with pytest.raises(RecipeError, match="create_dropout_masks"):
         decoder.loss(IDS_BT[:, :-1], IDS_BT[:, 1:])

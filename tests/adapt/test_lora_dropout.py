@@ -8,8 +8,8 @@ import pytest
 import torch
 from lora_cases import IDS_BT, adapted
 
-from trimtab.adapt import LoraSettings, recompute, set_masks, trained_parameters
-from trimtab.adapt.lora_dropout import Masks, _row_numbers, apply_dropout, keep_mask
+from trimtab.adapt import LoraSettings, create_dropout_masks, recompute, trained_parameters
+from trimtab.adapt.lora_dropout import DropoutMasks, _row_numbers, apply_dropout, keep_mask
 from trimtab.adapt.tiled import tiled
 from trimtab.data.sampling import StepShape, deal
 from trimtab.facts.randomness import derive
@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 B, T, C = 8, 12, 16
 
 
-def mask(masks: Masks, first_sequence: int, sequences: int, tokens: int = T, step: int = 3) -> torch.Tensor:
+def mask(
+    masks: DropoutMasks, first_sequence: int, sequences: int, tokens: int = T, step: int = 3
+) -> torch.Tensor:
     """bool [B, T, C] of the second layer."""
     masks.set(0, step, first_sequence, tokens)
     return keep_mask(sequences * tokens, C, masks.words_K5[1], 0.4).view(sequences, tokens, C)
@@ -27,7 +29,7 @@ def mask(masks: Masks, first_sequence: int, sequences: int, tokens: int = T, ste
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_masks_do_not_depend_on_the_split(batch: int, ranks: int) -> None:
-    masks = Masks(["one", "two"], CPU)
+    masks = DropoutMasks(["one", "two"], CPU)
     whole_BTC = mask(masks, 0, B)
     split = [
         micro for rank in range(ranks) for micro in deal(range(B), StepShape(batch, B, rank, ranks)) if micro
@@ -40,12 +42,12 @@ def test_masks_do_not_depend_on_the_split(batch: int, ranks: int) -> None:
 
 def test_masks_do_not_depend_on_padding() -> None:
     """Microbatches may have rows of different lengths (`group_by_length`)."""
-    masks = Masks(["one", "two"], CPU)
+    masks = DropoutMasks(["one", "two"], CPU)
     assert torch.equal(mask(masks, 2, 3, tokens=20)[:, :T], mask(masks, 2, 3))
 
 
 def test_every_token_of_a_step_has_its_own_row_number() -> None:
-    masks = Masks(["one"], CPU)
+    masks = DropoutMasks(["one"], CPU)
     for sequences, tokens in ((1000, 1024), (7, 131_072), (100_000, 10)):
         masks.set(0, 0, 0, tokens)
         numbers_N = _row_numbers(sequences * tokens, masks.words_K5[0], 0)
@@ -62,7 +64,7 @@ def test_masks_by_microbatch_equal_those_of_earlier_versions() -> None:
         word = word * 0xAC4C1B51 % 2**32
         return word ^ word >> 15
 
-    masks = Masks(["one"], CPU)
+    masks = DropoutMasks(["one"], CPU)
     masks.set(9, 9, 9, 9)  # must leave no trace
     masks.set_by_microbatch(7, step=5, microbatch=3, rank=2)
     key = derive(7, "lora dropout", 5, 3, 2)
@@ -77,7 +79,7 @@ def test_masks_by_microbatch_equal_those_of_earlier_versions() -> None:
 
 @pytest.mark.parametrize("first_sequence", [0, 5])
 def test_tiles_have_the_same_masks(first_sequence: int) -> None:
-    masks = Masks(["one"], CPU)
+    masks = DropoutMasks(["one"], CPU)
     masks.set(0, 1, first_sequence, T)
     key_5 = masks.words_K5[0]
     run = functools.partial(apply_dropout, key_5=key_5, p=0.3)
@@ -89,7 +91,7 @@ def test_tiles_have_the_same_masks(first_sequence: int) -> None:
 
 
 def test_a_compiled_mask_reads_the_current_words() -> None:
-    masks = Masks(["one", "two"], CPU)
+    masks = DropoutMasks(["one", "two"], CPU)
     compiled = torch.compile(functools.partial(keep_mask, 2 * T, C), fullgraph=True, backend="aot_eager")
     for first_sequence in (0, 2, 3):
         expected = mask(masks, first_sequence, 2).view(-1, C)
@@ -103,7 +105,7 @@ def test_gradients_of_microbatches_sum_to_those_of_the_batch(policy: str, tiles:
     for split in ([slice(0, 4)], [slice(0, 2), slice(2, 4)], [slice(i, i + 1) for i in range(4)]):
         decoder = adapted(LoraSettings(r=4, lora_dropout=0.4)).train()
         recompute.apply(decoder, [policy] * 2, mlp_tiles=tiles)
-        masks = set_masks(decoder, CPU)
+        masks = create_dropout_masks(decoder, CPU)
         assert masks is not None
         ids_BT, total = torch.cat([IDS_BT, IDS_BT.flip(0)]), 0.0
         for rows in split:

@@ -11,7 +11,7 @@ from lora_cases import IDS_BT, UNTIED, base, scatter
 from tiny_model import write_recipe
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, trained_parameters
-from trimtab.adapt.lora_dropout import Masks, keep_mask
+from trimtab.adapt.lora_dropout import DropoutMasks, keep_mask
 from trimtab.cli.main import main
 from trimtab.model.decoder import Decoder
 
@@ -65,7 +65,7 @@ def test_packed_weights_match_the_cpus_losses(kind: str) -> None:
 
 
 def test_masks_match_the_cpu() -> None:
-    keys = [Masks(["a", "b"], torch.device(device)) for device in ("cpu", "cuda")]
+    keys = [DropoutMasks(["a", "b"], torch.device(device)) for device in ("cpu", "cuda")]
     for masks in keys:
         masks.set(5, step=7, first_sequence=2, tokens=90)
     one, two = (keep_mask(300, 200, masks.words_K5[1], 0.3).cpu() for masks in keys)

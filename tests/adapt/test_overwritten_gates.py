@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.gate_doubles import double_launches
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, recompute
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.spec_recompute import POLICIES
 from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.gated_mlp import gated_activation
@@ -40,7 +40,7 @@ def decoder_of(policy: str, tiles: int = 1, *, lora: dict[str, Any] | None) -> D
     if lora is not None:
         add_adapters(decoder, LoraSettings(**lora))
         init_adapters(decoder, seed=0)
-        set_masks(decoder, torch.device("cpu"))
+        create_dropout_masks(decoder, torch.device("cpu"))
         for name, parameter in decoder.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
@@ -89,7 +89,8 @@ def test_peak_memory_is_one_intermediate_tensor_lower(policy: str, monkeypatch: 
 
 @pytest.mark.parametrize(("policy", "tiles"), [("none", 1), ("none", 2), ("block", 2)])
 def test_where_inputs_are_not_overwritten(policy: str, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers without recomputation, whose gate and up may be shared; and tiles, which have their own backward."""
+    """Not overwritten: gate and up of layers without recomputation, which other code may read, and those of tiles,
+    which have their own backward."""
     over = peak(policy, tiles)
     never_overwrite(monkeypatch)
     assert peak(policy, tiles) == over

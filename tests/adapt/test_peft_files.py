@@ -25,10 +25,10 @@ from lora_cases import (
 from safetensors.torch import load_file, save_file
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, load_adapter, save_adapter, use_adapters
-from trimtab.adapt.lora import active_adapters, adapter_names, set_masks, trained_parameters
+from trimtab.adapt.lora import active_adapters, adapter_names, create_dropout_masks, trained_parameters
 from trimtab.adapt.merging import merge_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
-from trimtab.adapt.peft_files import copy_adapter_tensors, own_tensors
+from trimtab.adapt.peft_files import adapter_tensors, copy_adapter_tensors
 from trimtab.adapt.spec import adapter_parameters
 from trimtab.checkpoint.manifest import digests
 from trimtab.facts.base_weights import BaseWeights
@@ -116,7 +116,7 @@ def test_trimtab_loads_pefts_adapters_with_the_same_logits(case: str, tmp_path: 
     expected = their_logits(model)
     assert distance(exact_logits(decoder), expected) < 3e-5
     with torch.no_grad():
-        for parameter in own_tensors(decoder).values():
+        for parameter in adapter_tensors(decoder).values():
             parameter.mul_(1.005)
     assert distance(exact_logits(decoder), expected) > 1e-4, "the comparison could not fail"
 
@@ -210,7 +210,7 @@ def test_dropout_on_the_head_raises_only_in_training(tmp_path: Path) -> None:
     decoder = base(UNTIED)
     found = load_adapter(decoder, tmp_path / "a")
     assert torch.equal(logits(decoder.eval()), logits(plain.eval()))
-    masks = set_masks(decoder, torch.device("cpu"))
+    masks = create_dropout_masks(decoder, torch.device("cpu"))
     assert masks is not None
     masks.set(0, 0, 0, 20)
     with pytest.raises(RecipeError, match=r"has dropout on the inputs of lm_head.*decoder\.eval"):
@@ -473,7 +473,9 @@ def test_a_module_that_the_config_names_and_the_weights_lack(words: object, tmp_
         load_adapter(base(TIED), folder)
         return
     refused(
-        folder, "has no model.layers.1.mlp.up_proj, which adapter_config.json names", "get the adapter again"
+        folder,
+        "has no model.layers.1.mlp.up_proj, which adapter_config.json names",
+        "download the adapter again",
     )
     edit_config(folder, layers_to_transform=[0, 1])  # this key may exclude some
     load_adapter(base(TIED), folder)

@@ -13,14 +13,14 @@ from trimtab.adapt import (
     LoRALinear,
     LoraSettings,
     add_adapters,
+    create_dropout_masks,
     init_adapters,
     merge_adapters,
     quantize_layout,
     quantized_ops,
     recompute,
-    set_masks,
 )
-from trimtab.adapt.packing import Packing
+from trimtab.adapt.packed_layout import PackedLayout
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.adapt.quantized_layout import describe
 from trimtab.facts.errors import RecipeError
@@ -82,9 +82,9 @@ def test_the_last_product_of_a_block_is_not_recomputed(
     shapes: list[tuple[int, int]] = []
     dequantize = quantized_ops.dequantize
 
-    def counted(packing: Packing, *rest: Any) -> torch.Tensor:
-        shapes.append(packing.shape)
-        return dequantize(packing, *rest)
+    def counted(layout: PackedLayout, *rest: Any) -> torch.Tensor:
+        shapes.append(layout.shape)
+        return dequantize(layout, *rest)
 
     monkeypatch.setattr(quantized_ops, "dequantize", counted)
     assert_close(results(decoder), expected)
@@ -106,7 +106,7 @@ def test_other_adapters_run_separately(settings: dict[str, Any]) -> None:
     decoder = adapted(**settings)
     twin = dequantized_twin(decoder)
     for model in (decoder, twin):
-        if (masks := set_masks(model, torch.device("cpu"))) is not None:
+        if (masks := create_dropout_masks(model, torch.device("cpu"))) is not None:
             masks.set(seed=0, step=1, first_sequence=0, tokens=12)
         assert not any(layer.can_fuse for layer in model.modules() if isinstance(layer, LoRALinear))
     assert_close(results(decoder), results(twin))
@@ -149,7 +149,7 @@ def test_a_deep_copy_is_a_second_model() -> None:
     decoder = adapted()
     twin = copy.deepcopy(decoder)
     layer = dict(quantized_layers(twin))["model.layers.0.mlp.up_proj"]
-    layer.set_weight(torch.zeros(layer.packing.shape))
+    layer.set_weight(torch.zeros(layer.packed_layout.shape))
     ids = token_ids(SHAPE)
     assert not torch.equal(twin(ids), decoder(ids))
     assert torch.equal(adapted()(ids), decoder(ids))

@@ -17,8 +17,8 @@ from trimtab.adapt.spec_quantized import Quantization
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.model import build, check_weights, load_weights, read_shape
-from trimtab.model.weights import stored_packing
-from trimtab.model.weights_packed import StoredPacking
+from trimtab.model.weights import stored_quantization
+from trimtab.model.weights_packed import StoredQuantization
 from trimtab.run.quantizing import quantize_linear_layers
 
 pytestmark = pytest.mark.oracle
@@ -46,7 +46,7 @@ def test_nf4_is_read_byte_for_byte(double: bool, shard: str, tmp_path: Path) -> 
     assert (len(list(path.glob("*.safetensors"))) > 2) == (shard == "20KB")
     assert read_shape(path) == SHAPE
     check_weights(SHAPE, path)
-    assert stored_packing(path) == StoredPacking("nf4", 64, double)
+    assert stored_quantization(path) == StoredQuantization("nf4", 64, double)
     decoder = empty(dtype="bf16", double=double)
     provenance = load_weights(decoder, path)
     assert provenance.formats == {"nf4": 14, "bf16": len(list(SHAPE.parameters())) - 14}
@@ -77,7 +77,7 @@ def test_nf4_is_read_byte_for_byte(double: bool, shard: str, tmp_path: Path) -> 
 def test_int8_is_read_byte_for_byte(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_8bit=True)
     assert read_shape(path) == SHAPE
-    assert stored_packing(path) == StoredPacking("int8", 0, False)
+    assert stored_quantization(path) == StoredQuantization("int8", 0, False)
     decoder = empty(kind="int8", dtype="bf16")
     assert load_weights(decoder, path).formats["int8"] == 14
     state = load_file(path / "model.safetensors")
@@ -131,7 +131,10 @@ def test_damaged_files_raise_before_anything_is_loaded(tmp_path: Path) -> None:
         "absmax has": {**whole, f"{up}.absmax": whole[f"{up}.absmax"][:-1].clone()},
         "NaN or infinity": {**whole, f"{up}.absmax": whole[f"{up}.absmax"] * float("nan")},
         "negative scales": {**whole, f"{up}.absmax": -whole[f"{up}.absmax"]},
-        "was .'float32'.; quantize it again from float32": {**whole, state: facts(dtype=["float32"])},
+        "was quantized from dtype .'float32'.; quantize it again from float32": {
+            **whole,
+            state: facts(dtype=["float32"]),
+        },
         "blocks of 64.0": {**whole, state: facts(blocksize=64.0)},
         "is not valid JSON": {**whole, state: torch.full((60_000,), ord("["), dtype=torch.uint8)},
     }
@@ -214,10 +217,10 @@ def test_other_quantizations_raise(tmp_path: Path) -> None:
 
 def test_a_saved_quantization_can_be_reused(tmp_path: Path) -> None:
     path, _ = saved(tmp_path, load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    stored = stored_packing(path)
+    stored = stored_quantization(path)
     assert stored is not None
     assert stored.block in nf4_spec.BLOCKS
     decoder = build(SHAPE, dtype="bf16", device="meta", attention="reference")
     quantize_layout(decoder, **stored._asdict(), device="cpu").to_empty(device="cpu")
     load_weights(decoder, path)
-    assert stored_packing(tmp_path / "plain") is None
+    assert stored_quantization(tmp_path / "plain") is None

@@ -101,10 +101,10 @@ def test_the_16_bit_model_is_never_materialized(kind: str, dtype: str, tmp_path:
     quantize_layout(decoder, kind, device="cpu")
     with LiveBytes() as live:
         decoder.to_empty(device="cpu")
-        standing = live.now
+        allocated = live.now
         load_weights(decoder, source)
     size = storage_bytes(all_tensors(decoder).values())
-    assert size == spec_quantized.weight_bytes(DEEP, kind, dtype) == standing == live.now
+    assert size == spec_quantized.weight_bytes(DEEP, kind, dtype) == allocated == live.now
     assert live.peak <= 1.3 * size
     unquantized = storage_bytes(plain(DEEP, dtype).parameters())
     assert 1.3 * size < unquantized, "the bound is meaningful"
@@ -113,7 +113,7 @@ def test_the_16_bit_model_is_never_materialized(kind: str, dtype: str, tmp_path:
 
 def assert_same_weight(on_gpu: QuantizedLinear, on_cpu: QuantizedLinear, name: str) -> None:
     """The same bytes; the mean of 8-bit scales is summed in the device's own order, and may be an ulp off."""
-    if on_cpu.packing.nested_block == 0:
+    if on_cpu.packed_layout.nested_block == 0:
         for a, b in zip(on_gpu.packed, on_cpu.packed, strict=True):
             assert a is b is None or torch.equal(a.cpu(), b), name  # type: ignore[union-attr,arg-type]
         return

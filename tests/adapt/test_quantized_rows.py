@@ -14,7 +14,7 @@ from quantized_world import SHAPE, adapted, empty, plain
 from torch import nn
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.packing import NAMES, Packing
+from trimtab.adapt.packed_layout import NAMES, PackedLayout
 from trimtab.adapt.quantized import QuantizedLinear, int8_tensor, nf4_weight, packed_state, quantized_layers
 from trimtab.adapt.quantized_layout import check_row_layout, quantize_layout
 from trimtab.facts.errors import ModelError, RecipeError
@@ -60,7 +60,7 @@ def test_codes_and_scales_are_frozen_parameters_with_a_row_each(
     assert (found["codes"].dtype, tuple(found["codes"].shape)) == codes
     assert (found["scales"].dtype, tuple(found["scales"].shape)) == (torch.uint8, scales)
     tables = [] if layer.kind == "int8" else ["quant_map"]
-    if layer.packing.nested_block:
+    if layer.packed_layout.nested_block:
         tables = list(NAMES[2:])
     assert [name for name, _ in layer.named_buffers()] == tables
 
@@ -200,11 +200,13 @@ def test_the_packed_weight_round_trips() -> None:
 
 
 def test_a_packing_has_the_first_block_of_a_slice() -> None:
-    packing = Packing("nf4", 300, 192, 64, 256, "reference")
-    part = packing.rows(100, 200).rows(1, 3)
+    layout = PackedLayout("nf4", 300, 192, 64, 256, "reference")
+    part = layout.rows(100, 200).rows(1, 3)
     assert (part.first_block, part.out_features) == (303, 2)
-    assert Packing.from_text(part.text) == part
-    assert Packing("nf4", 300, 192, 64, 0, "reference").rows(100, 200).first_block == 0, "no nested scales"
+    assert PackedLayout.from_text(part.text) == part
+    assert PackedLayout("nf4", 300, 192, 64, 0, "reference").rows(100, 200).first_block == 0, (
+        "no nested scales"
+    )
 
 
 def test_nothing_else_of_a_model_changes(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_workspace_and_scratch_match_allocations(kind: str, dtype: str, double: 
         workspace.release()
         with LiveBytes() as live:
             for name, layer in quantized_layers(decoder):
-                function(inputs[name][given], layer.packed, layer.packing)
+                function(inputs[name][given], layer.packed, layer.packed_layout)
         assert live.now == workspace.allocated_bytes("cpu") == size, "nothing else persists"
         assert live.peak == pytest.approx(size + scratch, rel=0.03)
 
@@ -63,20 +63,20 @@ def test_declared_bytes_match_a_model(kind: str, dtype: str, double: bool, block
 
 
 def test_layers_match_the_declaration() -> None:
-    names = {f"{name}.weight": layer.packing.shape for name, layer in quantized_layers(empty())}
+    names = {f"{name}.weight": layer.packed_layout.shape for name, layer in quantized_layers(empty())}
     assert names == spec_quantized.linear_shapes(SHAPE)
 
 
 def test_flops_match_a_plain_product() -> None:
     layer = next(layer for _, layer in quantized_layers(init_weights(empty(), 0)))
-    dims = layer.packing.shape
+    dims = layer.packed_layout.shape
     with FlopCounterMode(display=False) as counter:
-        out = quantized_ops.product(torch.randn(ROWS, dims[1]), layer.packed, layer.packing)
-        quantized_ops.product_of_gradient(out, layer.packed, layer.packing)
+        out = quantized_ops.product(torch.randn(ROWS, dims[1]), layer.packed, layer.packed_layout)
+        quantized_ops.product_of_gradient(out, layer.packed, layer.packed_layout)
     assert counter.get_total_flops() == 2 * spec_quantized.flops(ROWS, dims)
 
 
-def test_an_8b_model_fits_where_it_should() -> None:
+def test_a_quantized_8b_model_has_its_expected_size() -> None:
     llama = uniform_shape("llama", 128_256, 4096, 14_336, 32, num_heads=32, num_kv_heads=8, head_dim=128)
     packed = spec_quantized.weight_bytes(llama, "nf4", "bf16")
     assert packed / 2**30 == pytest.approx(5.31, abs=0.01)

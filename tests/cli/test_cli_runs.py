@@ -185,7 +185,7 @@ def test_damaged_metrics_are_marked_and_the_loss_is_not_shown(
     [
         ("x" * 6000, "too long for a file name"),
         ("a\0b", "NUL"),
-        ("~no-such-user/x", "home of a user"),
+        ("~no-such-user/x", "this machine has no such user"),
         ("", "is empty"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Calibration files: kept per device and threads, written atomically, ignored with a note where they are unusable."""
+"""Calibration files: one per device and thread count, written atomically, ignored with a warning if they are
+invalid."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ MADE = Calibration(
 )
 
 
-def test_the_folder_is_that_of_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calibration_folder_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert calibration_folder() == tmp_path / "trimtab" / "calibration"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert calibration_folder() == Path.home() / ".cache" / "trimtab" / "calibration"
 
 
-def test_devices_and_threads_have_files_of_their_own(tmp_path: Path) -> None:
+def test_each_device_and_thread_count_has_its_own_file(tmp_path: Path) -> None:
     cpu = dataclasses.replace(MADE, device="a CPU", threads=2)
     for one in (MADE, cpu, dataclasses.replace(cpu, threads=4, copy=9e9)):
         write_calibration(one, tmp_path)
@@ -66,7 +67,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_file_that_cannot_be_used_is_ignored_with_a_note(damage: str, tmp_path: Path) -> None:
+def test_an_invalid_calibration_file_is_ignored_with_a_warning(damage: str, tmp_path: Path) -> None:
     path = write_calibration(MADE, tmp_path)
     changed = DAMAGES[damage](path.read_text())
     assert changed != path.read_text()
@@ -80,7 +81,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_a_note(damage: str, tmp_path
         assert read_calibration("NVIDIA H200", folder=tmp_path) is None
 
 
-def test_an_interrupted_write_leaves_the_earlier_file(
+def test_an_interrupted_write_keeps_the_previous_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_calibration(MADE, tmp_path)
@@ -96,7 +97,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_folder_that_cannot_be_written_has_a_remedy(tmp_path: Path) -> None:
+def test_an_unwritable_calibration_folder_raises_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ResourceError, match="XDG_CACHE_HOME"):
         write_calibration(MADE, tmp_path / "file")

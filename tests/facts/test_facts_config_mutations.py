@@ -105,7 +105,7 @@ def test_a_mutated_config_gives_a_shape_or_a_model_error(seed: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [["llama"], {"a": 1}, 5, None, True])
-def test_a_model_type_that_is_no_word_is_refused(kind: Any) -> None:
+def test_a_model_type_that_is_not_a_string_raises(kind: Any) -> None:
     with pytest.raises(ModelError, match="which trimtab does not support"):
         shape_from_config({**QWEN3_06B, "model_type": kind})
 
@@ -113,12 +113,12 @@ def test_a_model_type_that_is_no_word_is_refused(kind: Any) -> None:
 @pytest.mark.parametrize(
     "text", ["1" * 5000, '{"a": ' + "9" * 5000 + "}", "[" * 100_000, "\x00", "[]", '"a"']
 )
-def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_not_a_json_object_raises(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelError):
         read_config(tmp_path)
 
 
-def test_the_values_survive_json() -> None:
-    """What the mutations write, a file can hold."""
+def test_mutated_values_can_be_written_as_json() -> None:
+    """So that mutated configs can be written to a file."""
     assert all(json.dumps(value) for value in VALUES)

@@ -1,4 +1,4 @@
-"""Files are whole or as before, also where the disk is full or two writers meet."""
+"""File writes are atomic: a file has the new or the old content, also on a full disk and with concurrent writers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from trimtab.facts.files import (
 
 
 @pytest.mark.parametrize("content", ["Grüße\r\n", b"\x00\xff\r\n", "", b""])
-def test_content_is_written_as_it_is(tmp_path: Path, content: str | bytes) -> None:
+def test_content_is_written_unchanged(tmp_path: Path, content: str | bytes) -> None:
     write_atomic(tmp_path / "a", content)
     assert (tmp_path / "a").read_bytes() == (content.encode() if isinstance(content, str) else content)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("function", ["os.fsync", "os.replace"])
-def test_a_failed_write_leaves_the_old_file_alone(
+def test_a_failed_write_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     write_atomic(tmp_path / "a", "old")
@@ -48,9 +48,7 @@ def test_errors_name_the_file_and_not_its_temporary_name(tmp_path: Path) -> None
         assert error.value.filename == str(path)
 
 
-def test_durable_writes_reach_the_disk_before_they_get_their_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_durable_writes_fsync_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     done: list[str] = []
@@ -75,7 +73,7 @@ def test_threads_that_write_one_file_do_not_share_a_temporary_name(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_json_keeps_its_order_and_names_that_are_not_utf8(tmp_path: Path) -> None:
+def test_json_preserves_key_order_and_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     data = {"b": "ü", "a": ["name-\udcfc.txt", None, 1.5]}
     write_json(tmp_path / "a.json", data)
     found = read_json_object(tmp_path / "a.json")
@@ -87,13 +85,13 @@ def test_json_keeps_its_order_and_names_that_are_not_utf8(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"[]", b"\x00", b"\xff\xfe{}", b"[" * 100_000, b'"a"', b"null"]
 )
-def test_what_is_not_an_object_is_a_value_error(tmp_path: Path, content: bytes) -> None:
+def test_json_that_is_not_an_object_raises(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"."):
         read_json_object(tmp_path / "a.json")
 
 
-def test_checksums_are_of_the_bytes(tmp_path: Path) -> None:
+def test_checksums_equal_hashlibs(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc" * 1_000_000)
     sync_file(tmp_path / "a")
     assert sha256_of(tmp_path / "a") == hashlib.sha256(b"abc" * 1_000_000).hexdigest()

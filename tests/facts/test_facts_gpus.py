@@ -1,4 +1,5 @@
-"""Data sheets: each one plausible, sourced and found by every name; and what `--gpu` accepts and refuses."""
+"""Data sheets: each is plausible, has a source and is found by all its names; values that `--gpu` accepts and
+rejects."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_a_sheet_is_plausible_and_has_a_source(sheet: DataSheet) -> None:
 
 
 @pytest.mark.parametrize("sheet", SHEETS, ids=lambda sheet: sheet.id)
-def test_rates_grow_with_narrower_formats(sheet: DataSheet) -> None:
+def test_peak_rates_grow_with_narrower_dtypes(sheet: DataSheet) -> None:
     rates = [sheet.flops[dtype] for dtype in ("fp32", "tf32", "bf16", "fp8") if dtype in sheet.flops]
     assert rates == sorted(rates)
     if "bf16" in sheet.flops:
@@ -108,7 +109,7 @@ def test_a_name_of_several_devices_lists_them(name: str, listed: str) -> None:
         ("1.5 GB", 1_500_000_000),
     ],
 )
-def test_a_memory_size_in_any_spelling(text: str, size: int) -> None:
+def test_memory_sizes_are_parsed_in_any_spelling(text: str, size: int) -> None:
     gpu = find_gpu(text)
     assert gpu.memory_bytes == gpu.available_bytes == size
     assert (gpu.kind, gpu.bf16, gpu.ceiling("bf16"), gpu.bandwidth) == ("cuda", True, None, None)
@@ -133,7 +134,7 @@ def test_a_memory_size_in_any_spelling(text: str, size: int) -> None:
         ("x\x00\n" * 100, "is not a GPU of the catalogue"),
     ],
 )
-def test_what_is_no_gpu_is_refused_with_a_remedy(text: str, words: str) -> None:
+def test_an_unknown_gpu_raises_with_a_remedy(text: str, words: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(words)) as refused:
         find_gpu(text)
     assert refused.value.remedy
@@ -165,19 +166,19 @@ def test_separators_and_case_do_not_matter(named: tuple[DataSheet, str], data: s
 
 
 @pytest.mark.parametrize("name", ["mi300x", "apple-m4-max-64gb"])
-def test_other_vendors_give_a_bound(name: str) -> None:
+def test_devices_of_other_vendors_give_only_a_bound(name: str) -> None:
     gpu = find_gpu(name)
     assert gpu.bound is not None
     assert "does not train on" in gpu.bound
     assert find_gpu("h200").bound is None
 
 
-def test_cards_that_current_cuda_has_left_behind_say_so() -> None:
+def test_gpus_without_cuda_13_support_state_it() -> None:
     assert any("CUDA 13" in said for said in find_gpu("v100-16gb").assumptions)
     assert not any("CUDA 13" in said for said in find_gpu("t4").assumptions)
 
 
-def test_unified_memory_has_no_host_beside_it() -> None:
+def test_unified_memory_has_no_separate_host_memory() -> None:
     for name in ("gb10", "jetson-agx-orin", "jetson-thor", "apple-m2-ultra-192gb"):
         gpu = find_gpu(name)
         assert gpu.unified
@@ -185,7 +186,7 @@ def test_unified_memory_has_no_host_beside_it() -> None:
     assert find_gpu("rtx4090").pinnable_bytes is None
 
 
-def test_cards_that_are_often_mistaken() -> None:
+def test_similar_device_names_have_their_own_rates() -> None:
     def bf16(name: str) -> float:
         known = find_gpu(name).ceiling("bf16")
         assert known is not None
@@ -203,7 +204,7 @@ def test_cards_that_are_often_mistaken() -> None:
         assert sheet.id == f"rtx3080-{gigabytes}gb", "two cards with one name have two sheets"
 
 
-def test_a_card_without_a_sheet_has_the_link_of_its_generation() -> None:
+def test_an_unknown_gpu_gets_the_host_link_of_its_generation() -> None:
     assert DeviceFacts("a card", "cuda", 2**34, capability=(9, 0)).host_link == pytest.approx(55e9, rel=0.01)
     assert DeviceFacts("a card", "cuda", 2**34, capability=(8, 6)).host_link == pytest.approx(
         27.5e9, rel=0.01

@@ -11,6 +11,7 @@ from trimtab.facts.lazy import lazy_attributes
     ("package", "former", "current"),
     [
         ("trimtab.adapt", "keep_unpacked", "set_dequantized_copies"),
+        ("trimtab.adapt", "set_masks", "create_dropout_masks"),
         ("trimtab.checkpoint", "Found", "SavedCheckpoint"),
         ("trimtab.data", "highlighted", "highlight_example"),
         ("trimtab.data", "keep_rows", "write_rows"),

@@ -1,4 +1,4 @@
-"""Names that users give: which can be paths, and how messages quote those that cannot."""
+"""Names that users give: which are valid paths, and how messages quote invalid ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_names_of_files(name: str) -> None:
         ("ö" * 128, "too long for a file name"),
         ("/".join(["abc"] * 1100), "too long for a file name"),
         ("a\0b", "NUL"),
-        ("~no-such-user-here/x", "home of a user who is not known"),
+        ("~no-such-user-here/x", "this machine has no such user"),
         ("", "is empty"),
         ("  ", "is empty"),
         (None, "is None"),
@@ -37,7 +37,7 @@ def test_names_of_files(name: str) -> None:
         (["a"], "a list"),
     ],
 )
-def test_names_that_can_be_no_path(name: Any, part: str) -> None:
+def test_invalid_paths_raise(name: Any, part: str) -> None:
     with pytest.raises(DataError, match=r"^the source ") as caught:
         path_of(name, "the source", DataError)
     assert part in str(caught.value)
@@ -46,9 +46,9 @@ def test_names_that_can_be_no_path(name: Any, part: str) -> None:
         path_of(name, "the model")
 
 
-def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> None:
-    """It was said of `output_dir` too."""
-    advice = "; a text itself goes into a file first"
+def test_only_keys_for_text_files_suggest_writing_text_to_a_file() -> None:
+    """Not `output_dir`, for which an earlier version suggested it too."""
+    advice = "; to use text, write it to a file first"
     base = "model: starter\ndata: {train: x}\n"
     with pytest.raises(RecipeError) as caught:
         loads(base, ["output_dir=" + "x" * 300])
@@ -56,10 +56,10 @@ def test_only_where_text_is_expected_is_it_advised_to_put_it_into_a_file() -> No
     with pytest.raises(RecipeError) as caught:
         loads(base, ["data.train=" + "x" * 300])
     assert str(caught.value).endswith(advice)
-    assert (unusable_name("x" * 300, names_text=True) or ("", ""))[1].endswith(advice)
+    assert (unusable_name("x" * 300, is_text_file=True) or ("", ""))[1].endswith(advice)
 
 
-def test_shortened_is_one_printable_line() -> None:
+def test_shortened_text_is_one_printable_line() -> None:
     assert shortened("a\n b\x1b[31m\tc") == "a b [31m c"
     assert shortened("word " * 1000, 20).endswith("…")
     assert len(shortened("word " * 1000, 20)) <= 21
@@ -88,7 +88,7 @@ def test_sizes_in_any_case(text: str, size: int | None) -> None:
     assert parse_bytes(text) == size
 
 
-def test_torch_names_of_number_formats() -> None:
+def test_torchs_dtype_names_are_converted() -> None:
     import torch
 
     assert [dtype_alias(n) for n in ("float16", "bfloat16", "float32", "fp16", "auto", 5)] == [

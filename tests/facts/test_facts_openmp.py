@@ -1,4 +1,4 @@
-"""The OpenMP runtime that torch brings is given a short spin, unless the user has chosen otherwise."""
+"""Idle threads of torch's OpenMP runtime spin briefly, unless the user has set a wait policy."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_command_line_limits_spinning_before_torch_is_imported() -> None:
 
 
 @pytest.mark.parametrize("name", USER_SETTINGS)
-def test_a_policy_that_the_user_set_stays_alone(name: str) -> None:
+def test_a_wait_policy_of_the_user_is_kept(name: str) -> None:
     assert in_python(f"import trimtab; {SHOW}", **{name: "1"}).stdout.strip() == str([name])
 
 
 def test_nothing_is_set_once_torch_is_imported() -> None:
-    """It would have no effect in this process, and `doctor` would report a policy that is not in force."""
+    """The variables would have no effect in this process, but `doctor` would report them as the wait policy."""
     assert "torch" in sys.modules or __import__("torch")
     variables: dict[str, str] = {}
     assert not limit_spinning(variables)
@@ -52,6 +52,6 @@ def test_nothing_is_set_once_torch_is_imported() -> None:
     assert "import trimtab before torch" in describe_wait_policy(variables)
 
 
-def test_doctor_says_who_set_the_policy() -> None:
+def test_doctor_reports_who_set_the_policy() -> None:
     assert "set by trimtab" in describe_wait_policy(dict(SPIN_DEFAULTS))
     assert "set in the environment" in describe_wait_policy({"GOMP_SPINCOUNT": "7"})

@@ -1,4 +1,5 @@
-"""Price files: the shipped one is sourced and dated, a user's own replaces lines, nonsense is refused with its line."""
+"""Price files: the shipped one has sources and dates, a user's file overrides lines, invalid lines raise with the
+line."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_shipped_prices_have_a_source_and_a_date() -> None:
         assert datetime.date(2024, 1, 1) < datetime.date.fromisoformat(price.date)
 
 
-def test_an_own_file_replaces_what_it_names(tmp_path: Path) -> None:
+def test_a_users_price_file_overrides_the_gpus_that_it_names(tmp_path: Path) -> None:
     text = "RTX 4090: 0.35\nrtx5060ti-16gb: {usd_per_hour: 0, source: my own, date: 2026-11-01}\n"
     prices = read_prices(written(tmp_path, text))
     assert prices.of(find_gpu("rtx4090")) == Price("rtx4090", 0.35, "mine.yaml")
@@ -40,7 +41,7 @@ def test_an_own_file_replaces_what_it_names(tmp_path: Path) -> None:
     assert prices.of(find_gpu("h200")) == read_prices().of(find_gpu("h200"))
 
 
-def test_the_file_in_the_documentation(tmp_path: Path) -> None:
+def test_the_price_file_in_the_documentation_is_valid(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     block = re.search(r"```yaml\n(rtx4090: .*?)```", page, re.DOTALL)
     assert block is not None
@@ -49,7 +50,7 @@ def test_the_file_in_the_documentation(tmp_path: Path) -> None:
     assert len(prices.prices) == len(read_prices().prices)
 
 
-def test_only_these(tmp_path: Path) -> None:
+def test_only_these_excludes_the_shipped_prices(tmp_path: Path) -> None:
     prices = read_prices(written(tmp_path, "only_these: true\nrtx4090: 0.35\n"))
     assert [price.gpu for price in prices.prices] == ["rtx4090"]
 
@@ -87,7 +88,9 @@ def test_only_these(tmp_path: Path) -> None:
         ("#" * 1_000_001, "characters; give a price file"),
     ],
 )
-def test_nonsense_is_refused_with_file_line_and_remedy(tmp_path: Path, text: str | bytes, words: str) -> None:
+def test_invalid_price_files_raise_with_file_line_and_remedy(
+    tmp_path: Path, text: str | bytes, words: str
+) -> None:
     path = written(tmp_path, text)
     with pytest.raises(RecipeError, match=re.escape(words)) as refused:
         read_prices(path)
@@ -95,7 +98,7 @@ def test_nonsense_is_refused_with_file_line_and_remedy(tmp_path: Path, text: str
     assert refused.value.remedy
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_price_file_raises(tmp_path: Path) -> None:
     with pytest.raises(
         RecipeError, match=r"no\.yaml cannot be read: No such file or directory; check the name"
     ):

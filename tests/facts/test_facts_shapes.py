@@ -1,4 +1,4 @@
-"""Models as descriptions: published sizes, runs of equal blocks, layers that differ."""
+"""Model shapes: published sizes, consecutive equal blocks, layers that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trimtab.facts.blocks import (
     Rope,
 )
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, check, uniform_shape
+from trimtab.facts.shapes import ModelShape, check_shape, uniform_shape
 from trimtab.model import build, init_weights
 
 TINY = uniform_shape("llama", 64, 16, 32, 3, num_heads=4, num_kv_heads=2, head_dim=4)
@@ -27,7 +27,7 @@ TINY = uniform_shape("llama", 64, 16, 32, 3, num_heads=4, num_kv_heads=2, head_d
 def test_mixtures_of_experts_have_their_published_sizes() -> None:
     """Qwen3-30B-A3B: 30.5 B parameters of which a token uses 3.3 B (its model card)."""
     block = BlockShape(AttentionShape(32, 4, 128, qk_norm="head"), ExpertsShape(128, 8, 768))
-    shape = check(ModelShape("qwen3_moe", 151_936, 2048, (block,) * 48))
+    shape = check_shape(ModelShape("qwen3_moe", 151_936, 2048, (block,) * 48))
     assert shape.num_parameters == 30_532_122_624
     assert shape.num_active_parameters // 10**8 == 33
 
@@ -39,30 +39,30 @@ def test_latent_attention_has_its_published_size() -> None:
     )
     dense = BlockShape(latent, FeedForwardShape(18_432))
     experts = BlockShape(latent, ExpertsShape(256, 8, 2048, shared=1))
-    shape = check(ModelShape("deepseek_v3", 129_280, 7168, (dense,) * 3 + (experts,) * 58))
+    shape = check_shape(ModelShape("deepseek_v3", 129_280, 7168, (dense,) * 3 + (experts,) * 58))
     assert round(shape.num_parameters / 1e9) == 671
     assert round(shape.num_active_parameters / 1e9) in (37, 38)
-    assert [len(layers) for _, layers in shape.runs()] == [3, 58]
+    assert [len(layers) for _, layers in shape.layer_groups()] == [3, 58]
 
 
-def test_counts_are_those_of_the_list() -> None:
+def test_parameter_counts_equal_the_listed_parameters() -> None:
     for shape in (TINY, dataclasses.replace(TINY, tie_embeddings=True)):
         assert shape.num_parameters == sum(math.prod(dims) for _, dims in shape.parameters())
         assert shape.num_active_parameters == shape.num_parameters
 
 
-def test_equal_layers_are_one_run() -> None:
+def test_consecutive_equal_layers_are_grouped() -> None:
     sliding = uniform_shape(
         "qwen2", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4, sliding_window=3, num_full_layers=2
     )
-    assert [(block.mixer.window, layers) for block, layers in sliding.runs()] == [
+    assert [(block.mixer.window, layers) for block, layers in sliding.layer_groups()] == [
         (None, range(2)),
         (3, range(2, 5)),
     ]
     assert sliding.windows() == [None, 3]
     assert sliding.block == TINY.block
     assert sliding.of_layers(range(1, 4)).blocks == sliding.blocks[1:4]
-    assert list(TINY.runs()) == [(TINY.block, range(3))]
+    assert list(TINY.layer_groups()) == [(TINY.block, range(3))]
 
 
 def test_layers_may_differ_in_every_field() -> None:
@@ -75,7 +75,7 @@ def test_layers_may_differ_in_every_field() -> None:
             AttentionShape(4, 4, 2, qkv_bias=True, o_bias=True), FeedForwardShape(8, bias=True), Norm(1e-3)
         ),
     )
-    shape = check(dataclasses.replace(TINY, blocks=blocks))
+    shape = check_shape(dataclasses.replace(TINY, blocks=blocks))
     decoder = init_weights(build(shape, dtype="fp32", device="cpu", attention="sdpa_flash"), seed=0)
     found = [(name, tuple(parameter.shape)) for name, parameter in decoder.named_parameters()]
     assert found == list(shape.parameters())
@@ -84,7 +84,7 @@ def test_layers_may_differ_in_every_field() -> None:
     assert all(parameter.grad is not None for parameter in decoder.parameters())
     with pytest.raises(AssertionError, match="differ"):
         _ = shape.block
-    # A layer of its own kind sees its own window: the first token reaches no further than three.
+    # Each layer uses its own window: the first token affects only the next two.
     alone = dataclasses.replace(shape, blocks=blocks[1:2])
     decoder = init_weights(build(alone, dtype="fp32", device="cpu", attention="reference"), seed=0)
     changed = ids_BT.clone()
@@ -114,16 +114,16 @@ ATTENTION, FEED = TINY.block.attention, TINY.block.dense
         (BlockShape(dataclasses.replace(ATTENTION, rope=Rope(interleaved=True)), FEED), "interleaved RoPE"),
     ],
 )
-def test_what_can_be_counted_and_not_be_built_is_refused(block: BlockShape, feature: str) -> None:
-    """Nothing that a description says is left out in silence."""
+def test_features_that_can_be_planned_but_not_built_raise(block: BlockShape, feature: str) -> None:
+    """A feature of a shape that the decoder lacks raises; it is never ignored."""
     shape = dataclasses.replace(TINY, blocks=(TINY.block, block))
     assert shape.num_parameters > 0
     with pytest.raises(ModelError, match=f"a model with {feature}"):
         build(shape, dtype="fp32", device="meta")
 
 
-def test_every_field_of_a_block_is_built_or_refused() -> None:
-    """A new field needs its code, or its line in the refusals."""
+def test_every_field_of_a_block_is_built_or_rejected() -> None:
+    """A new field must be implemented in the decoder, or rejected in `building._unsupported`."""
     fields = {
         cls.__name__: {field.name for field in dataclasses.fields(cls)}
         for cls in (BlockShape, AttentionShape, FeedForwardShape, Norm, Rope)
@@ -150,6 +150,6 @@ def test_every_field_of_a_block_is_built_or_refused() -> None:
         (BlockShape(AttentionShape(4, 2, 4), ExpertsShape(0, 1, 8)), "num_experts is 0"),
     ],
 )
-def test_blocks_that_cannot_be(block: BlockShape, message: str) -> None:
+def test_inconsistent_blocks_raise(block: BlockShape, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        check(dataclasses.replace(TINY, blocks=(TINY.block, block)))
+        check_shape(dataclasses.replace(TINY, blocks=(TINY.block, block)))

@@ -1,4 +1,4 @@
-"""config.json to a shape and back: real models' configs, both rotary spellings, what is refused and how."""
+"""config.json to a shape and back: real models' configs, both forms of RoPE settings, errors for unsupported keys."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_published_models_have_their_published_sizes() -> None:
     )
 
 
-def test_both_rotary_spellings_mean_the_same() -> None:
+def test_rope_scaling_and_rope_parameters_give_the_same_shape() -> None:
     old = {**TINY, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}
     new = {**TINY, "rope_parameters": {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}}
     assert shape_from_config(old) == shape_from_config(new)
@@ -167,13 +167,13 @@ def test_windows(keys: dict[str, Any], window: int | None, full_layers: int) -> 
         ),
     ],
 )
-def test_what_cannot_be_used_is_said(keys: dict[str, Any], message: str) -> None:
+def test_unsupported_configs_raise(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         shape_from_config({**TINY, **keys}, "x/config.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000])
-def test_files_that_are_no_config(content: bytes, tmp_path: Path) -> None:
+def test_files_that_are_not_a_config_raise(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
@@ -225,12 +225,12 @@ def shapes(draw: st.DrawFn) -> ModelShape:
 
 @settings(max_examples=150, deadline=None)
 @given(shapes())
-def test_a_config_describes_its_shape(shape: ModelShape) -> None:
+def test_a_shape_round_trips_through_its_config(shape: ModelShape) -> None:
     config = config_from_shape(shape, dtype="bfloat16", extra={"eos_token_id": 3})
     assert shape_from_config(config) == shape
     assert (config["eos_token_id"], config["bos_token_id"], config["dtype"]) == (3, None, "bfloat16")
 
 
-def test_a_shape_that_no_config_describes_is_refused() -> None:
+def test_a_shape_that_no_config_describes_raises() -> None:
     with pytest.raises(ModelError, match="LlamaForCausalLM cannot describe"):
         config_from_shape(uniform_shape("llama", 64, 16, 32, 4, 4, 4, 4, qkv_bias=True), dtype="float32")

@@ -1,4 +1,4 @@
-"""Slices of parameters: what they cover, and which are refused."""
+"""Slices of parameters: the rows that they cover, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_chunks
 
 PARAMETERS = {"model.norm.weight": (8,), "lm_head.weight": (64, 8)}
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 40), limit=st.integers(1, 2000))
-def test_pieces_cover_every_row_once_and_stay_below_the_limit(rows: int, columns: int, limit: int) -> None:
-    pieces = list(row_pieces((rows, columns), limit))
+def test_row_chunks_cover_every_row_once_within_the_limit(rows: int, columns: int, limit: int) -> None:
+    pieces = list(row_chunks((rows, columns), limit))
     assert [row for piece in pieces for row in range(piece.start, piece.stop)] == list(range(rows))
     assert all((piece.stop - piece.start) * columns <= max(limit, columns) for piece in pieces)
 
 
-def test_legal_slices_are_accepted() -> None:
+def test_valid_slices_are_accepted() -> None:
     check_slices({}, PARAMETERS)
     check_slices({"lm_head.weight": Slice(1, 0, 8), "model.norm.weight": Slice(0, 8, 8)}, PARAMETERS)
     assert Slice.whole((64, 8)).dims_of((64, 8)) == (64, 8)
@@ -48,7 +48,7 @@ def test_legal_slices_are_accepted() -> None:
         ("lm_head.weight", (0, 0, None), "slice 0:None is out of range"),
     ],
 )
-def test_other_slices_are_refused_with_a_remedy(name: str, part: tuple[Any, Any, Any], message: str) -> None:
+def test_invalid_slices_raise_with_a_remedy(name: str, part: tuple[Any, Any, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
         check_slices({name: Slice(*part)}, PARAMETERS)
     assert caught.value.remedy

@@ -1,4 +1,4 @@
-"""Numbers as they are printed."""
+"""Formatting of numbers."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from triton_tools import interpreted
 
+from trimtab.kernels.accuracy import TOLERANCE, AccuracyCheck, check_accuracy
 from trimtab.kernels.attention import Layout, attention
 from trimtab.kernels.attention.spec import Case, make_inputs, make_lse_gradient, make_sinks
-from trimtab.kernels.exactness import SHARE, Verdict, judge
 
 RESULTS = ("o", "lse", "dq", "dk", "dv", "dsinks")
 PLACES = ["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -116,7 +116,7 @@ def by_impl(
 
 def compare(
     case: Case, impl: str, dtype: str, device: str = "cpu", *, factor: float = 1.0, dlse_factor: float = 1.0
-) -> list[Verdict]:
+) -> list[AccuracyCheck]:
     """Verdicts for o, lse and every gradient; `factor` and `dlse_factor` inject errors that must be found."""
     inputs, do, documents_BT = make_all_inputs(case, dtype, device)
     dlse = make_lse_gradient(case, dtype, device)
@@ -128,10 +128,12 @@ def compare(
     dv = true[4] if true[4].numel() else torch.zeros(1)
     # Without cancellation dq and dk are as large as dv.
     floors = {"floor": 0.1 * float(dv.square().mean().sqrt()), "peak_floor": 0.1 * float(dv.abs().max())}
-    verdicts = []
+    accuracy_checks = []
     for name, x, t, r in zip(RESULTS[: len(true)], got, true, own, strict=True):
         x, r = (y.cpu().double() for y in (x, r))
         assert torch.equal(x.isinf(), t.isinf()), f"{name}: fully masked queries"
         x, t, r = (y.masked_fill(y.isinf(), 0.0) for y in (x * factor, t, r))
-        verdicts.append(judge(name, x, truth=t, reference=r, share=SHARE[dtype], **floors))
-    return verdicts
+        accuracy_checks.append(
+            check_accuracy(name, x, truth=t, reference=r, tolerance=TOLERANCE[dtype], **floors)
+        )
+    return accuracy_checks

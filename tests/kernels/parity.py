@@ -14,7 +14,7 @@ import torch
 
 from tests.kernels.triton_tools import interpreted
 from trimtab.facts.dtypes import TORCH_NAMES
-from trimtab.kernels.exactness import SHARE, Verdict, judge
+from trimtab.kernels.accuracy import TOLERANCE, AccuracyCheck, check_accuracy
 
 Call = Callable[..., Any]
 Tensors = dict[str, torch.Tensor]
@@ -84,7 +84,7 @@ def cast(tensors: Tensors, dtype: str, device: str) -> Tensors:
     return out
 
 
-def verdicts(
+def accuracy_checks(
     call: Call,
     tensors: Tensors,
     dtype: str,
@@ -95,8 +95,11 @@ def verdicts(
     factor: float = 1.0,
     around: Callable[[], Any] = poisoned,
     floor: float = 0.0,
-) -> list[Verdict]:
-    """Judges every output and gradient of `impl`. `tensors` are fp32 (bf16 values, so that casts are exact)."""
+) -> list[AccuracyCheck]:
+    """Compares every output and gradient of `impl` with the fp64 truth.
+
+    `tensors` are fp32 (bf16 values, so that casts are exact).
+    """
     truth = run(call, "reference", cast(tensors, "fp64", device), kind)
     own = run(call, "reference", cast(tensors, dtype, device), kind)
     with around():
@@ -105,6 +108,13 @@ def verdicts(
     for name, want in truth.items():
         assert got[name].dtype == own[name].dtype, (name, got[name].dtype, own[name].dtype)
         found.append(
-            judge(name, got[name] * factor, truth=want, reference=own[name], share=SHARE[dtype], floor=floor)
+            check_accuracy(
+                name,
+                got[name] * factor,
+                truth=want,
+                reference=own[name],
+                tolerance=TOLERANCE[dtype],
+                floor=floor,
+            )
         )
     return found

@@ -194,7 +194,7 @@ def test_short_blocks_do_not_depend_on_the_next_row() -> None:
 
 
 def wide_range(steps: int, span: float, off: bool, beta2: float = 0.999) -> tuple[float, float]:
-    """Largest update of a block with gradients over `span` decades, 8-bit and fp32, in units of lr."""
+    """Returns the largest update of a block with gradients over `span` decades, 8-bit and fp32, in units of lr."""
     size = torch.logspace(0, -span, 256).view(1, 256)
     weight, plain = torch.zeros(1, 256), torch.zeros(1, 256)
     state, m, v = new_state(weight), torch.zeros(1, 256), torch.zeros(1, 256)
@@ -216,14 +216,14 @@ def wide_range(steps: int, span: float, off: bool, beta2: float = 0.999) -> tupl
 
 @pytest.mark.parametrize("span", [2.0, 6.0, 12.0])
 @pytest.mark.parametrize("off", [False, True])
-def test_tiny_second_moments_never_explode(span: float, off: bool) -> None:
-    """ε is far below all gradients, so a √v lost to zero would show as an update of 10³ and more."""
+def test_tiny_second_moments_give_bounded_updates(span: float, off: bool) -> None:
+    """ε is far below all gradients, so a √v rounded to zero would give updates of 10³ learning rates and more."""
     ours, plain = wide_range(120, span, off)
     assert 1 < plain < 1.5
     assert ours < 5 * plain
 
 
-def test_storing_v_itself_would_explode() -> None:
+def test_storing_v_instead_of_its_root_gives_unbounded_updates() -> None:
     """The counterexample behind the choice of √v: bitsandbytes' layout on the same gradients."""
     from trimtab.kernels.adamw8bit import impl_reference
 
@@ -265,7 +265,7 @@ def test_gradients_of_other_dtypes_strides_and_scale() -> None:
     assert (bits != 1).any()
 
 
-def test_nan_stays_visible_and_nothing_crashes() -> None:
+def test_nan_propagates_without_a_crash() -> None:
     param = torch.ones(4, 300)
     state = new_state(param)
     grad = torch.ones(4, 300)

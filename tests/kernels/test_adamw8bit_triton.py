@@ -224,7 +224,7 @@ def test_a_learning_rate_of_zero_changes_no_small_tensor(device: str, triton_on:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_nan_stays_visible(device: str, triton_on: Any) -> None:
+def test_nan_propagates(device: str, triton_on: Any) -> None:
     param, _ = (t.to(device) for t in spec.make_inputs((4, 300), weight_dtype="bf16"))
     state, grad = new_state(param), torch.ones(4, 300, device=device)
     grad[1, 280], grad[2, 3] = torch.nan, torch.inf
@@ -398,7 +398,7 @@ def test_the_optimizer_steps_all_and_its_state_is_the_references(device: str, tr
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_deleted_optimizer_is_freed(device: str, triton_on: Any) -> None:
-    """Without Python's garbage collector: it holds as much memory as the weights."""
+    """Without Python's garbage collector: its states take as much memory as the weights."""
     with triton_on(device):
         net = model(device)
         optimizer = AdamW8bit([{"params": list(net.named_parameters())}], lr=1e-2, impl="triton")
@@ -437,7 +437,7 @@ def test_in_backward_equals_a_step_after_it(device: str, impl: str, triton_on: A
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_past_two_to_the_31st_elements() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     """The last rows of a tensor of 2.2 billion elements, against the same rows alone."""
     shape = (8_500_000, 257)
     param = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

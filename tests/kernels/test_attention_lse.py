@@ -20,8 +20,8 @@ CHOSEN = [case for case in CASES if case.name in NAMES] + [SMALL]
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda c: c.name)
 def test_the_reference_is_exact(case):
     for dtype in ("fp64", "fp32"):
-        for verdict in compare(case, "reference", dtype):
-            assert verdict, (dtype, verdict)
+        for checked in compare(case, "reference", dtype):
+            assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -29,8 +29,8 @@ def test_the_reference_is_exact(case):
 def test_triton_is_exact(case, place):
     with at(place) as device:
         for dtype in dtypes_at(place):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from triton_tools import SHARED_LIMIT
 
 from trimtab.facts.errors import ModelError
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.attention import IMPLS, Layout, attention, spec
 from trimtab.kernels.attention.spec import (
     BIDIRECTIONAL,
@@ -22,7 +23,6 @@ from trimtab.kernels.attention.spec import (
     make_lse_gradient,
 )
 from trimtab.kernels.attention.tiles import KERNELS
-from trimtab.kernels.exactness import SHARE, judge
 
 MASKED = ("sdpa_math", "sdpa_flash")
 PLACED = [case for case in OPTION_CASES if not case.sinks]
@@ -31,8 +31,8 @@ PLACED = [case for case in OPTION_CASES if not case.sinks]
 @pytest.mark.parametrize("case", PLACED, ids=lambda c: c.name)
 def test_the_reference_is_exact(case):
     for dtype in ("fp64", "fp32"):
-        for verdict in compare(case, "reference", dtype):
-            assert verdict, (dtype, verdict)
+        for checked in compare(case, "reference", dtype):
+            assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -40,8 +40,8 @@ def test_the_reference_is_exact(case):
 def test_triton_is_exact(case, place):
     with at(place) as device:
         for dtype in ("fp32",) if place == "interpreter" else ("fp32", "fp16", "bf16"):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 def test_one_percent_error_fails():
@@ -62,10 +62,10 @@ def test_masks_are_exact(impl):
         true = run_without_lse(case)
         for name, x, t, r in zip(("o", "dq", "dk", "dv"), got, true, own, strict=True):
             floor = 0.1 * float(true[3].abs().max())
-            assert judge(name, x.cpu(), truth=t, reference=r.cpu(), share=SHARE["fp32"], floor=floor), (
-                case,
-                name,
+            checked = check_accuracy(
+                name, x.cpu(), truth=t, reference=r.cpu(), tolerance=TOLERANCE["fp32"], floor=floor
             )
+            assert checked, (case, checked)
 
 
 def run_without_lse(case):
@@ -100,8 +100,8 @@ def test_random_positions(lengths, heads, window, causal, packed, data):
     documents = (tuple(lengths),) if packed else None
     case = Case("drawn", 1, T, S, *heads, 8, window, documents, causal=causal, offset=offset)
     with at("interpreter"):
-        for verdict in compare(case, "triton", "fp32"):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp32"):
+            assert checked, checked
 
 
 def combined(one, other):
@@ -126,7 +126,7 @@ def combined(one, other):
     ],
     ids=lambda c: c.name,
 )
-def test_two_halves_of_the_keys_combine_to_all_keys(case, impl, place):
+def test_results_over_two_halves_of_the_keys_combine(case, impl, place):
     """Including gradients, through both outputs and both log-sum-exps."""
     if impl == "reference" and place == "gpu":
         pytest.skip("the same on a CPU")
@@ -220,11 +220,11 @@ def test_other_backends_raise():
             ):
                 attention(q[:, :2], q, q, layout=Layout.causal(), offset=1, impl=impl)
     layout = Layout.packed(torch.tensor([[0, 0, 1, 1]]))
-    with pytest.raises(ModelError, match="do not describe 2 queries from 3 on and 4 keys from 0 on"):
+    with pytest.raises(ModelError, match="2 queries from position 3 on and 4 keys from position 0 on"):
         attention(q[:, :2], q, q, layout=layout, offset=3, impl="reference")
 
 
-def test_no_keys_at_all():
+def test_attention_without_keys():
     q, k = torch.randn(1, 3, 2, 8, requires_grad=True), torch.randn(1, 0, 2, 8, requires_grad=True)
     o, lse = attention(q, k, k, layout=Layout.causal(), causal=False, return_lse=True, impl="reference")
     o.sum().backward()

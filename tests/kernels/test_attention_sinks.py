@@ -19,8 +19,8 @@ SMALL = Case("small", B=1, T=10, S=10, H=2, K=1, D=16, documents=((4, 6),), sink
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda c: c.name)
 def test_the_reference_is_exact(case):
     for dtype in ("fp64", "fp32"):
-        for verdict in compare(case, "reference", dtype):
-            assert verdict, (dtype, verdict)
+        for checked in compare(case, "reference", dtype):
+            assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -28,15 +28,15 @@ def test_the_reference_is_exact(case):
 def test_triton_is_exact(case, place):
     with at(place) as device:
         for dtype in dtypes_at(place):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_one_percent_error_fails(dtype):
-    verdicts = compare(CHOSEN[2], "reference", dtype, factor=1.01)
-    assert len(verdicts) == 6
-    assert not any(verdicts), verdicts
+    accuracy_checks = compare(CHOSEN[2], "reference", dtype, factor=1.01)
+    assert len(accuracy_checks) == 6
+    assert not any(accuracy_checks), accuracy_checks
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -58,7 +58,7 @@ def test_a_sink_is_a_factor_on_the_output(place):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_sink_of_minus_infinity_is_none(place):
-    case = Case("blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False)
+    case = Case("rows fully masked", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False)
     with at(place) as device:
         *inputs, do, _ = make_inputs(case, "fp32", device)
         grads = (do, make_lse_gradient(case, "fp32", device))
@@ -119,7 +119,7 @@ def test_other_backends_raise():
                 attention(q, q, q, layout=Layout.causal(), sinks_H=torch.zeros(2), impl=impl)
 
 
-def test_no_keys_at_all():
+def test_attention_without_keys():
     """The sink is the only logit."""
     q, k = torch.randn(1, 3, 2, 8), torch.randn(1, 0, 2, 8)
     sinks = torch.randn(2, requires_grad=True)

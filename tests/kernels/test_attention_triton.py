@@ -44,8 +44,8 @@ def at(place):
 def test_exact(case, place):
     with at(place) as device:
         for dtype in ("fp32", "fp16") if place == "interpreter" else ("fp32", "fp16", "bf16"):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -63,8 +63,8 @@ def test_head_sizes(D, place):
     case = Case("heads", B=1, T=70, S=70, H=3, K=1, D=D, window=50, documents=((41, 29),))
     with at(place) as device:
         for dtype in ("fp32",) if place == "interpreter" else ("fp32", "fp16", "bf16"):
-            for verdict in compare(case, "triton", dtype, device):
-                assert verdict, (dtype, verdict)
+            for checked in compare(case, "triton", dtype, device):
+                assert checked, (dtype, checked)
 
 
 lengths = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=3), min_size=1, max_size=2)
@@ -83,8 +83,8 @@ def test_random_packed_shapes(lengths, heads, window, softcap, D):
     rows = tuple((*row, T - sum(row)) if sum(row) < T else tuple(row) for row in lengths)
     case = Case("drawn", len(rows), T, T, *heads, D, window, rows, softcap=softcap)
     with at("interpreter") as device:
-        for verdict in compare(case, "triton", "fp32", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp32", device):
+            assert checked, checked
 
 
 @settings(max_examples=10, deadline=None)
@@ -99,8 +99,8 @@ def test_random_packed_shapes(lengths, heads, window, softcap, D):
 def test_random_lengths(T, S, heads, window):
     case = Case("drawn", 2, T, S, *heads, 16, window)
     with at("interpreter") as device:
-        for verdict in compare(case, "triton", "fp32", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp32", device):
+            assert checked, checked
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -139,8 +139,8 @@ def test_strided_inputs_and_gradients(place):
             leaves = [x.detach().requires_grad_() for x in views]
             out = call(*leaves)
             assert torch.equal(out, want[0])
-            turned = grad.transpose(1, 2).contiguous().transpose(1, 2)
-            for got, true in zip(torch.autograd.grad(out, leaves, turned), want[1:], strict=True):
+            strided_grad = grad.transpose(1, 2).contiguous().transpose(1, 2)
+            for got, true in zip(torch.autograd.grad(out, leaves, strided_grad), want[1:], strict=True):
                 assert torch.equal(got, true)
         for expanded in (torch.ones((), device=device), torch.randn(16, device=device)):
             upstream = expanded.expand_as(grad)
@@ -156,7 +156,7 @@ def test_outputs_are_fully_written_and_inputs_unchanged(place, monkeypatch):
         out = empty(*size, **options)
         return out.fill_(torch.nan) if out.is_floating_point() else out
 
-    case = Case("blind", B=2, T=33, S=33, H=2, K=1, D=24, documents=((1, 32), (30, 3)), window=5)
+    case = Case("rows fully masked", B=2, T=33, S=33, H=2, K=1, D=24, documents=((1, 32), (30, 3)), window=5)
     with at(place) as device:
         *inputs, grad, documents_BT = make_inputs(case, "fp32", device)
         before = [x.clone() for x in (*inputs, grad)]
@@ -267,7 +267,7 @@ def test_padded_heads_and_odd_groups_compile(name):
 
 
 @pytest.mark.gpu
-def test_past_2_to_31_elements():
+def test_more_than_2_to_the_31_elements():
     """A batch whose queries have more than 2³¹ elements; its last row is compared with itself alone."""
     B, T, H, K, D = 33, 16384, 32, 4, 128
     generator = torch.Generator("cuda").manual_seed(0)
@@ -286,15 +286,15 @@ def test_past_2_to_31_elements():
         assert torch.equal(got[-1:], want)
 
 
-def test_descriptors_and_pointers_give_the_same_bits(monkeypatch):
+def test_descriptors_and_pointers_are_bitwise_identical(monkeypatch):
     """Hopper's TMA against pointers with the same tiles, ragged ends included."""
     case = Case("descriptors", B=2, T=75, S=75, H=4, K=2, D=24, window=50, documents=((75,), (7, 68)))
     monkeypatch.setattr(launch_triton, "_capability", lambda x: 90)
     with at("interpreter") as device:
         *inputs, grad, documents_BT = make_inputs(case, "fp16", device)
         described = run(by_impl(case, documents_BT, "triton"), inputs, grad)
-        for verdict in compare(case, "triton", "fp16", device):
-            assert verdict, verdict
+        for checked in compare(case, "triton", "fp16", device):
+            assert checked, checked
         monkeypatch.setattr(launch_triton, "_supports_tma", lambda x: False)
         pointed = run(by_impl(case, documents_BT, "triton"), inputs, grad)
     assert all(torch.equal(x, y) for x, y in zip(described, pointed, strict=True))

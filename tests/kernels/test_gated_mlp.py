@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import parity
-from tests.kernels.parity import UPSTREAM, run, verdicts
+from tests.kernels.parity import UPSTREAM, accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.gated_mlp import ACTIVATIONS, gated_activation, spec
@@ -41,8 +41,8 @@ interpreter = partial(parity.interpreter, impl_triton)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -50,8 +50,8 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert checked, checked
 
 
 @settings(max_examples=15, deadline=None)
@@ -64,15 +64,17 @@ def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
 )
 def test_any_shape(N: int, W: int, activation: str, fused: bool, dtype: str) -> None:
     case = Case("drawn", N, W, activation, fused)
-    for verdict in verdicts(caller(case), inputs(case), dtype, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), dtype, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(activation: str, dtype: str) -> None:
     case = Case("", 8, 64, activation)
-    found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
+    found = accuracy_checks(
+        caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext
+    )
     assert not any(found), found
 
 
@@ -205,7 +207,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     both = torch.zeros(150_000, 2 * 14_336, dtype=torch.bfloat16, device="cuda")
     both[-1] = 1.0
     gate, up = both.split(14_336, dim=1)

@@ -1,4 +1,4 @@
-"""8-bit quantization: the formulas, their error, and Triton bit-identical to torch."""
+"""8-bit quantization: the formulas, their error, and Triton bitwise identical to torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import int8
-from trimtab.kernels.exactness import judge
+from trimtab.kernels.accuracy import check_accuracy
 from trimtab.kernels.int8 import Int8Tensor, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on NaN, as intended
@@ -155,8 +155,8 @@ def test_strides_and_wrong_arguments() -> None:
 def test_one_percent_error_fails() -> None:
     x = spec.make_inputs(((64, 128), 32))
     back = int8.dequantize(int8.quantize(x))
-    assert judge("x", back, truth=x.double(), reference=back, share=4e-6)
-    assert not judge("x", back * 1.01, truth=x.double(), reference=back, share=4e-6)
+    assert check_accuracy("x", back, truth=x.double(), reference=back, tolerance=4e-6)
+    assert not check_accuracy("x", back * 1.01, truth=x.double(), reference=back, tolerance=4e-6)
 
 
 def test_operators_pass_opcheck_and_trace_without_a_graph_break() -> None:
@@ -220,7 +220,7 @@ def test_every_configuration_fits_every_chip(chip: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scheme", spec.SCHEMES)
 @pytest.mark.parametrize("granularity", spec.GRANULARITIES)
-def test_gpu_gives_the_same_bits(granularity: str, scheme: str, dtype: str) -> None:
+def test_gpu_is_bitwise_identical_to_the_cpu(granularity: str, scheme: str, dtype: str) -> None:
     for case in (*spec.CASES, ((1000, 4096), 128)):
         x = spec.make_inputs(case, dtype=dtype)
         expected = int8.quantize(x, granularity=granularity, group=case[1], scheme=scheme)
@@ -231,7 +231,7 @@ def test_gpu_gives_the_same_bits(granularity: str, scheme: str, dtype: str) -> N
 
 @pytest.mark.gpu
 @GPU
-def test_gpu_past_two_to_the_31() -> None:
+def test_gpu_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of device memory")
     x = torch.randn(2**16 + 1, 2**15, dtype=torch.bfloat16, device="cuda")

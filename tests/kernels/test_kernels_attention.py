@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import ModelError
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.attention import IMPLS, Layout, attention, choose_attention
 from trimtab.kernels.attention.spec import CAPPED, CASES, Case, make_inputs
-from trimtab.kernels.exactness import SHARE, judge
 
 CPU_IMPLS = ("reference", "sdpa_math", "sdpa_flash")
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -91,7 +91,7 @@ def compare(case, impl, dtype, device="cpu", factor=1.0, forward_only=False):
     dv = true[3] if true[3].numel() else torch.zeros(1)
     floors = {"floor": 0.1 * float(dv.square().mean().sqrt()), "peak_floor": 0.1 * float(dv.abs().max())}
     return [
-        judge(name, x.cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype], **floors)
+        check_accuracy(name, x.cpu(), truth=t, reference=r.cpu(), tolerance=TOLERANCE[dtype], **floors)
         for name, x, t, r in zip(("o", "dq", "dk", "dv"), got, true, own, strict=False)
     ]
 
@@ -104,8 +104,8 @@ def test_exact_in_fp32_and_fp64(impl, case):
             compare(case, impl, "fp32")
         return
     for dtype in ("fp64", "fp32"):
-        for verdict in compare(case, impl, dtype):
-            assert verdict, (dtype, verdict)
+        for checked in compare(case, impl, dtype):
+            assert checked, (dtype, checked)
 
 
 def test_the_reference_is_the_formula():
@@ -125,16 +125,16 @@ def test_the_reference_is_the_formula():
 @pytest.mark.parametrize("name", ["odd", "packed, window", "decode several"])
 def test_exact_in_16_bits(name, impl, dtype):
     case = next(c for c in CASES if c.name == name)
-    for verdict in compare(case, impl, dtype):
-        assert verdict, verdict
+    for checked in compare(case, impl, dtype):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["plain", "packed", "window", "decode several"])
 def test_one_percent_error_fails(name, dtype):
     case = next(c for c in CASES if c.name == name)
-    verdicts = compare(case, "reference", dtype, factor=1.01)
-    assert not any(verdicts), verdicts
+    accuracy_checks = compare(case, "reference", dtype, factor=1.01)
+    assert not any(accuracy_checks), accuracy_checks
 
 
 @settings(max_examples=25, deadline=None)
@@ -351,7 +351,7 @@ def test_flex_compiles_once_for_all_lengths():
         layout = Layout.packed(torch.randint(0, 9, (2, T), generator=generator).sort(1).values)
         q = torch.randn(2, T, 4, 16, generator=generator)
         with torch.no_grad():
-            got = traced(q, layout.ready("flex", "cpu", T))
+            got = traced(q, layout.as_prepared("flex", "cpu", T))
             want = attention(q, q[:, :, :2], q[:, :, :2], layout=layout, impl="reference")
             want = attention(want, want[:, :, :2], want[:, :, :2], layout=layout, impl="reference")
         torch.testing.assert_close(got, want)
@@ -359,11 +359,11 @@ def test_flex_compiles_once_for_all_lengths():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["past a tile", "packed, window", "decode several"])
+@pytest.mark.parametrize("name", ["longer than a tile", "packed, window", "decode several"])
 def test_flex_forward_on_a_cpu(name):
     case = next(c for c in CASES if c.name == name)
-    for verdict in compare(case, "flex", "fp32", forward_only=True):
-        assert verdict, verdict
+    for checked in compare(case, "flex", "fp32", forward_only=True):
+        assert checked, checked
 
 
 GPU_CASES = (
@@ -406,5 +406,5 @@ def test_exact_on_a_gpu(impl, dtype, case):
         with pytest.raises((ModelError, RuntimeError)):
             compare(case, impl, dtype, "cuda")
         return
-    for verdict in compare(case, impl, dtype, "cuda"):
-        assert verdict, verdict
+    for checked in compare(case, impl, dtype, "cuda"):
+        assert checked, checked

@@ -128,7 +128,7 @@ def test_every_choice_is_accepted_when_requested(device, capability, **job):
 
 def test_spec_and_choice_import_no_torch():
     code = (
-        "import sys, trimtab.kernels.attention.choice, trimtab.kernels.exactness;"
+        "import sys, trimtab.kernels.attention.choice, trimtab.kernels.accuracy;"
         "import trimtab.kernels.linear_cross_entropy.spec;"
         "assert 'torch' not in sys.modules"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.facts.errors import DataError, ModelError
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.linear_cross_entropy import REDUCTIONS, linear_cross_entropy, spec
 from trimtab.kernels.linear_cross_entropy.spec import CASES, Case, make_inputs, make_token_weights
 
@@ -50,7 +50,7 @@ def compare(case, dtype, impl, reduction, device="cpu", factor=1.0):
     assert [x.dtype for x in got[1:]] == [x.dtype for x in own[1:]]
     names = ("loss", "hidden", "weight", "bias")
     return [
-        judge(n, (g * factor).cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype])
+        check_accuracy(n, (g * factor).cpu(), truth=t, reference=r.cpu(), tolerance=TOLERANCE[dtype])
         for n, g, t, r in zip(names, got, true, own, strict=False)
     ]
 
@@ -59,23 +59,23 @@ def compare(case, dtype, impl, reduction, device="cpu", factor=1.0):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
 def test_exact(dtype, reduction, case):
-    for verdict in compare(case, dtype, "chunked", reduction):
-        assert verdict, verdict
+    for checked in compare(case, dtype, "chunked", reduction):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=gpu, id=c.name) for c in CASES])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_exact_on_a_gpu(dtype, reduction, case):
-    for verdict in compare(case, dtype, "chunked", reduction, "cuda"):
-        assert verdict, verdict
+    for checked in compare(case, dtype, "chunked", reduction, "cuda"):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_one_percent_error_fails(dtype, reduction):
-    verdicts = compare(CASES[0], dtype, "reference", reduction, factor=1.01)
-    assert not any(verdicts), verdicts
+    accuracy_checks = compare(CASES[0], dtype, "reference", reduction, factor=1.01)
+    assert not any(accuracy_checks), accuracy_checks
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -84,8 +84,8 @@ def test_both_strategies_are_exact_and_used(dtype, reduction):
     """One entry more than a small vocabulary, and the logits are recomputed in the backward."""
     for V in (spec.SMALL_VOCABULARY, spec.SMALL_VOCABULARY + 1):
         case = Case("", N=9, C=4, V=V, ignored=0.3, bias=True, chunk_tokens=4)
-        for verdict in compare(case, dtype, "chunked", reduction):
-            assert verdict, (V, verdict)
+        for checked in compare(case, dtype, "chunked", reduction):
+            assert checked, (V, checked)
         hidden_NC, weight_VC, _, labels_N = make_inputs(case, dtype)
         loss = linear_cross_entropy(hidden_NC.requires_grad_(), weight_VC, labels_N, reduction="sum")
         name = loss.grad_fn.name()
@@ -151,7 +151,7 @@ def test_no_grad_saves_nothing():
     assert memory.now <= 8
 
 
-def test_backward_twice_gives_the_same():
+def test_a_second_backward_gives_the_same():
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "bf16")
     weight_VC.requires_grad_()
     loss = linear_cross_entropy(hidden_NC, weight_VC, labels_N)

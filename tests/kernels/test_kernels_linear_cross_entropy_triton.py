@@ -17,7 +17,7 @@ from tests.kernels import parity
 from tests.kernels.parity import poisoned
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
-from trimtab.kernels.exactness import SHARE, Verdict, judge
+from trimtab.kernels.accuracy import TOLERANCE, AccuracyCheck, check_accuracy
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy, schedule, shards, spec
 from trimtab.kernels.linear_cross_entropy.objective import Objective
 from trimtab.kernels.linear_cross_entropy.spec import CASES, Case, make_inputs, make_token_weights
@@ -62,7 +62,9 @@ def run(case: Case, dtype: str, impl: str, strategy: str, device: str = "cpu") -
     return [loss.detach(), *found]
 
 
-def compare(case: Case, dtype: str, strategy: str, device: str = "cpu", factor: float = 1.0) -> list[Verdict]:
+def compare(
+    case: Case, dtype: str, strategy: str, device: str = "cpu", factor: float = 1.0
+) -> list[AccuracyCheck]:
     true = run(case, "fp64", "reference", strategy)
     own = run(case, dtype, "reference", strategy, device)
     if device == "cpu":
@@ -73,7 +75,7 @@ def compare(case: Case, dtype: str, strategy: str, device: str = "cpu", factor: 
             got = run(case, dtype, "triton", strategy, device)
     assert [x.dtype for x in got] == [x.dtype for x in own]
     return [
-        judge(n, (g * factor).cpu(), truth=t, reference=r.cpu(), share=SHARE[dtype])
+        check_accuracy(n, (g * factor).cpu(), truth=t, reference=r.cpu(), tolerance=TOLERANCE[dtype])
         for n, g, t, r in zip(NAMES, got, true, own, strict=False)
     ]
 
@@ -84,8 +86,8 @@ def compare(case: Case, dtype: str, strategy: str, device: str = "cpu", factor: 
 def test_exact(dtype: str, strategy: str, case: Case) -> None:
     if case.V > 1000:  # the interpreter takes a second per row
         case = replace(case, N=6)
-    for verdict in compare(case, dtype, strategy):
-        assert verdict, verdict
+    for checked in compare(case, dtype, strategy):
+        assert checked, checked
 
 
 ON_A_GPU = (
@@ -104,8 +106,8 @@ ON_A_GPU = (
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(dtype: str, strategy: str, case: Case) -> None:
-    for verdict in compare(case, dtype, strategy, "cuda"):
-        assert verdict, verdict
+    for checked in compare(case, dtype, strategy, "cuda"):
+        assert checked, checked
 
 
 NEARLY_CERTAIN = Case("", N=24, C=32, V=70, spread=4.0, aligned=1.0, chunk_tokens=16)
@@ -115,16 +117,16 @@ NEARLY_CERTAIN = Case("", N=24, C=32, V=70, spread=4.0, aligned=1.0, chunk_token
 def test_exact_where_the_model_is_nearly_certain(strategy: str) -> None:
     """Losses of 1e-6 and gradients of 1e-7: p − 1 loses all precision, expm1 does not."""
     assert run(NEARLY_CERTAIN, "fp64", "reference", "none")[0].median() < 1e-5
-    for verdict in compare(NEARLY_CERTAIN, "fp32", strategy):
-        assert verdict, verdict
+    for checked in compare(NEARLY_CERTAIN, "fp32", strategy):
+        assert checked, checked
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_exact_where_the_model_is_nearly_certain_on_a_gpu(dtype: str, strategy: str) -> None:
-    for verdict in compare(NEARLY_CERTAIN, dtype, strategy, "cuda"):
-        assert verdict, verdict
+    for checked in compare(NEARLY_CERTAIN, dtype, strategy, "cuda"):
+        assert checked, checked
 
 
 @settings(max_examples=20, deadline=None)
@@ -143,9 +145,9 @@ def test_exact_where_the_model_is_nearly_certain_on_a_gpu(dtype: str, strategy: 
 )
 def test_any_shape(N, C, V, rows, ignored, bias, weighted, strategy, **extras) -> None:  # type: ignore[no-untyped-def]
     case = Case("drawn", N, C, V, ignored, bias=bias, weighted=weighted, chunk_tokens=rows, **extras)
-    for verdict in compare(case, "fp32", strategy):
+    for checked in compare(case, "fp32", strategy):
         # one entry: loss and gradients are 0 up to the rounding of logits
-        assert verdict or V == 1, verdict
+        assert checked or V == 1, checked
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -162,8 +164,8 @@ def test_blocks_use_weights_gradient_then_the_workspace(monkeypatch: pytest.Monk
     assert [b for *_, b in sizes].count(True) > 2
     assert not sizes[-1][2]
     assert sizes[-1][1] == 600
-    for verdict in compare(case, "fp32", "blocks"):
-        assert verdict, verdict
+    for checked in compare(case, "fp32", "blocks"):
+        assert checked, checked
 
 
 @given(
@@ -187,7 +189,7 @@ def test_blocks_cover_the_vocabulary_and_fit(N, C, V, gradient_width, scratch, w
 @given(
     N=st.integers(1, 40_000), C=st.integers(1, 9000), V=st.integers(1, 300_000), memory=st.integers(0, 2**33)
 )
-def test_a_schedule_keeps_to_its_budget(N: int, C: int, V: int, memory: int) -> None:
+def test_a_schedule_stays_within_its_budget(N: int, C: int, V: int, memory: int) -> None:
     plan = schedule.schedule(N, C, V, 2, 2, memory_bytes=memory)
     row = schedule.row_stride(V) * 2
     if plan.strategy == "rows":
@@ -197,14 +199,14 @@ def test_a_schedule_keeps_to_its_budget(N: int, C: int, V: int, memory: int) -> 
     assert 1 <= plan.rows <= N
 
 
-def test_more_memory_is_fewer_products() -> None:
+def test_a_larger_budget_needs_fewer_products() -> None:
     low, fast = (spec.flops(4096, 1024, 151_936, impl="triton", memory_bytes=m * 2**20) for m in (24, 1200))
     assert low * 3 == fast * 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_deterministic(strategy: str) -> None:
-    case = next(c for c in CASES if c.name == "all at once")
+    case = next(c for c in CASES if c.name == "all options")
     with interpreter():
         first, second = (run(case, "fp16", "triton", strategy) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -228,7 +230,7 @@ def test_losses_per_token_without_gradients_equal_the_sum_bitwise(monkeypatch: p
     assert torch.equal(total, by_token.sum())
 
 
-def test_backward_twice_and_a_kept_graph_give_the_same() -> None:
+def test_a_second_backward_over_a_retained_graph_gives_the_same() -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp32")
     weight_VC.requires_grad_()
     with interpreter():
@@ -332,7 +334,7 @@ CUTS = ((0, 75), (0, 30, 75), (0, 1, 2, 74, 75))
 @pytest.mark.parametrize("impl", shards.IMPLS)
 @pytest.mark.parametrize("cuts", CUTS)
 def test_shards_combine_to_the_whole_vocabulary(cuts: tuple[int, ...], impl: str) -> None:
-    case = next(c for c in CASES if c.name == "all at once")
+    case = next(c for c in CASES if c.name == "all options")
     assert cuts[-1] == case.V
     hidden_NC, weight_VC, bias_V, labels_N = make_inputs(case, "fp32")
     objective = Objective(case.label_smoothing, case.z_loss, case.softcap or 0.0)
@@ -373,8 +375,8 @@ def test_shards_combine_to_the_whole_vocabulary(cuts: tuple[int, ...], impl: str
     hidden, weight, bias = zip(*found, strict=True)
     got = [losses_N, torch.stack(hidden).sum(0), torch.cat(weight), torch.cat(bias)]
     for name, g, t, r in zip(NAMES, got, truth, own, strict=True):
-        verdict = judge(name, g, truth=t, reference=r, share=SHARE["fp32"])
-        assert verdict, verdict
+        checked = check_accuracy(name, g, truth=t, reference=r, tolerance=TOLERANCE["fp32"])
+        assert checked, checked
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -383,13 +385,13 @@ def test_compiles_for_every_chip(chip: int) -> None:
     pointers |= {"lse_ptr": "*fp32", "nll_ptr": "*fp32"}
     names = {
         "rows": kernels_triton.loss_and_gradient_kernel,
-        "numbers": kernels_triton.row_numbers_kernel,
+        "statistics": kernels_triton.row_statistics_kernel,
         "gradient": kernels_triton.gradient_kernel,
     }
     whole = ("columns", "part_blocks", "first", "parts", "plane", "vocabulary")
     for dtype in ("fp16", "fp32") if chip == 75 else ("bf16", "fp32"):
         width = 4 if dtype == "fp32" else 2
-        shapes = (("rows", 1000), ("rows", 200_000), ("numbers", 1000), ("gradient", 1000))
+        shapes = (("rows", 1000), ("rows", 200_000), ("statistics", 1000), ("gradient", 1000))
         for (name, columns), optional in product(shapes, (False, True)):
             kernel, chosen = names[name], impl_triton.configuration(name, width, columns)
             types = {"logits_ptr": f"*{dtype}", "stride": "i32:16"}
@@ -410,7 +412,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     """70,000 × 32,768 logits: the last rows' offsets need 64 bits."""
     N, C, V = 70_000, 16, 32_768
     hidden_NC = torch.randn(N, C, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -423,8 +425,8 @@ def test_past_two_to_the_31() -> None:
         loss = linear_cross_entropy(*leaves, labels_N, impl=impl, reduction="sum", chunk_tokens=rows)
         results.append((loss.detach(), torch.autograd.grad(loss, leaves[0])[0][-100:]))
     for name, got, own, truth in zip(("loss", "gradient of the last rows"), *results, strict=True):
-        verdict = judge(name, got, truth=truth, reference=own, share=SHARE["bf16"])
-        assert verdict, verdict
+        checked = check_accuracy(name, got, truth=truth, reference=own, tolerance=TOLERANCE["bf16"])
+        assert checked, checked
 
 
 @pytest.mark.gpu

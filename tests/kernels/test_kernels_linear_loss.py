@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.parity import poisoned
 from trimtab.facts.errors import ModelError
-from trimtab.kernels.exactness import SHARE, Verdict, judge
+from trimtab.kernels.accuracy import TOLERANCE, AccuracyCheck, check_accuracy
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.kernels.linear_loss import REDUCTIONS, linear_loss, spec
 from trimtab.kernels.linear_loss.losses import distillation_loss, policy_loss
@@ -50,13 +50,15 @@ def run(case: Case, dtype: str, impl: str, reduction: str) -> dict[str, torch.Te
 
 def compare(
     case: Case, dtype: str, reduction: str, impl: str = "chunked", factor: float = 1.0
-) -> list[Verdict]:
+) -> list[AccuracyCheck]:
     true, own = run(case, "fp64", "reference", reduction), run(case, dtype, "reference", reduction)
     with poisoned():
         got = run(case, dtype, impl, reduction)
     assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in own.items()}
     return [
-        judge(name, got[name] * factor, truth=true[name], reference=own[name], share=SHARE[dtype])
+        check_accuracy(
+            name, got[name] * factor, truth=true[name], reference=own[name], tolerance=TOLERANCE[dtype]
+        )
         for name in true
     ]
 
@@ -65,8 +67,8 @@ def compare(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_exact(dtype: str, reduction: str, case: Case) -> None:
-    for verdict in compare(case, dtype, reduction):
-        assert verdict, verdict
+    for checked in compare(case, dtype, reduction):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -85,7 +87,7 @@ def test_results_do_not_depend_on_chunking(N: int, V: int, rows: int, reduction:
         torch.testing.assert_close(got, want[name], rtol=1e-10, atol=1e-12)
 
 
-def test_cross_entropy_is_the_cross_entropy() -> None:
+def test_a_cross_entropy_function_equals_linear_cross_entropy() -> None:
     hidden_NC, weight_VC, _, labels_N = make_inputs(CASES[0], "fp64")
     results = []
     for call in (
@@ -105,8 +107,8 @@ def plain_logits(hidden_NC: torch.Tensor, weight_VC: torch.Tensor) -> torch.Tens
     return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
-def judged(call, plain, dtype: str, *leaves: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
-    """Judges `call` against `plain` on fp32 leaves; `plain` in fp64 is the truth."""
+def check_against(call, plain, dtype: str, *leaves: torch.Tensor) -> None:  # type: ignore[no-untyped-def]
+    """Compares `call` with `plain` on fp32 leaves; `plain` in fp64 is the truth."""
 
     def results(function, kind):  # type: ignore[no-untyped-def]
         own = [x.to(kind).requires_grad_() for x in leaves]
@@ -116,15 +118,17 @@ def judged(call, plain, dtype: str, *leaves: torch.Tensor) -> None:  # type: ign
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     found = zip(results(call, kind), results(plain, torch.float64), results(plain, kind), strict=True)
     for name, (got, truth, own) in zip(("loss", "hidden", "weight"), found, strict=True):
-        verdict = judge(name, got, truth=truth, reference=own, share=SHARE[dtype])
-        assert verdict, verdict
+        checked = check_accuracy(name, got, truth=truth, reference=own, tolerance=TOLERANCE[dtype])
+        assert checked, checked
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("source", ["states", "logits"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_distillation_is_torchs_kl(direction: str, temperature: float, source: str, dtype: str) -> None:
+def test_distillation_equals_torchs_kl_divergence(
+    direction: str, temperature: float, source: str, dtype: str
+) -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(Case("", 22, 12, 35, spread=2.0), "fp32")
     teacher_ND, teacher_VD, _, _ = make_inputs(Case("", 22, 9, 35, spread=3.0), "fp32", seed=5)
     teacher_NV = teacher_ND @ teacher_VD.t()
@@ -152,13 +156,13 @@ def test_distillation_is_torchs_kl(direction: str, temperature: float, source: s
         kl_NV = F.kl_div(one, other, reduction="none", log_target=True)
         return temperature**2 * (kl_NV.sum(-1) * weights_N).sum()
 
-    judged(call, plain, dtype, hidden_NC, weight_VC)
+    check_against(call, plain, dtype, hidden_NC, weight_VC)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("on_policy", [True, False])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_policy_loss_is_its_formula(beta: float, on_policy: bool, dtype: str) -> None:
+def test_the_policy_loss_equals_its_formula(beta: float, on_policy: bool, dtype: str) -> None:
     hidden_NC, weight_VC, _, actions_N = make_inputs(Case("", 40, 12, 35, spread=2.0), "fp32")
     generator = torch.Generator().manual_seed(3)
     advantages_N = torch.randn(40, generator=generator)
@@ -194,7 +198,7 @@ def test_the_policy_loss_is_its_formula(beta: float, on_policy: bool, dtype: str
         penalty_N = torch.exp(reference_N - logp_N) - (reference_N - logp_N) - 1
         return ((beta * penalty_N - surrogate_N) * weights_N).sum()
 
-    judged(call, plain, dtype, hidden_NC, weight_VC)
+    check_against(call, plain, dtype, hidden_NC, weight_VC)
 
 
 def test_a_captured_tensor_that_requires_a_gradient_raises() -> None:
@@ -222,7 +226,7 @@ def test_invalid_arguments_raise_and_no_grad_saves_nothing() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_backward_twice_gives_the_same(reduction: str) -> None:
+def test_a_second_backward_gives_the_same(reduction: str) -> None:
     hidden_NC, weight_VC, _, _ = make_inputs(CASES[0], "bf16")
     weight_VC.requires_grad_()
     loss = linear_loss(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels import parity
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy, schedule, spec
 from trimtab.kernels.linear_cross_entropy.spec import Case, make_inputs
 
@@ -37,9 +37,9 @@ def gradients(leaves, labels_N, **options):
     return [loss.detach(), *torch.autograd.grad(loss, leaves, upstream)]
 
 
-def verdicts(got, own, true, dtype):
+def accuracy_checks(got, own, true, dtype):
     return [
-        judge(name, g.cpu(), truth=t.cpu(), reference=o.cpu(), share=SHARE[dtype])
+        check_accuracy(name, g.cpu(), truth=t.cpu(), reference=o.cpu(), tolerance=TOLERANCE[dtype])
         for name, g, o, t in zip(("loss", "hidden", "weight"), got, own, true, strict=True)
     ]
 
@@ -56,8 +56,8 @@ def test_large_token_weights_in_fp16(largest, reduction, device):
         got = gradients(leaves, labels_N, impl="triton", **options)
     own = gradients(leaves, labels_N, impl="reference", **options)
     true = gradients([x.double() for x in leaves], labels_N, impl="reference", **options)
-    for verdict in verdicts(got, own, true, "fp16"):
-        assert verdict, verdict
+    for checked in accuracy_checks(got, own, true, "fp16"):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -152,8 +152,8 @@ def test_many_chunks_round_weights_gradient_once(dtype, device):
     with kernels(device):
         got = gradients(leaves, labels_N, impl="triton", reduction="sum", chunk_tokens=1)
         few = gradients(leaves, labels_N, impl="triton", reduction="sum", chunk_tokens=case.N)
-    for verdict in verdicts(got, own, true, dtype):
-        assert verdict, verdict
+    for checked in accuracy_checks(got, own, true, dtype):
+        assert checked, checked
 
     def distance(found):
         return (found[2].double() - true[2]).square().mean().sqrt()

@@ -14,7 +14,7 @@ from kernels.triton_tools import interpreted
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import nf4
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.nf4 import NF4Weight, ops, spec
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy on 1/0, as intended
@@ -47,7 +47,7 @@ def assert_same(a: NF4Weight, b: NF4Weight) -> None:
         assert torch.equal(tensor, other), f"{name}: {(tensor != other).sum()} of {tensor.numel()} differ"
 
 
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+def bitwise_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     kind = torch.int32 if a.dtype == torch.float32 else torch.int16
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
@@ -109,7 +109,7 @@ def test_scales_take_the_nearest_of_the_256_values(impl: str) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", spec.CASES)
-def test_bitsandbytes_gives_the_same_bits(case: tuple[tuple[int, ...], int], dtype: str) -> None:
+def test_bitsandbytes_is_bitwise_identical(case: tuple[tuple[int, ...], int], dtype: str) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
     weight = spec.make_inputs(case, dtype=dtype)
     for double in (False, True):
@@ -149,10 +149,10 @@ def test_triton_equals_the_reference(
         assert_same(got, expected)
         for out in (torch.float32, torch.float16):
             value = nf4.dequantize(got, dtype=out, impl="triton")
-            assert same_bits(value, nf4.dequantize(expected, dtype=out))
-            turned = nf4.dequantize(got, dtype=out, transposed=True, impl="triton")
-            assert turned.is_contiguous()
-            assert same_bits(turned, value.t())
+            assert bitwise_identical(value, nf4.dequantize(expected, dtype=out))
+            transposed_value = nf4.dequantize(got, dtype=out, transposed=True, impl="triton")
+            assert transposed_value.is_contiguous()
+            assert bitwise_identical(transposed_value, value.t())
     assert torch.equal(weight, before)
 
 
@@ -164,8 +164,8 @@ def test_many_programs_many_nested_blocks_and_three_dimensions() -> None:
     with on_cpu():
         got = nf4.quantize(weight, block=32, impl="triton")
         assert_same(got, expected)
-        turned = nf4.dequantize(got, transposed=True, impl="triton")
-    assert torch.equal(turned, nf4.dequantize(expected).transpose(1, 2))
+        transposed_value = nf4.dequantize(got, transposed=True, impl="triton")
+    assert torch.equal(transposed_value, nf4.dequantize(expected).transpose(1, 2))
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -255,16 +255,18 @@ def product_and_gradient(
     return out.detach(), gradient
 
 
-def judge_matmul(x: torch.Tensor, weight: NF4Weight, grad: torch.Tensor, dtype: str) -> None:
-    """Output and gradient of the Triton version against fp64, allowing the reference's own error and a share."""
+def check_matmul(x: torch.Tensor, weight: NF4Weight, grad: torch.Tensor, dtype: str) -> None:
+    """Output and gradient of the Triton version against fp64, allowing the reference's own error and a tolerance."""
     wide = nf4.dequantize(weight, dtype=x.dtype, impl="reference").double()
     truths = x.double() @ wide.t(), grad.double() @ wide
     references = product_and_gradient(x, weight, grad, "reference")
     results = product_and_gradient(x, weight, grad, "triton")
     for name, got, truth, reference in zip(("out", "grad"), results, truths, references, strict=True):
-        verdict = judge(name, got, truth=truth, reference=reference, share=SHARE[dtype])
-        assert verdict, verdict
-        assert not judge(name, reference * 1.01, truth=truth, reference=reference, share=SHARE[dtype])
+        checked = check_accuracy(name, got, truth=truth, reference=reference, tolerance=TOLERANCE[dtype])
+        assert checked, checked
+        assert not check_accuracy(
+            name, reference * 1.01, truth=truth, reference=reference, tolerance=TOLERANCE[dtype]
+        )
 
 
 @settings(max_examples=8, deadline=None)
@@ -281,7 +283,7 @@ def test_matmul_is_exact(rows: int, features: tuple[int, int], double: bool, blo
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, in_features, generator=generator)
     with on_cpu():
-        judge_matmul(x, weight, torch.randn(rows, out_features, generator=generator), "fp32")
+        check_matmul(x, weight, torch.randn(rows, out_features, generator=generator), "fp32")
 
 
 def test_matmul_with_strides_and_broadcast_gradients() -> None:
@@ -289,8 +291,8 @@ def test_matmul_with_strides_and_broadcast_gradients() -> None:
     x = torch.randn(64, 3, 2).permute(2, 1, 0)
     grad = torch.randn(1, 1, 24).expand(2, 3, 24)
     with on_cpu():
-        judge_matmul(x, weight, grad, "fp32")
-        judge_matmul(torch.randn(64), weight, torch.ones(()).expand(24), "fp32")
+        check_matmul(x, weight, grad, "fp32")
+        check_matmul(torch.randn(64), weight, torch.ones(()).expand(24), "fp32")
         again = [nf4.matmul(x, weight, impl="triton") for _ in range(2)]
     assert torch.equal(*again)
 
@@ -318,8 +320,8 @@ def test_traces_without_a_graph_break() -> None:
     weight = nf4.quantize(torch.randn(16, 64))
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        turned = nf4.dequantize(weight, transposed=True, impl="triton")
-        return nf4.matmul(x.relu(), weight, impl="triton") @ turned.t() + x
+        transposed_value = nf4.dequantize(weight, transposed=True, impl="triton")
+        return nf4.matmul(x.relu(), weight, impl="triton") @ transposed_value.t() + x
 
     with on_cpu():
         x = torch.randn(2, 64, requires_grad=True)
@@ -364,7 +366,7 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize(("case", "dtype"), ON_A_GPU)
-def test_gpu_gives_the_bits_of_bitsandbytes(case: tuple[tuple[int, ...], int], dtype: str) -> None:
+def test_gpu_is_bitwise_identical_to_bitsandbytes(case: tuple[tuple[int, ...], int], dtype: str) -> None:
     bnb = pytest.importorskip("bitsandbytes.functional")
     weight = spec.make_inputs(case, dtype=dtype, device="cuda")
     weight.view(-1)[: case[1]] = 0.0
@@ -379,12 +381,14 @@ def test_gpu_gives_the_bits_of_bitsandbytes(case: tuple[tuple[int, ...], int], d
             assert torch.equal(entries[f"weight.{name}"].cpu(), tensor.cpu()), name
         back = bnb.dequantize_4bit(codes, theirs).view(weight.shape)
         got = nf4.dequantize(ours, impl="triton")
-        assert same_bits(got, back)
-        assert same_bits(nf4.dequantize(ours, impl="triton"), back), "launched without Triton's own launcher"
+        assert bitwise_identical(got, back)
+        assert bitwise_identical(nf4.dequantize(ours, impl="triton"), back), (
+            "launched without Triton's own launcher"
+        )
         if weight.ndim > 1:
-            turned = nf4.dequantize(ours, transposed=True, impl="triton")
-            assert same_bits(turned, back.transpose(-1, -2).contiguous())
-        assert same_bits(got, nf4.dequantize(ours.to("cpu")).cuda())
+            transposed_value = nf4.dequantize(ours, transposed=True, impl="triton")
+            assert bitwise_identical(transposed_value, back.transpose(-1, -2).contiguous())
+        assert bitwise_identical(got, nf4.dequantize(ours.to("cpu")).cuda())
 
 
 @pytest.mark.gpu
@@ -394,12 +398,12 @@ def test_gpu_gives_the_bits_of_bitsandbytes(case: tuple[tuple[int, ...], int], d
 def test_gpu_matmul_is_exact(rows: int, dtype: str) -> None:
     weight = nf4.quantize(torch.randn(1000, 1096, device="cuda", dtype=DTYPES[dtype]))
     x = torch.randn(rows, 1096, device="cuda", dtype=DTYPES[dtype])
-    judge_matmul(x, weight, torch.randn(rows, 1000, device="cuda", dtype=DTYPES[dtype]), dtype)
+    check_matmul(x, weight, torch.randn(rows, 1000, device="cuda", dtype=DTYPES[dtype]), dtype)
 
 
 @pytest.mark.gpu
 @GPU
-def test_gpu_past_two_to_the_31() -> None:
+def test_gpu_more_than_2_to_the_31_elements() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("needs 16 GiB of device memory")
     shape, block = spec.LARGE_CASE
@@ -415,7 +419,7 @@ def test_gpu_past_two_to_the_31() -> None:
     last = NF4Weight(
         tail.codes, scales[-tail.absmax.numel() :].contiguous(), tail.quant_map, tail.shape, tail.dtype, block
     )
-    assert same_bits(back[-1:], nf4.dequantize(last, impl="reference"))
+    assert bitwise_identical(back[-1:], nf4.dequantize(last, impl="reference"))
 
 
 @pytest.mark.parametrize("impl", spec.IMPLS)
@@ -427,7 +431,7 @@ def test_dequantize_into_out(impl: str, transposed: bool, double: bool) -> None:
     out = torch.empty_like(expected)
     with on_cpu() if impl == "triton" else nullcontext():
         assert nf4.dequantize(weight, transposed=transposed, out=out, impl=impl) is out
-    assert same_bits(out, expected)
+    assert bitwise_identical(out, expected)
     with pytest.raises(AssertionError):
         nf4.dequantize(weight, out=torch.empty(24, 11))
 

@@ -42,12 +42,24 @@ def compiled_kernels(chip: int, start: int = 0) -> Iterator[Any]:
             {**shifts, "NESTED": nested, "TILE": cut.tile, "EVEN": even, "BY_WORD": by_word},
             num_warps=cut.num_warps,
         )
-    turned = {"codes_ptr": "*i32", "absmax_ptr": "*u8", **pointers, "rows": "i32:16", "columns": "i32:16"}
+    transposed_signature = {
+        "codes_ptr": "*i32",
+        "absmax_ptr": "*u8",
+        **pointers,
+        "rows": "i32:16",
+        "columns": "i32:16",
+    }
     yield compile_for(
         chip,
         impl_triton._dequantize_transposed_kernel,
-        turned,
-        {**shifts, "NESTED": True, "R": impl_triton.TURNED, "C": impl_triton.TURNED, "BY_WORD": True},
+        transposed_signature,
+        {
+            **shifts,
+            "NESTED": True,
+            "R": impl_triton.TRANSPOSE_TILE,
+            "C": impl_triton.TRANSPOSE_TILE,
+            "BY_WORD": True,
+        },
     )
     quantizer = {
         "bins_ptr": "*fp32",

@@ -43,7 +43,7 @@ def test_triton_equals_the_reference_at_any_size(double: bool) -> None:
 @pytest.mark.oracle
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("double", [False, True])
-def test_bitsandbytes_on_a_gpu_gives_the_same_bits_at_any_size(double: bool, impl: str) -> None:
+def test_bitsandbytes_on_a_gpu_is_bitwise_identical_at_any_size(double: bool, impl: str) -> None:
     """bf16 values, whose codes do not depend on the last bit of the reciprocal."""
     bnb = pytest.importorskip("bitsandbytes.functional")
     for size in SIZES:

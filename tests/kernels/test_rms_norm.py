@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import parity
-from tests.kernels.parity import UPSTREAM, run, verdicts
+from tests.kernels.parity import UPSTREAM, accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm, spec
@@ -48,8 +48,10 @@ interpreter = partial(parity.interpreter, impl_triton, partial_sums)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
     floor = 1.0 if case.D < 4 else 0.0  # the norm of one element is its sign: its gradient cancels to zero
-    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor):
-        assert verdict, verdict
+    for checked in accuracy_checks(
+        caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor
+    ):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -58,8 +60,10 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
     floor = 1.0 if case.D < 4 else 0.0
-    for verdict in verdicts(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda", floor=floor):
-        assert verdict, verdict
+    for checked in accuracy_checks(
+        caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda", floor=floor
+    ):
+        assert checked, checked
 
 
 @settings(max_examples=15, deadline=None)
@@ -73,14 +77,18 @@ def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
 def test_any_shape(N: int, D: int, residual: bool, dtype: str, kind: str) -> None:
     case = Case("drawn", N, D, residual)
     floor = 1.0 if case.D < 4 else 0.0  # the norm of one element is its sign: its gradient cancels to zero
-    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor):
-        assert verdict, verdict
+    for checked in accuracy_checks(
+        caller(case), inputs(case), dtype, kind=kind, around=interpreter, floor=floor
+    ):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("case", [*CASES[:2], *OFFSET_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(case: Case, dtype: str) -> None:
-    found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
+    found = accuracy_checks(
+        caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext
+    )
     assert not any(found), found
 
 
@@ -228,7 +236,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     N, D = 140_000, 16_384
     x = torch.zeros(N, D, dtype=torch.bfloat16, device="cuda")
     x[-1] = 3.0

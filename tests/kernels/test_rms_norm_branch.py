@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.kernels import parity
-from tests.kernels.parity import UPSTREAM, run, verdicts
+from tests.kernels.parity import UPSTREAM, accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rms_norm import norm_add, norm_add_norm, spec
@@ -42,8 +42,8 @@ interpreter = partial(parity.interpreter, *MODULES)
 @pytest.mark.parametrize("case", BRANCH_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("dtype", "kind"), [("fp32", "expanded"), ("fp16", "transposed")])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -51,14 +51,16 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("case", BRANCH_CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(case: Case, dtype: str) -> None:
-    found = verdicts(caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
+    found = accuracy_checks(
+        caller(case), inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext
+    )
     assert not any(found), found
 
 
@@ -188,7 +190,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     N, D = 140_000, 16_384
     x, r = (torch.zeros(N, D, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     x[-1] = 3.0

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import parity
-from tests.kernels.parity import UPSTREAM, run, verdicts
+from tests.kernels.parity import UPSTREAM, accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.rope import rope, spec
@@ -44,8 +44,8 @@ interpreter = partial(parity.interpreter, impl_triton)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(call, inputs(case), dtype, kind=kind, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case), dtype, kind=kind, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -53,8 +53,8 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(call, inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert checked, checked
 
 
 @settings(max_examples=15, deadline=None)
@@ -69,14 +69,14 @@ def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
 )
 def test_any_shape(B: int, T: int, K: int, group: int, half: int, norm: bool, dtype: str) -> None:
     case = Case("drawn", B, T, K * group, K, 2 * half, norm)
-    for verdict in verdicts(call, inputs(case), dtype, around=interpreter, floor=floor(case)):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case), dtype, around=interpreter, floor=floor(case)):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(case: Case, dtype: str) -> None:
-    found = verdicts(call, inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
+    found = accuracy_checks(call, inputs(case), dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
 
@@ -131,8 +131,8 @@ def test_deterministic() -> None:
 def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "programs", lambda capability: 3)
     case = Case("many", 2, 10, 2, 1, 8, norm=True)
-    for verdict in verdicts(call, inputs(case), "fp32", around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case), "fp32", around=interpreter):
+        assert checked, checked
 
 
 def test_operators_pass_opcheck() -> None:
@@ -184,13 +184,13 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     B, T, H, D = 1, 70_000, 256, 128
     q = torch.zeros(B, T, H, D, dtype=torch.bfloat16, device="cuda")
     k = torch.zeros(B, T, 1, D, dtype=torch.bfloat16, device="cuda")
     q[:, -1] = 1.0
     cos, sin = torch.zeros(B, T, D // 2, device="cuda"), torch.ones(B, T, D // 2, device="cuda")
-    turned, _ = rope(q, k, cos, sin, impl="triton")
-    assert turned[:, :-1].abs().max() == 0
-    assert (turned[:, -1, :, : D // 2] == -1).all()
-    assert (turned[:, -1, :, D // 2 :] == 1).all()
+    rotated, _ = rope(q, k, cos, sin, impl="triton")
+    assert rotated[:, :-1].abs().max() == 0
+    assert (rotated[:, -1, :, : D // 2] == -1).all()
+    assert (rotated[:, -1, :, D // 2 :] == 1).all()

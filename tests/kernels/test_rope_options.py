@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import parity
-from tests.kernels.parity import run, verdicts
+from tests.kernels.parity import accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.rope import rope, spec
@@ -55,8 +55,8 @@ interpreter = partial(parity.interpreter, impl_triton)
 @pytest.mark.parametrize("case", OPTION_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize(("dtype", "kind"), [("fp32", "transposed"), ("fp16", "expanded")])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), dtype, kind=kind, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -64,8 +64,8 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", parity.UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert checked, checked
 
 
 @settings(max_examples=10, deadline=None)
@@ -86,15 +86,15 @@ def test_any_shape(
         "drawn", 1, 2, K * group, K, 2 * half, norm != "none", 1.0, all_heads, R, interleaved=interleaved
     )
     floor = 1.0 if half < 4 else 0.0  # the gradient of a norm over two elements partly cancels
-    for verdict in verdicts(caller(case), inputs(case), dtype, around=interpreter, floor=floor):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), dtype, around=interpreter, floor=floor):
+        assert checked, checked
 
 
-@pytest.mark.parametrize("name", ["interleaved, partial", "all of it"])
+@pytest.mark.parametrize("name", ["interleaved, partial", "all options"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(name: str, dtype: str) -> None:
     call, made = caller(NAMED[name]), inputs(NAMED[name])
-    found = verdicts(call, made, dtype, impl="reference", factor=1.01, around=nullcontext)
+    found = accuracy_checks(call, made, dtype, impl="reference", factor=1.01, around=nullcontext)
     assert not any(found), found
 
 
@@ -148,7 +148,7 @@ def test_the_rest_passes_through() -> None:
 
 
 def test_slices_of_one_projection() -> None:
-    case = NAMED["all of it"]
+    case = NAMED["all options"]
     made = spec.make_inputs(case, "fp32")
     fused = torch.randn(2, 3, 11, 24, requires_grad=True)
     rest = {name: made[name] for name in made if name not in ("q", "k")}
@@ -164,8 +164,8 @@ def test_slices_of_one_projection() -> None:
 def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "programs", lambda capability: 3)
     case = Case("many", 2, 10, 2, 1, 8, norm=True, all_heads=True)
-    for verdict in verdicts(caller(case), inputs(case), "fp32", around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(caller(case), inputs(case), "fp32", around=interpreter):
+        assert checked, checked
     with interpreter():
         first, second = (run(caller(case), "triton", inputs(case)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -173,7 +173,7 @@ def test_more_tokens_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operators_pass_opcheck() -> None:
     ops = torch.ops.trimtab
-    plain, whole = NAMED["interleaved, partial"], NAMED["all of it"]
+    plain, whole = NAMED["interleaved, partial"], NAMED["all options"]
     with interpreted(impl_triton):
         made = inputs(plain)
         torch.library.opcheck(ops.rope, (*made.values(), False, True))
@@ -189,7 +189,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 def test_saved_tensors_are_the_declared_ones() -> None:
-    for name in ("interleaved, partial", "all of it"):
+    for name in ("interleaved, partial", "all options"):
         case, saved = NAMED[name], []
         made = inputs(case)
         with interpreter(), torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):  # type: ignore[arg-type,return-value]

@@ -25,7 +25,7 @@ def test_torch_words_equal_the_definition(offset: int) -> None:
     assert [word & 0xFFFFFFFF for word in words] == [spec.word(*keys, offset + i) for i in range(100)]
 
 
-def test_words_look_random() -> None:
+def test_hashed_words_are_unbiased_and_uncorrelated() -> None:
     count = 1 << 18
     a, b = random_bits(count, **WHERE), random_bits(count, **{**WHERE, "step": 4})
     limit = 5 / math.sqrt(count)  # five standard deviations of a mean of ±1
@@ -63,7 +63,7 @@ def test_unbiased(size: float) -> None:
     assert ulp > 1.5 * nearest, "rounding to nearest would pass the bias test on these inputs"
 
 
-def test_exact_and_special_values_stay() -> None:
+def test_exact_and_special_values_are_unchanged() -> None:
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, torch.inf, -torch.inf, 3.3895313892515355e38])
     for step in range(50):
         out = rounded(exact, step=step).float()
@@ -104,7 +104,7 @@ def test_strided_values_and_unknown_impl() -> None:
         stochastic_round_(out, value.t(), **WHERE, impl="fast")
 
 
-def test_triton_gives_the_same_bits_in_the_interpreter() -> None:
+def test_triton_is_bitwise_identical_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     from trimtab.kernels.stochastic_rounding import impl_triton
 
@@ -142,7 +142,7 @@ def test_triton_compiles_for_every_chip(chip: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_gpu_gives_the_same_bits(impl: str) -> None:
+def test_gpu_is_bitwise_identical_to_the_cpu(impl: str) -> None:
     for case in spec.CASES:
         value = spec.make_inputs(case)["value_N"]
         out = torch.empty(case, dtype=torch.bfloat16, device="cuda")

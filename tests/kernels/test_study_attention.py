@@ -113,13 +113,13 @@ def test_any_lengths(n_q, n_k, d, is_causal, name):
         leaves = [x.clone().requires_grad_() for x in tensors[:3]]
         O = function.apply(*leaves, is_causal)  # noqa: E741
         O.backward(tensors[3])
-        blind = max(n_q - n_k, 0) if is_causal else 0
-        assert not O[:, :blind].any()
-        assert not leaves[0].grad[:, :blind].any()
+        num_masked = max(n_q - n_k, 0) if is_causal else 0
+        assert not O[:, :num_masked].any()
+        assert not leaves[0].grad[:, :num_masked].any()
         exact = [x.double().requires_grad_() for x in tensors[:3]]
-        seen, _ = plain(exact[0][:, blind:], *exact[1:], is_causal)
-        seen.backward(tensors[3][:, blind:].double())
-        torch.testing.assert_close(O[:, blind:].double(), seen, rtol=1e-5, atol=1e-5)
+        expected, _ = plain(exact[0][:, num_masked:], *exact[1:], is_causal)
+        expected.backward(tensors[3][:, num_masked:].double())
+        torch.testing.assert_close(O[:, num_masked:].double(), expected, rtol=1e-5, atol=1e-5)
         for x, y in zip(leaves, exact, strict=True):
             torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-5, atol=1e-5)
 

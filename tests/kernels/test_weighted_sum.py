@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels import parity
-from tests.kernels.parity import UPSTREAM, run, verdicts
+from tests.kernels.parity import UPSTREAM, accuracy_checks, run
 from tests.kernels.triton_tools import CHIPS, SHARED_LIMIT, compile_for, interpreted
 from trimtab.facts.errors import ModelError, ResourceError
 from trimtab.kernels.weighted_sum import spec, weighted_sum
@@ -41,8 +41,8 @@ interpreter = partial(parity.interpreter, impl_triton)
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_exact(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(call, inputs(case), dtype, kind=kind, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case), dtype, kind=kind, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.gpu
@@ -50,21 +50,21 @@ def test_exact(case: Case, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", UPSTREAM)
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_exact_on_a_gpu(case: Case, kind: str, dtype: str) -> None:
-    for verdict in verdicts(call, inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(case, "cuda"), dtype, kind=kind, device="cuda"):
+        assert checked, checked
 
 
 @settings(max_examples=15, deadline=None)
 @given(N=st.integers(1, 80), D=st.integers(1, 300), dtype=st.sampled_from(["fp32", "fp16"]))
 def test_any_shape(N: int, D: int, dtype: str) -> None:
-    for verdict in verdicts(call, inputs(Case("drawn", N, D)), dtype, around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(Case("drawn", N, D)), dtype, around=interpreter):
+        assert checked, checked
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_one_percent_error_fails(dtype: str) -> None:
     case = inputs(CASES[0])
-    assert not any(verdicts(call, case, dtype, impl="reference", factor=1.01, around=nullcontext))
+    assert not any(accuracy_checks(call, case, dtype, impl="reference", factor=1.01, around=nullcontext))
 
 
 def test_strides_and_leading_axes() -> None:
@@ -80,8 +80,8 @@ def test_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than one program of the backward processes, the last chunk ragged."""
     monkeypatch.setattr(spec, "MAX_CHUNKS", 2)
     assert spec.chunk_rows(150) == 76
-    for verdict in verdicts(call, inputs(Case("chunks", 150, 9)), "fp32", around=interpreter):
-        assert verdict, verdict
+    for checked in accuracy_checks(call, inputs(Case("chunks", 150, 9)), "fp32", around=interpreter):
+        assert checked, checked
 
 
 def test_deterministic() -> None:
@@ -135,7 +135,7 @@ def test_compiles_for_every_chip(chip: int) -> None:
 
 
 @pytest.mark.gpu
-def test_past_two_to_the_31() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     case = LARGE_CASES[1]
     x = torch.zeros(case.N, case.D, dtype=torch.bfloat16, device="cuda")
     w = torch.ones(case.D, dtype=torch.bfloat16, device="cuda")

@@ -19,7 +19,7 @@ from trimtab.model.catalogue import (
     parse_catalogue,
     suggest_models,
 )
-from trimtab.model.families import FAMILIES, PLANNED, shape_from_config
+from trimtab.model.families import FAMILIES, PLAN_ONLY, shape_from_config
 
 WHOLE = {
     "name": "a/b",
@@ -54,18 +54,18 @@ def test_every_family_has_entries() -> None:
     assert len(known_models()) >= 100
     assert len(set(known_models())) == len(known_models())
     families = {entry.config["model_type"] for entry in catalogue_entries()}
-    assert families == {*FAMILIES, *PLANNED} - {"gemma3"}  # whose text model is an entry
+    assert families == {*FAMILIES, *PLAN_ONLY} - {"gemma3"}  # whose text model is an entry
 
 
 def test_the_docs_page_has_the_counts() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "planning.md").read_text(encoding="utf-8")
     variants = sum(len(entry.aliases) for entry in catalogue_entries())
     assert f"{len(known_models())} shapes and {variants} variants" in text
-    for name in (*FAMILIES, *PLANNED):
+    for name in (*FAMILIES, *PLAN_ONLY):
         assert f"`{name}`" in text, name
 
 
-def test_a_wrong_shape_is_noticed() -> None:
+def test_a_wrong_shape_has_another_parameter_count() -> None:
     """One layer, one token or one bias more no longer matches the publisher's model."""
     entry = find_model("Qwen/Qwen2.5-7B")
     assert entry is not None
@@ -148,7 +148,7 @@ def test_a_damaged_file_is_an_error(text: str) -> None:
         parse_catalogue(text)
 
 
-def test_it_is_read_lazily_and_without_torch() -> None:
+def test_the_catalogue_is_read_lazily_and_without_torch() -> None:
     code = (
         "import sys; from trimtab.model import catalogue as c; assert not c._entries.cache_info().currsize; "
         "assert c.find_model('qwen/qwen3-8b').shape.num_layers == 36; assert 'torch' not in sys.modules"

@@ -33,8 +33,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
-    """Drops root's privileges for a moment, since root may read everything."""
+def without_root_privileges() -> Iterator[None]:
+    """Drops root's privileges inside, since root may read everything."""
     root = os.geteuid() == 0
     try:
         if root:
@@ -45,7 +45,7 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(0)
 
 
-def test_a_good_folder_and_a_good_file_pass(saved: Path, tmp_path: Path) -> None:
+def test_valid_files_pass_the_checks(saved: Path, tmp_path: Path) -> None:
     check_weights(read_shape(saved), saved)
     write_gguf(random_decoder(QWEN2), tmp_path / "m.gguf")
     check_weights(read_shape(tmp_path / "m.gguf"), tmp_path / "m.gguf")
@@ -134,6 +134,9 @@ def test_an_unreadable_file_is_not_reported_as_damaged() -> None:
         save_folder(decoder, Path(place) / "m", dtype="fp32")
         os.chmod(Path(place) / "m", 0o755)
         (Path(place) / "m" / "model.safetensors").chmod(0)
-        with as_nobody(), pytest.raises(ModelError, match=r"cannot be read .*denied.*permissions") as caught:
+        with (
+            without_root_privileges(),
+            pytest.raises(ModelError, match=r"cannot be read .*denied.*permissions") as caught,
+        ):
             check_weights(SHAPE, Path(place) / "m")
     assert "damaged" not in str(caught.value)

@@ -109,8 +109,8 @@ def run_latent(x_NC: torch.Tensor, p: Parameters) -> torch.Tensor:
     heads = (norm(kv[:, : LATENT.kv_rank], w["kv_a_layernorm"]) @ w["kv_b_proj"].T).view(N, H, S + V)
     v_NHV = heads[..., S:].contiguous()
     cos, sin = torch.ones(N, 1, R), torch.zeros(N, 1, R)
-    turned = rotate(kv[:, None, LATENT.kv_rank :], cos, sin).expand(N, H, R)
-    k_NHD = torch.cat((heads[..., :S], turned), -1)
+    rotated = rotate(kv[:, None, LATENT.kv_rank :], cos, sin).expand(N, H, R)
+    k_NHD = torch.cat((heads[..., :S], rotated), -1)
     q_NHD = torch.cat((q_NHD[..., :S], rotate(q_NHD[..., S:], cos, sin)), -1)
     o_NHV = SavesWhatFlashSaves.apply(q_NHD, k_NHD, v_NHV)
     return o_NHV.reshape(N, H * V) @ w["o_proj"].T

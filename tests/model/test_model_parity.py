@@ -103,7 +103,10 @@ def test_dynamic_scaling_goes_by_the_length_of_each_document(tmp_path: Path) -> 
     labels_BT[0, 3] = labels_BT[0, 21] = labels_BT[1, 21] = -100
     pieces = [*zip([ids_BT[0]] * 3, [0, 4, 22], [4, 22, 24], strict=True), (ids_BT[1], 0, 22)]
 
-    for layout in (Layout.packed(documents_BT), Layout.packed(documents_BT).ready("reference", "cpu", 24)):
+    for layout in (
+        Layout.packed(documents_BT),
+        Layout.packed(documents_BT).as_prepared("reference", "cpu", 24),
+    ):
         packed = load(tmp_path)
         hidden_BTC = packed(ids_BT, positions_BT, layout)
         rows = [hidden_BTC[0, :4], hidden_BTC[0, 4:22], hidden_BTC[0, 22:], hidden_BTC[1, :22]]

@@ -138,10 +138,10 @@ def test_results_do_not_depend_on_chunk_sizes(
         load_weights(decoder, path)
         for name, parameter in decoder.named_parameters():
             assert torch.equal(parameter, whole[name]), name
-        assert weights_module.changed_weight(decoder, path) is None
+        assert weights_module.find_changed_weight(decoder, path) is None
         with torch.no_grad():
             decoder.model.embed_tokens.weight[-1, -1] += 1
-        assert weights_module.changed_weight(decoder, path) == "model.embed_tokens.weight"
+        assert weights_module.find_changed_weight(decoder, path) == "model.embed_tokens.weight"
 
 
 def test_stored_dtypes_and_chosen_names(sources: Any) -> None:
@@ -183,7 +183,9 @@ def test_only_slices_that_are_read_must_be_finite(tmp_path: Path) -> None:
     tensors["lm_head.weight"][40, 3] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 0, 40)}))
-    with pytest.raises(ModelError, match=r"lm_head\.weight contains NaN or infinity; get the weights again"):
+    with pytest.raises(
+        ModelError, match=r"lm_head\.weight contains NaN or infinity; download the weights again"
+    ):
         dict(read_weights(shape, tmp_path / "m", {"lm_head.weight": Slice(0, 40, 48)}))
 
 

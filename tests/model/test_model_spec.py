@@ -98,7 +98,7 @@ def test_flops_match_torchs_counter() -> None:
     assert said + masked == counter.get_total_flops()
 
 
-def test_sums_by_hand() -> None:
+def test_flops_with_a_window_and_in_training() -> None:
     assert parameter_bytes(LLAMA, "bf16") == 2 * LLAMA.num_parameters
     short, long = flops_per_token(MISTRAL, 9), flops_per_token(MISTRAL, 9000)
     # With a sliding window of 9 attention costs 9 keys per token for any document length.

@@ -255,7 +255,7 @@ def test_a_read_only_folder(tmp_path: Path) -> None:
         save_folder(init_weights(fresh(), seed=0), tmp_path / "m", dtype="fp32")
 
 
-def test_files_over_a_file(tmp_path: Path) -> None:
+def test_saving_over_a_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ResourceError, match="cannot be written"):
         save_folder(init_weights(fresh(), seed=0), tmp_path / "file/m", dtype="fp32")

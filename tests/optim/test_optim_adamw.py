@@ -229,7 +229,7 @@ def test_odd_shapes_strides_and_gradient_dtypes(name: str, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_grad_scale_as_number_or_tensor(name: str) -> None:
+def test_grad_scale_may_be_a_number_or_a_tensor(name: str) -> None:
     results = []
     for scale, factor in ((1.0, 0.25), (0.25, 1.0), (torch.tensor(0.25), 1.0)):
         module = model()
@@ -294,7 +294,7 @@ def test_small_tensors_keep_fp32_moments() -> None:
     }
 
 
-def test_groups() -> None:
+def test_parameter_groups() -> None:
     module = model()
     module[2].bias.requires_grad_(False)
     decayed, spared = parameter_groups(module.named_parameters(), 0.1)
@@ -359,7 +359,7 @@ def test_gpu_agrees_and_never_synchronizes(name: str, dtype: torch.dtype) -> Non
         )
 
 
-def test_it_accepts_named_parameters() -> None:
+def test_adamw_accepts_named_parameters() -> None:
     layer = torch.nn.Linear(64, 64)
     plain = AdamW8bit(layer.named_parameters(), lr=1e-3)
     groups = AdamW8bit([{"params": list(layer.named_parameters())}], lr=1e-3)

@@ -88,7 +88,7 @@ def test_rates_stay_in_range(kind: str, total: int, warmup: int, min_ratio: floa
         assert 0 <= rate <= 2.0 + 1e-12
 
 
-def test_ends_and_mistakes() -> None:
+def test_boundary_steps_and_invalid_arguments() -> None:
     assert learning_rate("linear", 10, base=1.0, total_steps=10, min_ratio=0.1) == pytest.approx(0.1)
     assert learning_rate("cosine", 25, base=1.0, total_steps=10) == 0.0  # transformers' would rise again
     assert learning_rate("warmup_stable_decay", 89, base=1.0, total_steps=100) == 1.0  # decay: the last tenth

@@ -6,7 +6,7 @@ import torch
 
 from trimtab import optim
 from trimtab.adapt import init_adapters, trained_parameters
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.data import Batch
 from trimtab.model import init_weights
 from trimtab.parallel import Mesh
@@ -51,7 +51,7 @@ class Step:
         make_dequantized_copies(self.decoder, resolved)
         if job.lora is not None:
             init_adapters(self.decoder, seed=0)
-            set_masks(self.decoder, torch.device(job.device))
+            create_dropout_masks(self.decoder, torch.device(job.device))
         set_gradient_dtype(self.decoder, resolved)
         self.parameters = trained_parameters(self.decoder)
         self.microstep = build_microstep(self.decoder, self.parameters, resolved, mesh, packing=job.packed)

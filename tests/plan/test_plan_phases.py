@@ -13,7 +13,7 @@ from trimtab.facts.blocks import ExpertsShape, LatentAttentionShape
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.operations import Part
-from trimtab.facts.phases import OWN_STEP, RunPhase
+from trimtab.facts.phases import STEP_PHASES, RunPhase
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import Plan, check_fits, make_plan
 from trimtab.plan.inference import cache_tokens
@@ -53,7 +53,7 @@ def test_phases_of_a_run_in_order() -> None:
 
 def test_step_phases_match_the_predicted_peak() -> None:
     result = plan(QWEN, "max_seq_length: 1024", gpu(80))
-    step = [phase for phase in result.phases.phases if phase.phase in OWN_STEP]
+    step = [phase for phase in result.phases.phases if phase.phase in STEP_PHASES]
     assert max(phase.needed for phase in step) == result.memory.needed
     for phase in step:
         assert phase.buckets.total + PROCESS_BYTES["cuda"] == phase.needed
@@ -89,7 +89,7 @@ def test_generation_may_exceed_training() -> None:
 
 
 def test_every_phase_that_can_be_refused_has_a_remedy() -> None:
-    assert {*PHASE_REMEDIES} == {*PLANNED} - {*OWN_STEP, *AFTERWARDS}
+    assert {*PHASE_REMEDIES} == {*PLANNED} - {*STEP_PHASES, *AFTERWARDS}
 
 
 def test_host_memory_of_checkpoints_and_offloading() -> None:

@@ -1,4 +1,4 @@
-"""Generated pages are up to date, shipped recipes are what they say, and no torch is imported."""
+"""Generated pages are up to date, shipped recipes have their documented settings, and no torch is imported."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_examples_are_valid_together() -> None:
 
 
 def accepts(node: dict[str, Any], value: Any) -> bool:
-    """Whether a value fits a JSON schema, for the words that ours uses."""
+    """Whether a value matches a JSON schema; supports the keywords that the recipe's schema uses."""
     if "$ref" in node:
         node = schema()["$defs"][node["$ref"].rsplit("/", 1)[1]]
     if "anyOf" in node and not any(accepts(option, value) for option in node["anyOf"]):
@@ -99,7 +99,7 @@ def test_shipped_recipes_load_and_match_the_schema(path: Path) -> None:
         "llama3.1-8b-qlora",
     ],
 )
-def test_every_line_of_the_reference_recipes_says_what_it_is_for(name: str) -> None:
+def test_every_line_of_the_reference_recipes_has_a_comment(name: str) -> None:
     text = (ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
     assert not [line for line in text.splitlines() if line.strip() and "#" not in line]
 
@@ -117,7 +117,7 @@ def test_schema_agrees_with_loading() -> None:
         assert not accepts(schema(), {"model": "a", "data": {"train": "x"}, **bad}), bad
 
 
-def test_the_reference_job() -> None:
+def test_the_reference_recipe_has_its_documented_settings() -> None:
     recipe = load(ROOT / "recipes" / "qwen3-0.6b-math.yaml")
     (source,) = recipe.data.train
     assert recipe.model.name == "Qwen/Qwen3-0.6B-Base"
@@ -131,7 +131,7 @@ def test_the_reference_job() -> None:
     assert recipe.data.replay is None
 
 
-def test_the_small_job_differs_only_in_its_model() -> None:
+def test_the_small_reference_recipe_differs_only_in_its_model() -> None:
     big, small = (
         load(ROOT / "recipes" / f"{name}.yaml").model_dump()
         for name in ("qwen3-0.6b-math", "smollm2-135m-math")
@@ -140,7 +140,7 @@ def test_the_small_job_differs_only_in_its_model() -> None:
     assert {key for key in big if big[key] != small[key]} == {"model", "output_dir"}
 
 
-def test_choices_equal_the_packages_own_lists() -> None:
+def test_literals_of_keys_equal_the_lists_of_the_packages() -> None:
     from trimtab.adapt.spec_recompute import POLICIES
     from trimtab.data.spec import BAD_ROWS, DOCUMENT_MODES, FORMATS, TRAIN_ON
     from trimtab.kernels.adamw8bit import spec as adamw8bit
@@ -158,7 +158,7 @@ def test_choices_equal_the_packages_own_lists() -> None:
     assert typing.get_args(keys.TrainOn) == TRAIN_ON
     assert typing.get_args(keys.BadRows) == BAD_ROWS
     assert typing.get_args(keys.Policy) == POLICIES
-    assert typing.get_args(keys.OptimizerCode) == ("auto", *adamw8bit.IMPLS)
+    assert typing.get_args(keys.OptimizerImplementation) == ("auto", *adamw8bit.IMPLS)
     assert typing.get_args(keys.Tracker) == SINKS
 
 

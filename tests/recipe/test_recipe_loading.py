@@ -1,4 +1,4 @@
-"""Loading, and the messages that users get."""
+"""Loading recipes, and the error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -133,17 +133,17 @@ def test_all_problems_at_once() -> None:
         ("model: !!str a\n", "YAML tag"),
         ("%YAML 1.1\n---\nmodel: on\n", "directive"),
         ("a: 1\n---\nb: 2\n", "is not YAML"),
-        ("? [a]\n: 1\n", "a key that is not a word"),
+        ("? [a]\n: 1\n", "a key that is not a string"),
         ("a: " + "[" * 50 + "]" * 50, "nested more than"),
         ("x: " + "y" * 1_000_001, "1,000,004 characters"),
         ("<<: {model: a}\n", "unknown key '<<'"),
     ],
 )
-def test_text_that_is_no_recipe(text: str, part: str) -> None:
+def test_text_that_is_not_a_recipe_raises(text: str, part: str) -> None:
     assert part in message(text)
 
 
-def test_a_depth_bomb_is_rejected_quickly() -> None:
+def test_deeply_nested_yaml_is_rejected_quickly() -> None:
     assert "nested more than" in message("[" * 200_000)
 
 
@@ -180,7 +180,7 @@ def test_rejected_keys_have_a_remedy() -> None:
         ("torch_compile=yes", "torch_compile: 'yes' is not one of auto, true, false"),
     ],
 )
-def test_a_value_that_fits_no_type_of_a_union_is_one_problem(override: str, said: str) -> None:
+def test_a_value_of_no_type_of_a_union_is_reported_once(override: str, said: str) -> None:
     found = message(MINIMAL, (override,))
     assert found.startswith(said), found
     assert "\n" not in found
@@ -247,19 +247,19 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("key", NO_VALUE)
-def test_a_key_with_nothing_after_it_has_no_value(key: str) -> None:
+def test_an_override_without_a_value_raises(key: str) -> None:
     assert message(MINIMAL, (f"{key}=",)) == f"{key} has no value (from '{key}='); {NO_VALUE[key]}"
     assert loads(MINIMAL, [f"{key}=null"]) == loads(MINIMAL, [f"{key}=~"]) == loads(MINIMAL)
 
 
 @pytest.mark.parametrize("key", NEEDED)
 @pytest.mark.parametrize("written", ["", "null", "~"])
-def test_a_key_that_a_recipe_needs_has_no_default(key: str, written: str) -> None:
+def test_a_required_key_without_a_value_raises(key: str, written: str) -> None:
     override = f"{key}={written}"
     assert message(MINIMAL, (override,)) == f"{key} has no value (from '{override}'); {NEEDED[key]}"
 
 
-def test_keys_with_nothing_after_them_are_named_with_their_lines() -> None:
+def test_keys_without_a_value_are_listed_with_their_lines() -> None:
     said = message("model:\ndata: {train: [a, null]}\nlearning_rate:\nmlp_tiles: null\n")
     assert "model has no value (line 1); " in said
     assert "data.train.1 has no value (line 2); give one, or leave it out" in said
@@ -269,14 +269,14 @@ def test_keys_with_nothing_after_them_are_named_with_their_lines() -> None:
 
 
 @pytest.mark.parametrize("limit", ["0B", "0.0GiB", "0 GB", "0.1B", "0%", "0.0 %"])
-def test_a_memory_limit_of_nothing_is_refused(limit: str) -> None:
+def test_a_memory_limit_of_zero_raises(limit: str) -> None:
     assert message(MINIMAL, (f"memory_limit={limit}",)) == (
         f"memory_limit: {limit} is neither a size nor a share above 0; write it like 24GiB, 24GB or 80%"
     )
     assert loads(MINIMAL, ["memory_limit=0.5GiB"]).memory_limit == "0.5GiB"
 
 
-def test_there_are_no_more_tiles_than_tokens() -> None:
+def test_more_tiles_than_tokens_raise() -> None:
     keys = "per_device_train_batch_size: 2\nmax_seq_length: 16\nmlp_tiles: "
     assert loads(f"{MINIMAL}{keys}32\n").mlp_tiles == 32
     assert message(f"{MINIMAL}{keys}33\n") == (
@@ -286,7 +286,7 @@ def test_there_are_no_more_tiles_than_tokens() -> None:
 
 
 @pytest.mark.parametrize("share", ["0", "1", "-0.1", "1.5"])
-def test_replay_share_lies_between_zero_and_one(share: str) -> None:
+def test_a_replay_share_outside_zero_to_one_raises(share: str) -> None:
     assert "data.replay.share must be" in message(
         f"model: a\ndata: {{train: x, replay: {{share: {share}, sources: y}}}}\n"
     )
@@ -299,8 +299,8 @@ def test_replay_share_lies_between_zero_and_one(share: str) -> None:
         ("data.replay.sources.0.weight", "{train: x, replay: {sources: {source: y, weight: 1e12}}}"),
     ],
 )
-def test_a_weight_that_no_epoch_can_hold_is_refused(key: str, data: str) -> None:
-    """It was accepted, and the error after the first evaluation blamed the device's memory."""
+def test_a_source_weight_above_the_maximum_raises(key: str, data: str) -> None:
+    """An earlier version accepted it, and failed after the first evaluation with an error about device memory."""
     assert message(f"model: a\ndata: {data}\n") == (
         f"{key}: 1e+12 is above 1000, the maximum number of passes over a source per epoch; "
         f"set {key}=1000 or less (1 is one pass)"
@@ -314,13 +314,13 @@ def test_streaming_needs_a_number_of_steps() -> None:
     assert loads(text, ["max_steps=5"]).data.streaming
 
 
-def test_eval_steps_without_anything_to_measure() -> None:
+def test_eval_steps_without_anything_to_evaluate_raise() -> None:
     text = "model: a\nprobe: false\neval_steps: 5\ndata: {train: x, eval_share: 0}\n"
     assert "nothing to evaluate" in message(text)
     assert loads(text, ["probe=true"]).eval_steps == 5
 
 
-def test_files_that_are_not_there(tmp_path) -> None:
+def test_missing_and_unreadable_recipe_files_raise(tmp_path) -> None:
     with pytest.raises(RecipeError, match="there is no recipe at"):
         load(tmp_path / "no.yaml")
     with pytest.raises(RecipeError, match="is a folder"):
@@ -342,13 +342,13 @@ def test_files_that_are_not_there(tmp_path) -> None:
         ('"\ud800"=1', "a name in the recipe", r"""'"\ud800"'"""),
     ],
 )
-def test_text_that_no_file_can_hold_is_refused(override: str, what: str, text: str) -> None:
+def test_text_that_utf8_cannot_encode_raises(override: str, what: str, text: str) -> None:
     said = override.encode(errors="backslashreplace").decode()
     cause = f"{what} contains a character that UTF-8 cannot encode: {text} (from '{said}')"
     assert message(MINIMAL, (override,)) == f"{cause}; correct it, or leave it out"
 
 
-def test_text_that_no_file_can_hold_is_refused_wherever_it_is_from() -> None:
+def test_values_that_utf8_cannot_encode_raise_in_recipes_from_python() -> None:
     with pytest.raises(
         RecipeError, match=r"output_dir contains a character that UTF-8 cannot encode: 'runs/\\udcff'"
     ):
@@ -408,7 +408,7 @@ def test_a_shipped_recipe_by_its_name(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load("own-text").output_dir == "mine", "the user's file has precedence"
 
 
-def test_with_an_initial_adapter_no_lora_defaults_are_written() -> None:
+def test_lora_defaults_are_not_dumped_with_an_initial_adapter() -> None:
     recipe = build({"model": "starter", "data": {"train": ["notes.txt"]}, "lora": {"adapter": "./mine"}})
     text = dump(recipe)
     assert "adapter: ./mine" in text

@@ -41,7 +41,7 @@ def test_overrides() -> None:
     assert recipe.output_dir == "2024"
 
 
-def test_overrides_of_free_names() -> None:
+def test_overrides_of_mappings_with_arbitrary_names() -> None:
     overrides = [
         "lora.rank_pattern.q_proj=8",
         "lora.rank_pattern.layers.0.mlp.up_proj=4",
@@ -62,14 +62,14 @@ def test_overrides_of_free_names() -> None:
     assert again.lora.rank_pattern == {"q_proj": 9, "layers.0.mlp.up_proj": 4, "0": 1}
 
 
-def test_override_of_one_of_a_pair_replaces_the_other() -> None:
+def test_an_override_replaces_the_mutually_exclusive_key() -> None:
     recipe = loads(MINIMAL + "num_train_epochs: 3\nwarmup_ratio: 0.1\n", ["max_steps=50", "warmup_steps=5"])
     assert (recipe.max_steps, recipe.num_train_epochs) == (50, None)
     assert (recipe.warmup_steps, recipe.warmup_ratio) == (5, 0.0)
     assert loads(MINIMAL + "max_steps: 50\n", ["num_train_epochs=2"]).num_train_epochs == 2.0
 
 
-def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
+def test_an_override_expands_shorthands_and_creates_sections() -> None:
     assert loads("model: a\ndata: {train: x}\n", ["data.train.0.first=5"]).data.train[0].first == 5
     assert loads("model: a\ndata: {train: {source: x}}\n", ["data.train.0.first=5"]).data.train[0].first == 5
 
@@ -82,7 +82,7 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
         ("data.train.0.wieght=2", "unknown key 'wieght' in data.train.0{from}; did you mean 'weight'?"),
         (
             "data.train.3.weight=2",
-            "data.train is a list of 1 and has no item '3'{from}; count from 0 to 0",
+            "data.train is a list of length 1 and has no item '3'{from}; count from 0 to 0",
         ),
         ("packing=maybe", "packing must be true or false, not 'maybe'{from}"),
         (
@@ -91,7 +91,10 @@ def test_override_opens_a_single_source_and_an_absent_model_section() -> None:
         ),
         ("=3", "'=3' is not an override; write key=value, for example learning_rate=1e-4"),
         ("seed.x=3", "seed has no keys inside it{from}; write seed=value"),
-        ("data.train.².weight=3", "data.train is a list of 1 and has no item '²'{from}; count from 0 to 0"),
+        (
+            "data.train.².weight=3",
+            "data.train is a list of length 1 and has no item '²'{from}; count from 0 to 0",
+        ),
         ("lora.rank_pattern.q_proj=x", "lora.rank_pattern.q_proj must be a whole number, not 'x'{from}"),
         (
             "lora.rank_pattern.=8",
@@ -103,7 +106,7 @@ def test_override_messages(override: str, expected: str) -> None:
     assert message(MINIMAL, (override,)) == expected.replace("{from}", f" (from '{override}')")
 
 
-def test_two_overrides_that_set_the_same_thing() -> None:
+def test_overrides_of_mutually_exclusive_keys() -> None:
     for order in (1, -1):  # an override with null takes its own key away and no other
         overrides = ["num_train_epochs=null", "max_steps=5"][::order]
         assert loads(MINIMAL + "num_train_epochs: 1\n", overrides).max_steps == 5
@@ -123,7 +126,7 @@ def test_two_overrides_that_set_the_same_thing() -> None:
         ("lora={rank_pattern: {a.b: 8}}", "lora.rank_pattern.a.b=4"),
     ],
 )
-def test_one_key_in_two_spellings_is_an_error(whole: str, part: str) -> None:
+def test_setting_a_key_twice_by_different_paths_raises(whole: str, part: str) -> None:
     assert (
         message(MINIMAL, (whole, part)) == f"'{whole}' and '{part}' set the same key twice; give one of them"
     )

@@ -1,4 +1,4 @@
-"""For every recipe that can be written: what is dumped loads to the same recipe."""
+"""Property-based tests: a dumped recipe loads to an equal recipe, for any valid recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Former names of recipe keys: they work, with a note, from files, overrides and Python."""
+"""Former names of recipe keys: they work, with a FutureWarning, in files, overrides and Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trimtab.recipe.loading import dump
 TEXT = "model: starter\ndata: {train: x}\nlora: {r: 2}\nload_in_4bit: true\n"
 
 
-def test_a_former_name_works_and_is_noted() -> None:
+def test_a_former_name_works_with_a_warning() -> None:
     with pytest.warns(FutureWarning, match="unpacked_layers is now called dequantized_layers"):
         recipe = loads(TEXT + "unpacked_layers: 3\n")
     assert recipe.dequantized_layers == 3
@@ -23,7 +23,7 @@ def test_a_former_name_works_and_is_noted() -> None:
     assert nested.data.eval_sequences == 7
 
 
-def test_overrides_and_defaults_of_older_run_folders_need_no_note() -> None:
+def test_former_overrides_and_defaults_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loads(TEXT, ["unpacked_layers=2"]).dequantized_layers == 2

@@ -42,13 +42,13 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize("override", ALLOWED)
-def test_allowed(override: str) -> None:
+def test_keys_that_may_change_on_resume(override: str) -> None:
     assert loads(TEXT, [override]) != loads(TEXT)
     check_resume(loads(TEXT), loads(TEXT, [override]))
     check_resume(loads(TEXT, [override]), loads(TEXT))
 
 
-def test_every_allowed_key_exists_and_is_tried() -> None:
+def test_every_changeable_key_exists_and_is_tested() -> None:
     assert set(CHANGEABLE_ON_RESUME) <= {dotted(path) for path in all_keys()}
     assert {override.split("=")[0] for override in ALLOWED} == set(CHANGEABLE_ON_RESUME)
 
@@ -76,7 +76,7 @@ def test_every_allowed_key_exists_and_is_tried() -> None:
         "gradient_dtype=bf16",
     ],
 )
-def test_refused(override: str) -> None:
+def test_other_changes_on_resume_raise(override: str) -> None:
     with pytest.raises(RecipeError) as caught:
         check_resume(loads(TEXT), loads(TEXT, [override]))
     assert override.split("=")[0] in str(caught.value)

@@ -14,11 +14,11 @@ from shared import adapted_of, decoder_of
 from trimtab.adapt import (
     LoraSettings,
     add_adapters,
+    create_dropout_masks,
     init_adapters,
     load_adapter,
     merge_adapters,
     save_adapter,
-    set_masks,
     use_adapters,
 )
 from trimtab.adapt.lora import check_finite
@@ -91,7 +91,7 @@ case(
     lambda w, remedy: check_finite(adapted_of(w.model)),
 )
 case(
-    "adapt/peft_files.py:save_adapter: the training went wrong; save an earlier checkpoint",
+    "adapt/peft_files.py:save_adapter: the training diverged; use an earlier checkpoint",
     lambda w: saved(poisoned(adapted_of(w.model)), w.tmp / "a"),
     lambda w, remedy: saved(adapted_of(w.model), w.tmp / "a"),
 )
@@ -103,7 +103,7 @@ def head_dropout(w: World, *, evaluated: bool = False, **settings: Any) -> Any:
     w.edit_json(folder / CONFIG, **{"lora_dropout": 0.1, **settings})
     decoder = decoder_of(w.shared("untied"))
     load_adapter(decoder, folder)
-    masks = set_masks(decoder, torch.device("cpu"))
+    masks = create_dropout_masks(decoder, torch.device("cpu"))
     if masks is not None:
         masks.set(0, 0, 0, 4)
     decoder.train(not evaluated)
@@ -141,8 +141,8 @@ def follow_masks(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/lora_products.py:add_lora: masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, "
-    "first_sequence, tokens) before each microbatch",
+    "adapt/lora_products.py:add_lora: masks = trimtab.adapt.create_dropout_masks(decoder, device), then "
+    "masks.set(seed, step, first_sequence, tokens) before each microbatch",
     lambda w: dropping(w).loss(IDS_BT, IDS_BT),
     follow_masks,
 )
@@ -237,17 +237,17 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_config.py:fit_to_model: the two files do not belong together; get the adapter again",
+    "adapt/peft_config.py:fit_to_model: the two files do not belong together; download the adapter again",
     damaged(config(r=3)),
     fetched_again,
 )
 case(
-    "adapt/peft_config.py:_check_complete: get the adapter again",
+    "adapt/peft_config.py:_check_complete: download the adapter again",
     damaged(tensors(lambda found: [found.pop(A), found.pop(A.replace("lora_A", "lora_B"))])),
     fetched_again,
 )
 case(
-    "adapt/peft_config.py:other_base_error: load it with its own base",
+    "adapt/peft_config.py:other_base_error: load it with its own base model",
     lambda w: load(w, w.shared("wide")),
     lambda w, remedy: load(w),
 )
@@ -264,7 +264,7 @@ def embedding_adapter(w: World) -> Path:
 
 
 def follow_own_base_or_anew(w: World, remedy: str) -> None:
-    assert remedy.startswith("load it with its own base")
+    assert remedy.startswith("load it with its own base model")
     load(w, w.shared("untied"))
     w.plan(
         f"lora.modules_to_save={remedy.partition('lora.modules_to_save: ')[2].split(']')[0]}]", lora={"r": 2}
@@ -272,7 +272,7 @@ def follow_own_base_or_anew(w: World, remedy: str) -> None:
 
 
 case(
-    "adapt/peft_config.py:fit_to_model: load it with its own base; if this is its base, train it again: {}",
+    "adapt/peft_config.py:fit_to_model: load it with its own base model; if this is its base model, train it again: {}",
     lambda w: (embedding_adapter(w), load(w)),
     follow_own_base_or_anew,
 )
@@ -314,7 +314,7 @@ case(
     lambda w, remedy: settings_of(adapted_of(w.model)),
 )
 case(
-    "adapt/peft_files.py:copy_adapter_tensors: get the adapter again",
+    "adapt/peft_files.py:copy_adapter_tensors: download the adapter again",
     damaged(tensors(lambda found: found.pop(A.replace("lora_A", "lora_B")))),
     fetched_again,
 )
@@ -328,7 +328,7 @@ case(
     ),
 )
 case(
-    "adapt/peft_reading.py:read_config: get the adapter again",
+    "adapt/peft_reading.py:read_config: download the adapter again",
     damaged(lambda w, folder: (folder / CONFIG).write_text("{")),
     fetched_again,
 )
@@ -386,7 +386,7 @@ case(
     fetched_again,
 )
 case(
-    "adapt/peft_reading.py:read_header: get the adapter again",
+    "adapt/peft_reading.py:read_header: download the adapter again",
     damaged(lambda w, folder: (folder / WEIGHTS).write_bytes(b"\x10\0\0\0\0\0\0\0{")),
     fetched_again,
 )
@@ -402,7 +402,7 @@ case(
 )
 SHORT = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 case(
-    "adapt/peft_reading.py:_check_tensor: it must be a matrix; get the adapter again",
+    "adapt/peft_reading.py:_check_tensor: it must be a matrix; download the adapter again",
     damaged(tensors(lambda found: found.update({A: torch.ones(2)}))),
     fetched_again,
 )

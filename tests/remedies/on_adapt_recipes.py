@@ -75,7 +75,7 @@ def narrow(columns: int, **settings: Any) -> QuantizedLinear:
 
 
 case(
-    "adapt/packing.py:check_rows: quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={})",
+    "adapt/packed_layout.py:check_rows: quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={})",
     lambda w: narrow(96).slice_rows(0, 4),
     lambda w, remedy: (
         narrow(96, kind="int8").slice_rows(0, 4),
@@ -83,7 +83,7 @@ case(
     ),
 )
 case(
-    "adapt/packing.py:check_rows: quantize to INT8 (load_in_8bit: true)",
+    "adapt/packed_layout.py:check_rows: quantize to INT8 (load_in_8bit: true)",
     lambda w: narrow(40).slice_rows(0, 4),
     lambda w, remedy: narrow(40, kind="int8").slice_rows(0, 4),
 )
@@ -276,7 +276,7 @@ case(
     ),
 )
 case(
-    "adapt/peft_files.py:copy_adapter_tensors: get the adapter again, or train it again",
+    "adapt/peft_files.py:copy_adapter_tensors: download the adapter again, or train it again",
     damaged(tensors(lambda found: found[A].fill_(float("nan")))),
     fetched_again,
 )

@@ -287,7 +287,8 @@ case(
     lambda w, remedy: nf4.dequantize(nf4.quantize(X[0])),
 )
 case(
-    "kernels/nf4/weight.py:check_finite: get the weights again, or load them in bf16 or fp32 if they overflow in fp16",
+    "kernels/nf4/weight.py:check_finite: download the weights again, or load them in bf16 or fp32 if they overflow in "
+    "fp16",
     lambda w: nf4.quantize((X * 1e6).half()),
     lambda w, remedy: (nf4.quantize(X), nf4.quantize((X * 1e6).bfloat16()), nf4.quantize(X * 1e6)),
 )
@@ -318,10 +319,10 @@ def damaged(
     case(f"kernels/nf4/layout.py:{key}", lambda w: stored(change, **facts), lambda w, remedy: stored())
 
 
-AGAIN = "fetch the file again"
+AGAIN = "download the file again"
 damaged("read: convert it with bitsandbytes", lambda state: state["weight.quant_map"].zero_())
 damaged("read: convert it again with bitsandbytes", nested_blocksize=3)
-damaged("read: the file is incomplete: fetch it again", nested_offset=None)
+damaged("read: the file is incomplete: download it again", nested_offset=None)
 damaged(f"_get_entry: {AGAIN}", lambda state: state.pop("weight.absmax"))
 damaged(f"_check_tensor: {AGAIN}", lambda state: state.update({"weight.absmax": torch.ones(1)}))
 NF4 = "quantize it again with quant_type nf4"
@@ -444,8 +445,8 @@ def twice(*, begun: bool) -> None:
 
 
 case(
-    "optim/in_backward.py:OptimizerInBackward._apply_gradient: call begin() before every backward(); gradient "
-    "accumulation and an optimizer in backward exclude each other",
+    "optim/in_backward.py:OptimizerInBackward._apply_gradient: call begin() before every backward(); an "
+    "optimizer in the backward pass does not support gradient accumulation",
     lambda w: twice(begun=False),
     lambda w, remedy: twice(begun=True),
 )

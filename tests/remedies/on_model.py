@@ -112,7 +112,7 @@ case(
     folder_or_gguf,
 )
 case(
-    "model/families/__init__.py:_described: supported are {} (SmolLM2 is a llama)",
+    "model/families/__init__.py:_described: supported are {} (SmolLM2 models have type llama)",
     lambda w: config(w, model_type="mamba9"),
     lambda w, remedy: in_turn(
         lambda name: config(w, model_type=name),
@@ -195,7 +195,7 @@ accepted_config(
 )
 OPPOSED = {"rope_type": "yarn", "factor": math.e, "mscale": 1.0, "mscale_all_dim": -10.0}
 accepted_config(
-    "model/families/config_json.py:scaling_from_values: leave both mscales out",
+    "model/families/config_json.py:scaling_from_values: remove mscale and mscale_all_dim from the RoPE settings",
     {"rope_scaling": OPPOSED},
     lambda remedy: {"rope_scaling": {key: OPPOSED[key] for key in OPPOSED if "mscale" not in key}},
 )
@@ -293,7 +293,7 @@ def damaged(key: str, change: Callable[[Path], object]) -> None:
 
 
 NORM = "model.norm.weight"
-ONE_MODEL = "get the weights and config.json of one model, from the same place"
+ONE_MODEL = "download the weights and config.json of the same model from the same source"
 damaged(f"weights_checks.py:check_layers: {ONE_MODEL}", keys(num_hidden_layers=999))
 damaged(
     f"weights_checks.py:check_dims: {ONE_MODEL}", tensors(lambda found: found.update({NORM: torch.ones(31)}))
@@ -308,7 +308,7 @@ damaged(
     tensors(lambda found: found.update({"value_head.weight": torch.ones(1, 32)})),
 )
 damaged(
-    "weights.py:copy_converted: get the weights again",
+    "weights.py:copy_converted: download the weights again",
     tensors(lambda found: found.update({NORM: torch.full((32,), float("nan"))})),
 )
 damaged(
@@ -320,7 +320,7 @@ damaged(
     lambda folder: (folder / INDEX).write_text('{"metadata": {}}'),
 )
 damaged(
-    "weights_safetensors.py:_indexed_files: do not trust this copy; get the model from another place",
+    "weights_safetensors.py:_indexed_files: do not use this copy; download the model from another source",
     lambda folder: (folder / INDEX).write_text(json.dumps({"weight_map": {NORM: f"../{WEIGHTS}"}})),
 )
 damaged(
@@ -329,26 +329,26 @@ damaged(
 )
 
 
-def stray(folder: Path) -> None:
+def extra_file(folder: Path) -> None:
     found = load_file(folder / WEIGHTS)
-    save_file({NORM: found[NORM]}, folder / "stray.safetensors")
-    index = {**dict.fromkeys(found, WEIGHTS), "x": "stray.safetensors"}
+    save_file({NORM: found[NORM]}, folder / "extra.safetensors")
+    index = {**dict.fromkeys(found, WEIGHTS), "x": "extra.safetensors"}
     (folder / INDEX).write_text(json.dumps({"weight_map": index}))
 
 
-def follow_stray(w: World, remedy: str) -> None:
-    assert remedy == "remove the stray file, and its name from the index"
-    (w.own() / "stray.safetensors").unlink()
+def follow_extra_file(w: World, remedy: str) -> None:
+    assert remedy == "remove the file that does not belong to this model, and its index entries"
+    (w.own() / "extra.safetensors").unlink()
     index = json.loads((w.own() / INDEX).read_text())["weight_map"]
-    kept = {name: file for name, file in index.items() if file != "stray.safetensors"}
+    kept = {name: file for name, file in index.items() if file != "extra.safetensors"}
     (w.own() / INDEX).write_text(json.dumps({"weight_map": kept}))
     decoder_of(w.own())
 
 
 case(
-    "model/weights_safetensors.py:_declared: remove the stray file, and its name from the index",
-    changed(stray),
-    follow_stray,
+    "model/weights_safetensors.py:_declared: remove the file that does not belong to this model, and its index entries",
+    changed(extra_file),
+    follow_extra_file,
 )
 
 
@@ -485,7 +485,7 @@ def diverged(w: World, value: float) -> None:
 
 
 case(
-    "model/save.py:_stored: the training went wrong; save an earlier checkpoint",
+    "model/save.py:_stored: the training diverged; use an earlier checkpoint",
     lambda w: diverged(w, float("nan")),
     lambda w, remedy: diverged(w, 1.0),
 )

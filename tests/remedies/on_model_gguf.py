@@ -39,7 +39,8 @@ def refused_gguf(key: str, **changes: Any) -> None:
 
 
 case(
-    "model/families/gguf_metadata.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files are llama)",
+    "model/families/gguf_metadata.py:shape_from_gguf: supported are {} (Mistral and SmolLM2 files have architecture "
+    "llama)",
     lambda w: described(w, arch="mamba9"),
     lambda w, remedy: in_turn(lambda arch: described(w, arch=arch), listed(remedy, "supported are")),
 )

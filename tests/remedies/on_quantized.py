@@ -45,12 +45,12 @@ def damaged(key: str, kind: str, change: Callable[[dict[str, torch.Tensor]], obj
 
 STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
 damaged(
-    "weights_packed.py:check_metadata_size: fetch the file again",
+    "weights_packed.py:check_metadata_size: download the file again",
     "nf4",
     lambda tensors: tensors.update({STATE: torch.zeros(10**5, dtype=torch.uint8)}),
 )
 damaged("weights_packed.py:_read_stored: {}", "nf4", lambda tensors: tensors[f"{Q}.weight.quant_map"].zero_())
-AGAIN = "weights_packed.py:_read_stored: fetch it again"
+AGAIN = "weights_packed.py:_read_stored: download it again"
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"].float()}))
 damaged(AGAIN, "int8", lambda tensors: tensors.update({f"{Q}.SCB": tensors[f"{Q}.SCB"].half()}))
 damaged(
@@ -58,7 +58,7 @@ damaged(
     "int8",
     lambda tensors: tensors.update({f"{Q}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
 )
-DAMAGED = "the weights are damaged; fetch them again"
+DAMAGED = "the weights are damaged; download them again"
 damaged(f"weights_packed.py:_check_scales: {DAMAGED}", "int8", lambda tensors: tensors[f"{Q}.SCB"].neg_())
 damaged(
     f"weights_packed.py:_check_finite: {DAMAGED}",

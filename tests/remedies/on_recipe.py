@@ -221,15 +221,16 @@ file_case("loading.py:loads: start with a line such as `model: ...`", "- a\n- b\
 file_case("yaml_text.py:read: give a recipe: a YAML file of a few lines", "#" * 1_000_001)
 file_case("yaml_text.py:_reject_unsupported: delete it; recipes are YAML 1.2", "%YAML 1.1\n---\n" + BASE)
 file_case(
-    "yaml_text.py:_reject_unsupported: write the value out", "model: &m starter\n" + BASE.partition("\n")[2]
+    "yaml_text.py:_reject_unsupported: repeat the value instead",
+    "model: &m starter\n" + BASE.partition("\n")[2],
 )
 file_case(
     "yaml_text.py:_reject_unsupported: recipes are plain data: remove it",
     BASE.replace("starter\n", "!!str starter\n"),
 )
-file_case("yaml_text.py:_reject_unsupported: write it flat", BASE + "lora: " + "[" * 13 + "]" * 13)
+file_case("yaml_text.py:_reject_unsupported: reduce the nesting", BASE + "lora: " + "[" * 13 + "]" * 13)
 file_case(
-    "yaml_text.py:_plain: write keys as words, such as `optim: adamw_8bit`",
+    "yaml_text.py:_plain: write keys as plain strings, such as `optim: adamw_8bit`",
     BASE + "? [a]\n: 5\n",
     BASE + "optim: adamw_8bit\n",
 )

@@ -63,7 +63,7 @@ def poisoned(w: World) -> None:
 
 
 case(
-    "model/weights.py:_read_parts: get the weights again",
+    "model/weights.py:_read_parts: download the weights again",
     poisoned,
     lambda w, remedy: sliced(w.again(), NORM, 0, 0, 1),
 )

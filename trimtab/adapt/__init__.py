@@ -1,4 +1,5 @@
-"""Transforms a decoder: adapters, quantized layers, recompute policies, compiled regions. Nothing here trains.
+"""Transforms a decoder: adapters, quantized layers, recompute policies, compiled regions. The training loop is
+elsewhere.
 
     settings = LoraSettings(r=16, lora_alpha=32, target_modules="all-linear")
     add_adapters(decoder, settings)
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
         active_adapters,
         adapter_names,
         add_adapters,
+        create_dropout_masks,
         init_adapters,
         remove_adapter,
-        set_masks,
         trained_parameters,
         use_adapters,
     )
@@ -54,7 +55,7 @@ _MODULES = {
     "remove_adapter": "lora",
     "save_adapter": "peft_files",
     "set_dequantized_copies": "dequantized",
-    "set_masks": "lora",
+    "create_dropout_masks": "lora",
     "trained_parameters": "lora",
     "use_adapters": "lora",
 }
@@ -70,6 +71,7 @@ __all__ = [
     "add_lora",
     "compilations",
     "compile_regions",
+    "create_dropout_masks",
     "init_adapters",
     "load_adapter",
     "merge_adapters",
@@ -78,9 +80,10 @@ __all__ = [
     "remove_adapter",
     "save_adapter",
     "set_dequantized_copies",
-    "set_masks",
     "trained_parameters",
     "use_adapters",
 ]
 
-__getattr__ = lazy_attributes(__name__, _MODULES, {"keep_unpacked": "set_dequantized_copies"})
+__getattr__ = lazy_attributes(
+    __name__, _MODULES, {"keep_unpacked": "set_dequantized_copies", "set_masks": "create_dropout_masks"}
+)

@@ -14,7 +14,7 @@ from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels.triton_support import runs_triton
 
 HEAD = ("lm_head",)
-"""Output heads are not changed: their error would go directly into the logits."""
+"""Output heads are not changed by default: their quantization error would be added to the logits directly."""
 
 
 def quantize_linears(model: nn.Module, kind: str = "nf4", *, skip: Sequence[str] = HEAD) -> nn.Module:

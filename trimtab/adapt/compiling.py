@@ -49,15 +49,15 @@ def compile_regions(decoder: Decoder, *, dynamic: bool = True, backend: str = "i
     # Epsilons and LoRA scales are constants; as dynamic values torch 2.13 loses them between nested graphs.
     dynamo.config.specialize_float = True
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, MAX_GRAPHS)
-    # torch logs this for every selective policy; tests check that trimtab's give the eager layer's gradients.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_in_place_operations)
+    # torch logs this warning for every selective policy; tests check that the gradients equal those of eager layers.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_not_in_place_warning)
     compiler = partial(torch.compile, fullgraph=True, dynamic=dynamic, backend=backend)
     # A plain list, so that modules are not registered again and no name changes.
     decoder.regions = [compile_block(block, compiler) for block in decoder.model.layers]
     return decoder
 
 
-def _not_of_in_place_operations(record: logging.LogRecord) -> bool:
+def _is_not_in_place_warning(record: logging.LogRecord) -> bool:
     return "does not contain in-place ops" not in record.getMessage()
 
 

@@ -1,4 +1,4 @@
-"""Dequantized copies of quantized frozen weights, where memory allows: they avoid repeated dequantization.
+"""Dequantized copies of quantized frozen weights, if memory allows: they avoid repeated dequantization.
 
     load_weights(decoder, "my-model")                             # packed
     set_dequantized_copies(decoder, 32, dtype=torch.bfloat16)      # plus dequantized copies for 32 blocks

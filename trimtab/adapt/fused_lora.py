@@ -1,4 +1,4 @@
-"""LoRA layers that share an input, in one operator: q, k and v, gate and up, or a single layer.
+"""One operator for LoRA layers that read the same input: q, k and v; gate and up; or a single layer.
 
     H = X·[A₁; A₂; …]ᵀ          yᵢ = X·Wᵢᵀ + sᵢ · Hᵢ·Bᵢᵀ
 
@@ -24,35 +24,37 @@ from typing import Any
 import torch
 
 from trimtab.adapt import quantized_ops
-from trimtab.adapt.packing import PLAIN, Packing
+from trimtab.adapt.packed_layout import PLAIN, PackedLayout
 from trimtab.adapt.quantized_ops import NUM_PACKED, Packed
 from trimtab.model.labels import with_factor
 
 
 @dataclass(frozen=True)
-class Part:
+class FusedLayer:
     """One layer of a fused group: its frozen weight and its adapter.
 
     Example:
         >>> weight, a, b = torch.zeros(3, 4), torch.ones(2, 4), torch.ones(3, 2)
-        >>> lora_group(torch.ones(1, 4), [Part.plain(weight, a, b, 0.5)])
+        >>> lora_group(torch.ones(1, 4), [FusedLayer.plain(weight, a, b, 0.5)])
         [tensor([[4., 4., 4.]])]
     """
 
     packed: Packed
     text: str
-    """`Packing.text` of the weight."""
+    """`PackedLayout.text` of the weight."""
     a_RI: torch.Tensor
     b_OR: torch.Tensor
     scaling: float
 
     @staticmethod
-    def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> Part:
+    def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> FusedLayer:
         """The part of a plain, unquantized weight."""
-        return Part((weight_OI,), Packing.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
+        return FusedLayer((weight_OI,), PackedLayout.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 
-def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool = False) -> list[torch.Tensor]:
+def lora_group(
+    x: torch.Tensor, parts: Sequence[FusedLayer], *, outputs_unused: bool = False
+) -> list[torch.Tensor]:
     """Returns each layer's output [..., Oᵢ] for one x [..., I], in x's dtype; differentiable in x and all A and B.
 
     Args:
@@ -77,15 +79,15 @@ def lora_group(x: torch.Tensor, parts: Sequence[Part], *, outputs_unused: bool =
 _NAMED = {PLAIN: 1, "int8": 2}
 
 
-def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[Packing, Packed]]:
+def _weights(packed: list[torch.Tensor], texts: str) -> Iterator[tuple[PackedLayout, Packed]]:
     """The packed tensors of each layer, padded with None to the operators' number of arguments."""
     start = 0
     for text in texts.split(";"):
-        packing = Packing.from_text(text)
-        count = _NAMED.get(packing.kind, NUM_PACKED if packing.nested_block else 3)
+        layout = PackedLayout.from_text(text)
+        count = _NAMED.get(layout.kind, NUM_PACKED if layout.nested_block else 3)
         tensors = packed[start : start + count]
         start += count
-        yield packing, (*tensors, *(None,) * (NUM_PACKED - count))
+        yield layout, (*tensors, *(None,) * (NUM_PACKED - count))
 
 
 def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +101,8 @@ def _stacked(factors_RI: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor
 
 
 def _scaled(tensor: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """scaling · tensor in another dtype, in one pass; rounded in the tensor's own dtype first, as two passes would."""
+    """scaling · tensor in another dtype, in one pass; rounded to the tensor's own dtype first, as two passes would
+    do."""
     return torch.mul(tensor, scaling, out=torch.empty_like(tensor, dtype=dtype))
 
 
@@ -122,17 +125,17 @@ def _forward(
 ) -> list[torch.Tensor]:
     x_NI = x.reshape(-1, x.shape[-1])
     outputs, start = [], 0
-    for (packing, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
+    for (layout, tensors), b_OR, scaling in zip(_weights(packed, texts), b, scales, strict=True):
         stop = start + b_OR.shape[1]
         y_NO = h_NR[:, start:stop] @ _scaled(b_OR, scaling, x.dtype).t()
         if outputs_unused:
             pass
-        elif quantized_ops.is_fused(packing, x_NI.shape[0]):
-            y_NO += quantized_ops.product(x_NI, tensors, packing)
+        elif quantized_ops.is_fused(layout, x_NI.shape[0]):
+            y_NO += quantized_ops.product(x_NI, tensors, layout)
         else:
-            with quantized_ops.weight(packing, tensors, x.dtype, x.device) as weight_OI:
+            with quantized_ops.weight(layout, tensors, x.dtype, x.device) as weight_OI:
                 y_NO.addmm_(x_NI, weight_OI.t())
-        outputs.append(y_NO.view(*x.shape[:-1], packing.out_features))
+        outputs.append(y_NO.view(*x.shape[:-1], layout.out_features))
         start = stop
     return outputs
 
@@ -163,8 +166,8 @@ def _gradient(
     if not wants_dx:
         return [x.new_empty(0), da_RI, *db]
     dx_NI = dh_NR @ _stacked(a, x.dtype)
-    for dy_NO, (packing, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
-        with quantized_ops.weight(packing, tensors, dy_NO.dtype, dy_NO.device) as weight_OI:
+    for dy_NO, (layout, tensors) in zip(dy_GNO, _weights(packed, texts), strict=True):
+        with quantized_ops.weight(layout, tensors, dy_NO.dtype, dy_NO.device) as weight_OI:
             dx_NI.addmm_(dy_NO, weight_OI)
     return [dx_NI.view(x.shape), da_RI, *db]
 
@@ -182,7 +185,7 @@ _library.impl("lora_group_gradients", _gradient, "CompositeExplicitAutograd")
 def _(
     x: torch.Tensor, h: Any, packed: Any, a: Any, b: Any, scales: Any, texts: str, outputs_unused: bool
 ) -> list[torch.Tensor]:
-    sizes = [Packing.from_text(text).out_features for text in texts.split(";")]
+    sizes = [PackedLayout.from_text(text).out_features for text in texts.split(";")]
     return [x.new_empty((*x.shape[:-1], size)) for size in sizes]
 
 

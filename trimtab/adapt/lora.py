@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trimtab.adapt import targets
-from trimtab.adapt.lora_dropout import Masks
+from trimtab.adapt.lora_dropout import DropoutMasks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
 from trimtab.adapt.saved_modules import drop_modules, resolve_modules, switch_modules
 from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve_targets
@@ -179,12 +179,12 @@ def trained_parameters(decoder: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in decoder.named_parameters() if p.requires_grad}
 
 
-def set_masks(decoder: Decoder, device: torch.device) -> Masks | None:
+def create_dropout_masks(decoder: Decoder, device: torch.device) -> DropoutMasks | None:
     """Creates the dropout mask keys of all adapted layers and gives each layer its row; None without dropout."""
     layers = [layer for layer in adapted_layers(decoder) if isinstance(layer, LoRALinear)]
     if not any(settings.lora_dropout for layer in layers for settings in layer.settings.values()):
         return None
-    masks = Masks([layer.path for layer in layers], device)
+    masks = DropoutMasks([layer.path for layer in layers], device)
     for layer, key_5 in zip(layers, masks.words_K5, strict=True):
         layer.mask_key_5 = key_5
     return masks

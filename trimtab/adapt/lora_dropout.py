@@ -49,7 +49,7 @@ def _mix_(words: torch.Tensor) -> torch.Tensor:
 
 
 def _row_numbers(rows: int, key_5: torch.Tensor, first: int) -> torch.Tensor:
-    """int32 [N]: a number per row that depends only on its sequence and its position in it."""
+    """int32 [N]: a number per row that depends only on its sequence and its position in that sequence."""
     row_N = torch.arange(first, first + rows, dtype=torch.int32, device=key_5.device) + key_5[FIRST_ROW]
     sequence_N = torch.div(row_N, key_5[TOKENS], rounding_mode="floor")
     position_N = row_N - sequence_N * key_5[TOKENS]
@@ -62,7 +62,7 @@ def keep_mask(rows: int, columns: int, key_5: torch.Tensor, p: float, *, first: 
     Args:
         rows: N, tokens of consecutive sequences.
         columns: C.
-        key_5: a layer's words of `Masks`, on the device of the result.
+        key_5: a layer's words of `DropoutMasks`, on the device of the result.
         p: the dropout probability.
         first: index of the first row, relative to the words' first row.
     """
@@ -86,14 +86,14 @@ def apply_dropout(x_NC: torch.Tensor, key_5: torch.Tensor, p: float) -> torch.Te
     return out_NC
 
 
-class Masks:
+class DropoutMasks:
     """The mask keys of all layers: five int32 words per layer, rewritten before each microbatch.
 
-    A layer holds a view of its five words, so that a compiled block or a CUDA graph reads a tensor whose content
+    Each layer has a view of its five words, so that a compiled block or a CUDA graph reads a tensor whose content
     changes, instead of constants that would be compiled in.
 
     Example:
-        >>> masks = Masks(["up_proj"], torch.device("cpu"))
+        >>> masks = DropoutMasks(["up_proj"], torch.device("cpu"))
         >>> masks.set(seed=0, step=3, first_sequence=0, tokens=8)
         >>> both = keep_mask(16, 4, masks.words_K5[0], 0.5)          # two sequences of 8 tokens
         >>> masks.set(seed=0, step=3, first_sequence=1, tokens=8)

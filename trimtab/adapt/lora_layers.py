@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trimtab.adapt.fused_lora import Part, lora_group
+from trimtab.adapt.fused_lora import FusedLayer, lora_group
 from trimtab.adapt.lora_products import add_lora, lora_linear
 from trimtab.adapt.quantized import QuantizedLinear
 from trimtab.adapt.spec import LoraSettings
@@ -24,7 +24,7 @@ from trimtab.model.building import torch_dtype
 from trimtab.model.labels import with_factor
 
 
-class Adapted(nn.Module):
+class AdaptedLayer(nn.Module):
     """A layer with adapters: shares the base layer's tensors under their own names."""
 
     def __init__(self, base: nn.Module, name: str) -> None:
@@ -74,7 +74,7 @@ class Adapted(nn.Module):
         return {n: p for n, p in self.named_parameters() if n.startswith("lora_") and n.endswith(ending)}
 
 
-class LoRALinear(Adapted):
+class LoRALinear(AdaptedLayer):
     """y = W·x + b + Σ s·B·(A·x) over the active adapters; with DoRA the sum's rows are scaled to a learned magnitude.
 
     `base` is an `nn.Linear`, or any module with `in_features`, `out_features`, a differentiable `forward(x)` and
@@ -197,7 +197,7 @@ class LoRALinear(Adapted):
         first, *others = self.active
         p = self._dropout(first)
         if self.can_fuse:
-            y = self._add_bias(lora_group(x, [self.fused_part(x)], outputs_unused=output_unused)[0])
+            y = self._add_bias(lora_group(x, [self.as_fused_layer(x)], outputs_unused=output_unused)[0])
         elif isinstance(base, nn.Linear) and not p:
             a_RI, b_OR = self.factors(first)
             y = lora_linear(x, base.weight, base.bias, a_RI, b_OR, self.scaling[first])
@@ -215,12 +215,12 @@ class LoRALinear(Adapted):
             return False
         return self.active[0] not in self.lora_magnitude_vector and not self._dropout(self.active[0])
 
-    def fused_part(self, x: torch.Tensor) -> Part:
+    def as_fused_layer(self, x: torch.Tensor) -> FusedLayer:
         """This layer and its adapter as a part of a fused group with input x."""
         base, scaling = self.__dict__["base"], self.scaling[self.active[0]]
         if isinstance(base, QuantizedLinear):
-            return Part(*base.operand(x), *self.factors(self.active[0]), scaling)
-        return Part.plain(base.weight, *self.factors(self.active[0]), scaling)
+            return FusedLayer(*base.operand(x), *self.factors(self.active[0]), scaling)
+        return FusedLayer.plain(base.weight, *self.factors(self.active[0]), scaling)
 
     def forward_group(self, x: torch.Tensor, layers: tuple[nn.Module, ...]) -> list[torch.Tensor]:
         """Returns the outputs of these layers for x; this is the first of them. Runs one operator if all can be
@@ -230,7 +230,7 @@ class LoRALinear(Adapted):
             return [layer(x) for layer in layers]
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        outputs = lora_group(x, [layer.fused_part(x) for layer in joined])
+        outputs = lora_group(x, [layer.as_fused_layer(x) for layer in joined])
         return [layer._add_bias(y) for layer, y in zip(joined, outputs, strict=True)]
 
     def _add_bias(self, y: torch.Tensor) -> torch.Tensor:
@@ -263,7 +263,7 @@ class LoRALinear(Adapted):
         return y if bias_O is None else y + bias_O.to(y.dtype)
 
 
-class LoRAEmbedding(Adapted):
+class LoRAEmbedding(AdaptedLayer):
     """Embedding rows plus s·B·a, with a the token's column of A [R, V], B [C, R]; names are peft's."""
 
     def __init__(self, base: nn.Module, name: str) -> None:

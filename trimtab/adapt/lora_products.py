@@ -174,8 +174,8 @@ def add_lora(
         if key_5 is None:
             raise RecipeError(
                 "adapters with dropout require masks before the first step",
-                "masks = trimtab.adapt.set_masks(decoder, device), then masks.set(seed, step, first_sequence, tokens) "
-                "before each microbatch",
+                "masks = trimtab.adapt.create_dropout_masks(decoder, device), then masks.set(seed, step, "
+                "first_sequence, tokens) before each microbatch",
             )
         out: torch.Tensor = _AddedDropped.apply(y, x, a_RI, b_OR, key_5, scaling, p)
         return out

@@ -16,7 +16,7 @@ from trimtab.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """The result of a merge."""
 
     layers: int
@@ -41,7 +41,7 @@ def merged_weight(layer: LoRALinear | LoRAEmbedding) -> torch.Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
+def merge_adapters(decoder: Decoder, *, dtype: str) -> MergeResult:
     """Replaces every adapted or quantized layer by a plain one with the merged weight, in place.
 
     Args:
@@ -54,7 +54,7 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
     if not active_adapters(decoder):
         raise RecipeError("there is no adapter to merge", "give a run trained with `lora`, or an adapter")
     layers = list(adapted_layers(decoder))
-    changed, elements = _replaced(decoder, dtype)
+    changed, elements = _count_replaced(decoder, dtype)
     for layer in layers:
         merged = merged_weight(layer)
         base = layer.dense_weight(merged.dtype)
@@ -85,10 +85,10 @@ def merge_adapters(decoder: Decoder, *, dtype: str) -> Merged:
     for name, module in quantized:
         _replace(decoder, name, module.dequantized(torch.float32), module)
     discard_stored_modules(decoder)
-    return Merged(len(layers), changed, elements)
+    return MergeResult(len(layers), changed, elements)
 
 
-def _replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
+def _count_replaced(decoder: Decoder, dtype: str) -> tuple[int, int]:
     """Counts elements of the modules that active adapters fully replace: (those that differ in a dtype, all)."""
     parameters, changed, elements = dict(decoder.named_parameters()), 0, 0
     for name, base in replaced_modules(decoder).items():

@@ -62,7 +62,7 @@ class HostStore:
         self._free = [(buffer, None) for buffer, _ in self._free]
 
     def wait_for_copies(self) -> None:
-        """Makes the current stream wait for copies to the host; `get` waits for copies back."""
+        """Makes the current stream wait for copies to the host; `get` waits for copies to the device."""
         torch.cuda.current_stream(self._out.device).wait_stream(self._out)
 
     def offload(self, tensors: Sequence[torch.Tensor]) -> list[_OffloadedTensor]:
@@ -73,15 +73,15 @@ class HostStore:
     def _next_layer(self) -> _Layer:
         below = self._layer() if self._layer is not None else None
         if below is not None:
-            below.free_device_copy()  # earlier, the device would wait for copies that have just started
+            below.free_device_copy()  # not earlier: the device would wait for copies that have just started
         layer = _Layer(below)
         self._layer = weakref.ref(layer)
         return layer
 
     def _offload(self, tensors: Sequence[torch.Tensor], layer: _Layer) -> list[_OffloadedTensor]:
-        sent = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
-        layer.members += [weakref.ref(tensor) for tensor in sent]
-        return sent
+        offloaded = [_OffloadedTensor(self, x.detach(), layer) for x in tensors]
+        layer.members += [weakref.ref(tensor) for tensor in offloaded]
+        return offloaded
 
     def _acquire_buffer(self, num_bytes: int) -> _Pinned:
         """Returns a pinned buffer of at least this size; the copy stream waits until its last use is over."""
@@ -113,9 +113,9 @@ class HostStore:
 
 
 class _Pinned:
-    """Host memory for asynchronous GPU copies, of exactly this size: torch's pinned allocator rounds up to the next
-    power of two, up to twice the planned size. Page-aligned: if two buffers share a page, CUDA pins only the first
-    and rejects the other."""
+    """Pinned host memory of exactly this size; torch's pinned allocator would round up to the next power of two, up to
+    twice the planned size. Page-aligned: if two buffers share a page, CUDA pins only the first and rejects the
+    other."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -137,7 +137,8 @@ def _unpin(tensor: torch.Tensor) -> None:
 
 
 class _Layer:
-    """A layer's offloaded tensors, and the previous layer. Tensors reference their layer; it has weak references."""
+    """A layer's offloaded tensors, and the previous layer. Tensors reference their layer, which references them
+    weakly."""
 
     def __init__(self, below: _Layer | None) -> None:
         self.below = below
@@ -194,8 +195,8 @@ class _OffloadedTensor:
         if self._device is not None:
             return
         current, back = torch.cuda.current_stream(self._cuda_device), self._store._back
-        # Allocated on the stream that will read it; its memory may still be in use by work queued there,
-        # so the copy stream waits for that work.
+        # Allocated on the stream that will read it. Work queued there may still use this memory, so the copy stream
+        # waits for that work.
         self._device = torch.empty_like(self._host, device=self._cuda_device)
         back.wait_stream(current)
         with torch.cuda.stream(back):

@@ -30,7 +30,7 @@ class AdapterFolder:
     ranks: Mapping[str, int]
     """Rank of each module, from the weights."""
     named: str | tuple[str, ...] = ()
-    """The config's target modules; empty if other keys exclude some of them."""
+    """The config's `target_modules`; empty if other keys exclude some of them."""
 
 
 def read_adapter_folder(folder: str | Path) -> AdapterFolder:
@@ -93,22 +93,22 @@ def fit_to_model(shape: ModelShape, found: AdapterFolder) -> AdapterFolder:
     if missing:
         raise other_base_error(found, f"it has weights for {missing[0]}, and this model has no such module")
     known = targets.modules(shape)
-    strange = [name for name in found.settings.modules_to_save if name not in known]
-    if strange:
-        raise other_base_error(found, f"it replaces {strange[0]}, and this model has no such module")
+    unknown = [name for name in found.settings.modules_to_save if name not in known]
+    if unknown:
+        raise other_base_error(found, f"it replaces {unknown[0]}, and this model has no such module")
     try:
         adapted = resolve_targets(shape, found.settings)
     except RecipeError as error:
         raise ModelError(
             f"the adapter {found.folder} does not fit this model: {error.cause}",
-            f"load it with its own base; if this is its base, train it again: {error.remedy}",
+            f"load it with its own base model; if this is its base model, train it again: {error.remedy}",
         ) from error
     for target in adapted:
         if found.ranks[target.name] != target.r:
             raise ModelError(
                 f"{found.folder}: {CONFIG} sets rank {target.r} for {target.name}, but {WEIGHTS} has rank "
                 f"{found.ranks[target.name]}",
-                "the two files do not belong together; get the adapter again",
+                "the two files do not belong together; download the adapter again",
             )
     _check_complete(shape, found)
     return found
@@ -120,15 +120,17 @@ def _check_complete(shape: ModelShape, found: AdapterFolder) -> None:
     named = targets.matching_names(there, found.named)
     # Fully trained modules have no adapter, even if target_modules names them.
     kept = {*found.ranks, *(name.removesuffix(".weight") for name in found.saved_modules)}
-    lacking = [name for name in there if name in named and name not in kept]
-    if not lacking:
+    missing = [name for name in there if name in named and name not in kept]
+    if not missing:
         return
     layers = {_layer(name) for name in found.ranks} - {None}
-    if not {_layer(name) for name in lacking} & {None, *layers}:
-        here = shape.num_layers
-        raise other_base_error(found, f"it has weights for {len(layers)} layers, and this model has {here}")
+    if not {_layer(name) for name in missing} & {None, *layers}:
+        num_layers = shape.num_layers
+        raise other_base_error(
+            found, f"it has weights for {len(layers)} layers, and this model has {num_layers}"
+        )
     raise ModelError(
-        f"{found.folder / WEIGHTS} has no {lacking[0]}, which {CONFIG} names", "get the adapter again"
+        f"{found.folder / WEIGHTS} has no {missing[0]}, which {CONFIG} names", "download the adapter again"
     )
 
 
@@ -157,14 +159,16 @@ def other_base_error(found: AdapterFolder, cause: str) -> ModelError:
     """The error for an adapter of another base model."""
     made_for = f"; it was made for {found.base_name}" if found.base_name else ""
     return ModelError(
-        f"the adapter {found.folder} does not fit this model: {cause}{made_for}", "load it with its own base"
+        f"the adapter {found.folder} does not fit this model: {cause}{made_for}",
+        "load it with its own base model",
     )
 
 
 def tied_embedding_error(found: AdapterFolder, cause: str) -> ModelError:
     """The error for an adapter that treats a tied embedding and its head as two matrices."""
     return ModelError(
-        f"the adapter {found.folder} does not fit this model: {cause}, and this model's are one matrix",
+        f"the adapter {found.folder} does not fit this model: {cause}, and in this model they are one matrix (tied "
+        "embeddings)",
         "train it again with peft's ensure_weight_tying=True, or with trimtab",
     )
 
@@ -186,7 +190,7 @@ def _matching_patterns(patterns: Mapping[str, Any] | None, modules: tuple[str, .
     return {key: value for key, value in (patterns or {}).items() if key in first}
 
 
-def config_of(
+def to_peft_config(
     shape: ModelShape, settings: LoraSettings, *, base_name: str, revision: str | None, tied_head: bool
 ) -> dict[str, Any]:
     """Creates the content of adapter_config.json for peft.

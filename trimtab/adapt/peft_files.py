@@ -18,13 +18,13 @@ from trimtab.adapt.lora import (
 )
 from trimtab.adapt.peft_config import (
     AdapterFolder,
-    config_of,
     fit_to_model,
     is_base_copy,
     other_base_error,
     plain_name,
     read_adapter_folder,
     tied_embedding_error,
+    to_peft_config,
 )
 from trimtab.adapt.peft_reading import BASE_KEY, CONFIG, PREFIX, WEIGHTS
 from trimtab.adapt.saved_modules import store_modules
@@ -51,7 +51,7 @@ def file_name(name: str, adapter: str) -> str:
     return PREFIX + name.replace(f".{adapter}.weight", ".weight")
 
 
-def own_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.nn.Parameter]:
+def adapter_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.nn.Parameter]:
     """An adapter's own parameters by their names in the model."""
     return {
         f"{layer.path}.{name}": parameter
@@ -66,7 +66,7 @@ def stored_tensors(decoder: Decoder, adapter: str = DEFAULT) -> dict[str, torch.
     A tied head is stored in addition to the embedding, so that every peft version replaces both.
     """
     settings = settings_of(decoder, adapter)
-    tensors = {file_name(name, adapter): p.detach() for name, p in own_tensors(decoder, adapter).items()}
+    tensors = {file_name(name, adapter): p.detach() for name, p in adapter_tensors(decoder, adapter).items()}
     parameters = dict(decoder.named_parameters())
     whole = targets.select_modules(decoder.shape, settings.modules_to_save)
     for name in whole:
@@ -104,12 +104,12 @@ def save_adapter(
     for name, tensor in stored.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
-                f"{name} contains NaN or infinity", "the training went wrong; save an earlier checkpoint"
+                f"{name} contains NaN or infinity", "the training diverged; use an earlier checkpoint"
             )
     metadata = {"format": "pt"}
     if base is not None:
         metadata[BASE_KEY] = json.dumps(base.to_dict(), sort_keys=True)
-    config = config_of(
+    config = to_peft_config(
         decoder.shape,
         settings,
         base_name=base_name,
@@ -162,13 +162,13 @@ def copy_adapter_tensors(
         if not bool(torch.isfinite(tensor).all()):
             raise ModelError(
                 f"{found.folder / WEIGHTS}: {key} contains NaN or infinity",
-                "get the adapter again, or train it again",
+                "download the adapter again, or train it again",
             )
-    own = own_tensors(decoder, adapter)
+    own = adapter_tensors(decoder, adapter)
     keys = {file_name(name, adapter).removeprefix(PREFIX): name for name in own}
     for key, name in keys.items():
         if key not in stored:
-            raise ModelError(f"{found.folder / WEIGHTS} has no {key}", "get the adapter again")
+            raise ModelError(f"{found.folder / WEIGHTS} has no {key}", "download the adapter again")
         _check_dims(found, key, stored[key], own[name])
         own[name].copy_(stored[key])
     rest = {plain_name(key): stored[key] for key in stored if key not in keys and not is_base_copy(key)}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from trimtab.adapt import targets
-from trimtab.adapt.settings_rules import ANY_STRENGTH, NAMES, RANK, SHARE, SWITCH, Rule
+from trimtab.adapt.settings_rules import ANY_ALPHA, BOOLEAN, NAMES, PROBABILITY, RANK, Rule
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import ModelError
 from trimtab.facts.files import read_json_object
@@ -37,7 +37,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
 }
-"""Unsupported keys that affect the computation, and their values that do not."""
+"""Unsupported keys that affect the computation, each with the values that have no effect and are accepted."""
 _HARMLESS = frozenset((
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_config",
@@ -45,7 +45,7 @@ _HARMLESS = frozenset((
     "task_type",
 ))  # fmt: skip
 """Keys about an adapter's origin, initialization or modules, which are irrelevant or follow from its weights."""
-_MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Prefixes of `init_lora_weights` that also change the base weights."""
 
 
@@ -53,7 +53,7 @@ def _is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
-def _is_names(value: Any) -> bool:
+def _is_name_or_names(value: Any) -> bool:
     return _is_text(value) or NAMES.fits(value)
 
 
@@ -83,13 +83,13 @@ class _Key(NamedTuple):
 
 _KEYS = {
     "r": _Key(None, RANK),
-    "lora_alpha": _Key(8, ANY_STRENGTH),
-    "lora_dropout": _Key(None, _or_null(SHARE)),
-    "use_rslora": _Key(None, _or_null(SWITCH)),
-    "use_dora": _Key(None, _or_null(SWITCH)),
+    "lora_alpha": _Key(8, ANY_ALPHA),
+    "lora_dropout": _Key(None, _or_null(PROBABILITY)),
+    "use_rslora": _Key(None, _or_null(BOOLEAN)),
+    "use_dora": _Key(None, _or_null(BOOLEAN)),
     "rank_pattern": _Key(None, _by_module(RANK, "integers, 1 or more,")),
-    "alpha_pattern": _Key(None, _by_module(ANY_STRENGTH, "finite numbers other than 0")),
-    "target_modules": _Key(None, Rule(_is_names, "a text, a list of texts or null")),
+    "alpha_pattern": _Key(None, _by_module(ANY_ALPHA, "finite numbers other than 0")),
+    "target_modules": _Key(None, Rule(_is_name_or_names, "a text, a list of texts or null")),
     "base_model_name_or_path": _Key(None, Rule(_is_text, "a text or null")),
 }
 
@@ -103,7 +103,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json_object(path)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error})", "get the adapter again") from error
+        raise ModelError(f"{path} cannot be read ({error})", "download the adapter again") from error
     if config.get("peft_type") != "LORA":
         kind = config.get("peft_type")
         raise ModelError(
@@ -133,7 +133,7 @@ def _check_meaning(path: Path, config: dict[str, Any]) -> None:
                 "merge it with peft first",
             )
     init = config.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(_MOVES_BASE):
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         raise ModelError(
             f"{path}: init_lora_weights is {init!r}: it also changed the base weights",
             "convert it with peft (save_pretrained(path_initial_model_for_weight_conversion=…)), or merge it there",
@@ -173,7 +173,7 @@ def read_header(folder: Path) -> Header:
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ModelError(
-            f"{path} is not a complete safetensors file ({error})", "get the adapter again"
+            f"{path} is not a complete safetensors file ({error})", "download the adapter again"
         ) from error
     for key in dims:
         _check_tensor(path, key, dims[key], dtypes[key])
@@ -187,7 +187,7 @@ def _check_tensor(path: Path, key: str, dims: list[int], dtype: str) -> None:
             f"it must be one of {', '.join(_FORMATS)}; save it again in one of these",
         )
     if key.endswith(_FACTORS) and len(dims) != 2:
-        raise ModelError(f"{path}: {key} has shape {dims}", "it must be a matrix; get the adapter again")
+        raise ModelError(f"{path}: {key} has shape {dims}", "it must be a matrix; download the adapter again")
 
 
 def _base_record(path: Path, text: str) -> BaseWeights:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trimtab.adapt import quantized_ops, spec_quantized
-from trimtab.adapt.packing import NAMES, ROW_NAMES, Packing, packed_tensors, tensor_sizes
+from trimtab.adapt.packed_layout import NAMES, ROW_NAMES, PackedLayout, packed_tensors, tensor_sizes
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
@@ -81,9 +81,9 @@ class QuantizedLinear(nn.Module):
         nested = nf4_spec.NESTED_BLOCK if kind == "nf4" and double else 0
         self.is_slice = False
         self._register_packed(
-            Packing(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
+            PackedLayout(kind, out_features, in_features, block if kind == "nf4" else 0, nested, impl), device
         )
-        self.plain_text = Packing.plain(out_features, in_features).text
+        self.plain_text = PackedLayout.plain(out_features, in_features).text
         self.dequantized_copy: torch.Tensor | None
         self.register_buffer("dequantized_copy", None, persistent=False)
         self.register_load_state_dict_post_hook(_refresh)
@@ -92,16 +92,16 @@ class QuantizedLinear(nn.Module):
             values = torch.empty(out_features, dtype=bias_dtype or dtype, device=device)
             self.bias = nn.Parameter(values, requires_grad=False)
 
-    def _register_packed(self, packing: Packing, device: torch.device | str) -> None:
-        """Registers uninitialized tensors for a packing."""
-        self.packing, self.text = packing, packing.text
-        sizes = tensor_sizes(packing)
+    def _register_packed(self, layout: PackedLayout, device: torch.device | str) -> None:
+        """Registers uninitialized tensors for a layout."""
+        self.packed_layout, self.text = layout, layout.text
+        sizes = tensor_sizes(layout)
         for name in NAMES:
             tensor = None
             if name in sizes:
                 size, dtype = sizes[name]
                 tensor = torch.empty(size, dtype=dtype, device=device)
-            if name in ROW_NAMES and packing.by_rows:
+            if name in ROW_NAMES and layout.by_rows:
                 assert tensor is not None
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
             else:
@@ -110,12 +110,12 @@ class QuantizedLinear(nn.Module):
     @property
     def kind(self) -> str:
         """nf4 or int8."""
-        return self.packing.kind
+        return self.packed_layout.kind
 
     @property
     def impl(self) -> str:
         """The implementation that dequantizes, chosen on construction."""
-        return self.packing.impl
+        return self.packed_layout.impl
 
     @property
     def packed(self) -> quantized_ops.Packed:
@@ -141,12 +141,12 @@ class QuantizedLinear(nn.Module):
         return torch.ops.trimtab.packed_linear(x, *packed, text)
 
     def operand(self, x: torch.Tensor) -> tuple[quantized_ops.Packed, str]:
-        """Returns the tensors that a product with x [..., K] reads, and their packing: the dequantized copy, if there
+        """Returns the tensors that a product with x [..., K] reads, and their layout: the dequantized copy, if there
         is one in x's dtype, or the packed tensors. The fused kernel for few rows always reads the packed ones."""
         copy_NK = self.dequantized_copy
         if copy_NK is None or copy_NK.dtype != x.dtype:
             return self.packed, self.text
-        if quantized_ops.is_fused(self.packing, math.prod(x.shape[:-1])):
+        if quantized_ops.is_fused(self.packed_layout, math.prod(x.shape[:-1])):
             return self.packed, self.text
         return (copy_NK, *(None,) * (quantized_ops.NUM_PACKED - 1)), self.plain_text
 
@@ -177,7 +177,7 @@ class QuantizedLinear(nn.Module):
         if dtype is not None:
             codes = self.packed[0]
             assert codes is not None
-            self.dequantized_copy = codes.new_empty(self.packing.shape, dtype=dtype)
+            self.dequantized_copy = codes.new_empty(self.packed_layout.shape, dtype=dtype)
             self.refresh_dequantized_copy()
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class QuantizedLinear(nn.Module):
         """Recomputes the dequantized copy, if there is one, from the packed tensors."""
         copy_NK = self.dequantized_copy
         if copy_NK is not None and not copy_NK.is_meta:
-            quantized_ops.dequantize(self.packing, self.packed, copy_NK.dtype, copy_NK)
+            quantized_ops.dequantize(self.packed_layout, self.packed, copy_NK.dtype, copy_NK)
 
     @torch.no_grad()
     def slice_rows(self, start: int, stop: int) -> QuantizedLinear:
@@ -202,19 +202,19 @@ class QuantizedLinear(nn.Module):
             >>> torch.equal(layer.slice_rows(3, 8).dequantized(), layer.dequantized()[3:8])
             True
         """
-        packing = self.packing.rows(start, stop)
+        layout = self.packed_layout.rows(start, stop)
         part = QuantizedLinear(
             self.in_features,
             stop - start,
             bias=False,
-            kind=packing.kind,
+            kind=layout.kind,
             dtype=self.dtype,
-            block=packing.block,
-            double=packing.nested_block > 0,
-            impl=packing.impl,
+            block=layout.block,
+            double=layout.nested_block > 0,
+            impl=layout.impl,
             device="meta",
         )
-        part.packing, part.text, part.is_slice = packing, packing.text, True
+        part.packed_layout, part.text, part.is_slice = layout, layout.text, True
         for name in ROW_NAMES:
             part.register_parameter(name, nn.Parameter(getattr(self, name)[start:stop], requires_grad=False))
         for name in NAMES[len(ROW_NAMES) :]:
@@ -233,10 +233,10 @@ class QuantizedLinear(nn.Module):
             ModelError: NaN or infinity, another shape, or a slice (`slice_rows`).
         """
         check_whole_layer(self)
-        if tuple(weight_NK.shape) != self.packing.shape:
+        if tuple(weight_NK.shape) != self.packed_layout.shape:
             raise ModelError(
-                f"a weight of shape {list(weight_NK.shape)} does not fit a layer {list(self.packing.shape)}",
-                f"give a weight of the shape {list(self.packing.shape)}",
+                f"a weight of shape {list(weight_NK.shape)} does not fit a layer {list(self.packed_layout.shape)}",
+                f"give a weight of the shape {list(self.packed_layout.shape)}",
             )
         codes = self.packed[0]
         assert codes is not None
@@ -245,18 +245,18 @@ class QuantizedLinear(nn.Module):
         if self.kind == "int8":
             self.set_packed_weight(int8.quantize(weight_NK, granularity="row", impl=self.impl))
             return
-        packing = self.packing
-        double = packing.nested_block > 0
-        self.set_packed_weight(nf4.quantize(weight_NK, block=packing.block, double=double, impl=self.impl))
+        layout = self.packed_layout
+        double = layout.nested_block > 0
+        self.set_packed_weight(nf4.quantize(weight_NK, block=layout.block, double=double, impl=self.impl))
 
     @torch.no_grad()
     def set_packed_weight(self, weight: NF4Weight | Int8Tensor) -> None:
-        """Copies an already quantized weight, bit for bit; its packing must be this layer's."""
+        """Copies an already quantized weight, bit for bit; its layout must be this layer's."""
         check_whole_layer(self)
         if isinstance(weight, Int8Tensor):
             assert not weight.affine
             assert weight.length == self.in_features
-        self._check_packing(weight)
+        self._check_layout(weight)
         for name, tensor in packed_tensors(weight).items():
             place = getattr(self, name)
             place.copy_(tensor.view(place.shape))
@@ -265,24 +265,24 @@ class QuantizedLinear(nn.Module):
     # Deprecated names.
     take, take_packed, keep_unpacked = set_weight, set_packed_weight, set_dequantized_copy
 
-    def _check_packing(self, weight: NF4Weight | Int8Tensor) -> None:
+    def _check_layout(self, weight: NF4Weight | Int8Tensor) -> None:
         if isinstance(weight, NF4Weight):
             nested = weight.nested_block if weight.double else 0
             found = ("nf4", tuple(weight.shape), weight.block, nested)
         else:
             found = ("int8", tuple(weight.codes.shape), 0, 0)
-        mine = self.packing
-        if found[3] != mine.nested_block and found[3] and mine.nested_block:
+        own_layout = self.packed_layout
+        if found[3] != own_layout.nested_block and found[3] and own_layout.nested_block:
             raise ModelError(
                 f"bitsandbytes wrote its 8-bit scales with nested_blocksize {found[3]}; only its default, "
-                f"{mine.nested_block}, can be loaded packed",
+                f"{own_layout.nested_block}, can be loaded packed",
                 "quantize the original weights again, or omit load_in_4bit: the weights are then loaded "
                 "dequantized",
             )
-        if found != (mine.kind, mine.shape, mine.block, mine.nested_block):
+        if found != (own_layout.kind, own_layout.shape, own_layout.block, own_layout.nested_block):
             raise ModelError(
                 f"a weight in {_describe(*found)} does not fit a layer in "
-                f"{_describe(mine.kind, mine.shape, mine.block, mine.nested_block)}",
+                f"{_describe(own_layout.kind, own_layout.shape, own_layout.block, own_layout.nested_block)}",
                 "quantize the original weights again, or quantize the model as in its files",
             )
 
@@ -297,7 +297,7 @@ class QuantizedLinear(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Moves buffers as bytes, so that `decoder.to(torch.bfloat16)` does not round them; parameters are bytes."""
+        """Moves buffers as bytes, so that `decoder.to(torch.bfloat16)` does not round them; parameters are integers."""
         dtypes = {name: tensor.dtype for name, tensor in self._buffers.items() if tensor is not None}
         for name in dtypes:
             self._buffers[name] = self._buffers[name].view(torch.uint8)  # type: ignore[union-attr]
@@ -307,7 +307,9 @@ class QuantizedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        what = _describe(self.kind, self.packing.shape, self.packing.block, self.packing.nested_block)
+        what = _describe(
+            self.kind, self.packed_layout.shape, self.packed_layout.block, self.packed_layout.nested_block
+        )
         return f"{what}, bias={self.bias is not None}, impl={self.impl}"
 
 
@@ -330,7 +332,7 @@ def quantized_layers(decoder: nn.Module) -> Iterator[tuple[str, QuantizedLinear]
 
 
 def check_whole_layer(layer: QuantizedLinear) -> None:
-    """Raises ModelError for a slice of a layer where a full layer is required."""
+    """Raises ModelError if the layer is a slice of another one, where a full layer is required."""
     if layer.is_slice:
         raise ModelError(
             f"the layer is a slice of {layer.out_features} rows, but only full layers are quantized, loaded and saved",
@@ -358,15 +360,15 @@ def nf4_weight(layer: QuantizedLinear) -> NF4Weight:
     check_whole_layer(layer)
     fields: dict[str, Any] = dict(zip(NAMES, layer.packed, strict=True))
     scales = fields.pop("scales").detach().view(-1)
-    fields["absmax"] = scales if layer.packing.nested_block else scales.view(torch.float32)
+    fields["absmax"] = scales if layer.packed_layout.nested_block else scales.view(torch.float32)
     fields["codes"] = fields["codes"].detach().view(-1)
     if fields["offset"] is not None:
         fields["offset"] = fields["offset"].view(())
-    shape, block = layer.packing.shape, layer.packing.block
+    shape, block = layer.packed_layout.shape, layer.packed_layout.block
     return NF4Weight(
         **fields,
         shape=shape,
         dtype=layer.dtype,
         block=block,
-        nested_block=layer.packing.nested_block or nf4_spec.NESTED_BLOCK,
+        nested_block=layer.packed_layout.nested_block or nf4_spec.NESTED_BLOCK,
     )

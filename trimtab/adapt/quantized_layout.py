@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trimtab.adapt import spec_quantized
-from trimtab.adapt.packing import check_rows
+from trimtab.adapt.packed_layout import check_rows
 from trimtab.adapt.quantized import QuantizedLinear, quantized_layers
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels.triton_support import runs_triton
@@ -43,8 +43,8 @@ def quantize_layout(
         block: NF4: number of elements that share a scale.
         double: NF4: double quantization, 4.13 bits per parameter instead of 4.5.
         skip: layers not to quantize, by path or its last component (`"down_proj"`). The head is never quantized.
-        dtype: dtype that weights are rounded to before they are quantized; by default the decoder's. Set it to get the
-            same codes for a model that is used in another dtype than it was trained in.
+        dtype: dtype that weights are rounded to before they are quantized; by default the decoder's. Set it to the
+            dtype of training to get the same codes if the model is used in another dtype.
         impl: "auto" selects by device, once; the choice is stored in each layer (`layer.impl`).
         device: device of the weights; by default the decoder's.
 
@@ -109,7 +109,7 @@ def describe(decoder: nn.Module) -> str:
     layers = [layer for _, layer in quantized_layers(decoder)]
     if not layers:
         return "no quantized layers"
-    first = layers[0].packing
+    first = layers[0].packed_layout
     scales = ""
     if first.kind == "nf4":
         scales = f" (blocks of {first.block}, scales in {'8' if first.nested_block else '32'} bits)"
@@ -119,4 +119,4 @@ def describe(decoder: nn.Module) -> str:
 def check_row_layout(decoder: nn.Module) -> None:
     """Raises RecipeError for the first quantized layer whose rows cannot be sliced, as sharding requires."""
     for name, layer in quantized_layers(decoder):
-        check_rows(layer.packing, name)
+        check_rows(layer.packed_layout, name)

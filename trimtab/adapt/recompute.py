@@ -10,7 +10,7 @@
 | offload_attention | the same as `selective`, offloaded to the host | all but attention |
 | offload | the layer's input, offloaded to the host | everything |
 
-The results that are most expensive per byte are saved first. An element of attention's output costs 2 · T FLOPs for a
+Policies save the results that take most FLOPs per byte. An element of attention's output costs 2 · T FLOPs for a
 causal document of T tokens, an element of a projection 2 · C FLOPs for an input width C: in 16 bits C = 512 to 8192
 FLOPs per saved byte, compared with almost none for norms, RoPE and gated activations, which are a third of a layer's
 saved activations without recomputation. Attention's output is as small as the input and, from some thousand tokens on,
@@ -52,8 +52,8 @@ def apply(decoder: Decoder, policies: Sequence[str], *, mlp_tiles: int = 1) -> D
 
     Args:
         decoder: the model, adapters included.
-        policies: one of `POLICIES` per layer, in order. On a CPU "offload" is "block", and the other two offloading
-            policies save their activations in place.
+        policies: one of `POLICIES` per layer, in order. On a CPU nothing is offloaded: "offload" is the same
+            as "block", and the other two offloading policies save the same activations without copying them.
         mlp_tiles: number of token tiles of every layer's feed-forward half, each recomputed in the backward pass, so
             that its activations are never materialized for all tokens; 1 for no tiling.
 
@@ -141,10 +141,12 @@ def _context_fn(policy: str, offloading: _Offloading) -> Callable[[], Any]:
 
 
 def _selective_contexts(policy: str) -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_decide, policy))
+    return create_selective_checkpoint_contexts(functools.partial(_checkpoint_policy, policy))
 
 
-def _decide(policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _checkpoint_policy(
+    policy: str, context: Any, operator: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
     saved = _is_saved(policy, operator)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -170,11 +172,11 @@ def _checkpointed(
     sin_BTF: torch.Tensor,
     layout: Layout,
 ) -> torch.Tensor:
-    """The block under activation checkpointing: recomputed in the backward pass, except for what the contexts save."""
+    """Runs a block under activation checkpointing: the backward pass recomputes everything but the saved results."""
     inputs = (x_BTC, cos_BTF, sin_BTF, layout)
     if not torch.is_grad_enabled():
         return block.compute(*inputs)
-    # A compiled graph does not need the hints: it eliminates unused products and reuses buffers by itself.
+    # A compiled graph does not need these options: it eliminates unused products and reuses buffers by itself.
     run = block.compute if torch.compiler.is_compiling() else _CheckpointedLayers(block)
     return _checkpoint(run, *inputs, context_fn=_context_fn(policy, offloading))
 

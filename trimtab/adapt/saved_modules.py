@@ -15,7 +15,7 @@ from torch import nn
 from trimtab.facts.errors import RecipeError
 
 BASE = ""
-"""Represents the base model in place of an adapter's name."""
+"""Stands for the base model in place of an adapter's name."""
 
 
 @dataclass
@@ -51,13 +51,13 @@ def resolve_modules(decoder: nn.Module, wanted: Sequence[str]) -> dict[str, str]
     """Maps each replaceable parameter to one of the wanted adapters or the base; RecipeError if two replace it."""
     tensors, chosen = _saved_modules(decoder).tensors, {}
     for name in tensors[BASE]:
-        having = [adapter for adapter in wanted if name in tensors.get(adapter, {})]
-        if len(having) > 1:
+        replacing = [adapter for adapter in wanted if name in tensors.get(adapter, {})]
+        if len(replacing) > 1:
             raise RecipeError(
-                f"adapters {' and '.join(having)} both replace {name.removesuffix('.weight')}",
+                f"adapters {' and '.join(replacing)} both replace {name.removesuffix('.weight')}",
                 "use one at a time",
             )
-        chosen[name] = having[0] if having else BASE
+        chosen[name] = replacing[0] if replacing else BASE
     return chosen
 
 
@@ -91,7 +91,7 @@ def replaced_modules(decoder: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def rounded_modules(decoder: nn.Module, adapter: str) -> list[str]:
-    """Parameters that an adapter replaces and that were rounded, since the model's dtype is narrower."""
+    """Parameters that an adapter replaces and that were rounded when it was loaded: the model's dtype is narrower."""
     return _saved_modules(decoder).rounded.get(adapter, [])
 
 

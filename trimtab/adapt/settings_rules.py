@@ -13,7 +13,7 @@ _MOST_RANK = (1 << 31) - 1
 
 
 class Rule(NamedTuple):
-    """A predicate for valid values, and their description."""
+    """A predicate that is true for valid values, and a description of valid values for messages."""
 
     fits: Callable[[Any], bool]
     expected: str
@@ -27,47 +27,47 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_names(value: Any) -> bool:
+def _is_name_list(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(word, str) for word in value)
 
 
 RANK = Rule(_is_rank, f"an integer from 1 to {_MOST_RANK}")
-ANY_STRENGTH = Rule(lambda value: _is_number(value) and value != 0, "a finite number other than 0")
-STRENGTH = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
-SHARE = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1")
-SWITCH = Rule(lambda value: isinstance(value, bool), "true or false")
-NAMES = Rule(_is_names, "a list or tuple of module names")
+ANY_ALPHA = Rule(lambda value: _is_number(value) and value != 0, "a finite number other than 0")
+POSITIVE_ALPHA = Rule(lambda value: _is_number(value) and value > 0, "a finite number above 0")
+PROBABILITY = Rule(lambda value: _is_number(value) and 0 <= value < 1, "a number from 0 to below 1")
+BOOLEAN = Rule(lambda value: isinstance(value, bool), "true or false")
+NAMES = Rule(_is_name_list, "a list or tuple of module names")
 TARGETS = Rule(
-    lambda value: bool(value) and (isinstance(value, str) or _is_names(value)),
+    lambda value: bool(value) and (isinstance(value, str) or _is_name_list(value)),
     "all-linear, a regular expression, or a list or tuple of module names",
 )
-FORMAT = Rule(lambda value: value in ("fp32", "bf16"), "fp32 or bf16")
+DTYPE = Rule(lambda value: value in ("fp32", "bf16"), "fp32 or bf16")
 
 _RULES = {
     "r": RANK,
     "target_modules": TARGETS,
-    "lora_dropout": SHARE,
-    "use_rslora": SWITCH,
-    "use_dora": SWITCH,
+    "lora_dropout": PROBABILITY,
+    "use_rslora": BOOLEAN,
+    "use_dora": BOOLEAN,
     "modules_to_save": NAMES,
-    "dtype": FORMAT,
-    "any_rank": SWITCH,
+    "dtype": DTYPE,
+    "any_rank": BOOLEAN,
 }
 
 
-def check(settings: Mapping[str, Any]) -> None:
+def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises RecipeError for an invalid value of `LoraSettings`; patterns are validated against the model elsewhere.
 
     Example:
-        >>> check({"r": 8, "lora_dropout": 0.1})
+        >>> check_settings({"r": 8, "lora_dropout": 0.1})
     """
-    strength = ANY_STRENGTH if settings.get("any_rank") is True else STRENGTH
-    rules = {**_RULES, "lora_alpha": strength}
+    alpha = ANY_ALPHA if settings.get("any_rank") is True else POSITIVE_ALPHA
+    rules = {**_RULES, "lora_alpha": alpha}
     for key, value in settings.items():
         if key in rules:
             _check_value(f"lora.{key}", value, rules[key])
     _check_pattern("lora.rank_pattern", settings.get("rank_pattern", {}), RANK)
-    _check_pattern("lora.alpha_pattern", settings.get("alpha_pattern", {}), strength)
+    _check_pattern("lora.alpha_pattern", settings.get("alpha_pattern", {}), alpha)
 
 
 def _check_value(key: str, value: Any, rule: Rule) -> None:

@@ -52,12 +52,12 @@ class LoraSettings:
     dtype: str = "fp32"
     """dtype of A and B: fp32 or bf16."""
     any_rank: bool = False
-    """Whether ranks may exceed their matrices and alphas may be negative: rejected for new adapters, but accepted for
-    loaded ones."""
+    """Whether a rank may exceed the size of its matrix and an alpha may be negative: rejected for new adapters,
+    accepted for loaded ones."""
 
     def __post_init__(self) -> None:
         """Raises RecipeError for values that are invalid for any model; converts lists to tuples."""
-        settings_rules.check(vars(self))
+        settings_rules.check_settings(vars(self))
         if not isinstance(self.target_modules, str):
             object.__setattr__(self, "target_modules", tuple(self.target_modules))
         object.__setattr__(self, "modules_to_save", tuple(self.modules_to_save))
@@ -129,9 +129,9 @@ def _key_for(patterns: Mapping[str, Any], name: str) -> str | None:
 def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
     most = min(matrix.out_features, matrix.in_features)
     if r > most and not any_rank:
-        size = f"{matrix.out_features} × {matrix.in_features}, with a maximum rank of {most}"
+        size = f"a {matrix.out_features} × {matrix.in_features} matrix with a maximum rank of {most}"
         own = ", or give this module its own with lora.rank_pattern" if key == "lora.r" else ""
-        raise RecipeError(f"{key} is {r} and {matrix.name} is {size}", f"set it to at most {most}{own}")
+        raise RecipeError(f"{key} is {r}, but {matrix.name} is {size}", f"set it to at most {most}{own}")
 
 
 def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings) -> None:
@@ -194,7 +194,7 @@ def adapter_parameters(
             yield f"{target.name}.lora_magnitude_vector.{adapter}.weight", (*stacked, rows)
 
 
-def trained(
+def trainable_parameters(
     shape: ModelShape, settings: LoraSettings, weights_dtype: str
 ) -> list[tuple[str, tuple[int, ...], str]]:
     """Returns (name, dims, dtype) of all trainable parameters: adapters, and fully trained modules.
@@ -202,7 +202,7 @@ def trained(
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
         >>> tiny = uniform_shape("llama", 64, 16, 32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4)
-        >>> found = trained(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
+        >>> found = trainable_parameters(tiny, LoraSettings(r=2, target_modules=("q_proj",)), "bf16")
         >>> [(name.rpartition("q_proj.")[2], dims, dtype) for name, dims, dtype in found]
         [('lora_A.default.weight', (2, 16), 'fp32'), ('lora_B.default.weight', (16, 2), 'fp32')]
     """

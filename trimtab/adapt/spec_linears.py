@@ -38,7 +38,8 @@ from trimtab.model.spec_operations import (
 )
 
 SMALL_PRODUCT = 3
-"""Kernels of a product with an adapter's factor: the factor is cast and scaled, and partial sums are reduced."""
+"""Kernel launches of a product with an adapter's A or B: the factor is cast and scaled, and partial sums are
+reduced."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ class AdaptedProjections:
         return self._separate(layer, y, run, group)
 
     def _frozen(self, linear: Linear, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer without an adapter. A quantized layer saves only its packed weight and adds its bias afterwards."""
+        """Declares a layer without an adapter. A quantized layer saves no activation, and adds its bias afterwards."""
         if self.quantization is None:
             return linear_operation(linear, group.input, y, run, group)
-        bare = product(linear, group.input, y, run, group)
+        linear_product = product(linear, group.input, y, run, group)
         return dataclasses.replace(
-            bare,
-            forward=self._pass([], [bare], run),
+            linear_product,
+            forward=self._pass([], [linear_product], run),
             backward=dataclasses.replace(
-                self._pass([], [bare], run, backward=True), scratch=bare.backward.scratch
+                self._pass([], [linear_product], run, backward=True), scratch=linear_product.backward.scratch
             ),
             results=(Result(_unbiased(linear, y)),),
             gradients=run.gradients(f"{linear.name}.bias"),
@@ -121,7 +122,7 @@ class AdaptedProjections:
         return Pass.of(*kernels, launches=launches)
 
     def _elementwise(self, linear: Linear, run: Execution) -> list[Kernel]:
-        """Passes over activations: dropout reads and writes the input, DoRA scales the output's rows."""
+        """Returns the elementwise kernels: dropout reads and writes the input, DoRA scales the output's rows."""
         assert self.lora is not None
         width, found = BYTES[run.dtype], []
         if self.lora.lora_dropout:
@@ -134,7 +135,7 @@ class AdaptedProjections:
     def _grouped(
         self, layers: Sequence[_Layer], outputs: tuple[Activation, ...], run: Execution, group: Projections
     ) -> Operation:
-        """One operator for all layers: it saves the input once, and A·x of all adapters."""
+        """Declares one operator for all layers: it saves the input once, and A·x of all adapters."""
         N, width = run.num_tokens, BYTES[run.dtype]
         x, name = group.input, layers[0].linear.name
         ranks = sum(layer.rank for layer in layers)
@@ -165,7 +166,7 @@ class AdaptedProjections:
         )
 
     def _separate(self, layer: _Layer, y: Activation, run: Execution, group: Projections) -> Operation:
-        """A layer whose adapter runs separately from the base product: with dropout, or with DoRA."""
+        """Declares a layer whose adapter runs separately from the base product: with dropout, or with DoRA."""
         assert self.lora is not None
         width, linear, x = BYTES[run.dtype], layer.linear, group.input
         every = frozenset({x.name, PARAMETERS})
@@ -174,7 +175,7 @@ class AdaptedProjections:
         base = run.activation(f"{linear.name}.base", linear.out_features, group.part)
         saved = [Saved(read, every), Saved(h, every)]
         results = [Result(base), Result(h, "adapter_a")]
-        bare = product(linear, x, y, run, group)
+        linear_product = product(linear, x, y, run, group)
         plain_product = self.quantization is None and (self.lora.lora_dropout > 0 or not self.lora.use_dora)
         if run.autocast and plain_product:  # an nn.Linear product, separate from the adapter's
             saved.append(Saved(weight_cast(linear, run, group.part), frozenset({x.name})))
@@ -186,12 +187,14 @@ class AdaptedProjections:
             results.append(
                 Result(Activation(f"{linear.name}.row_products", products, group.part), "adapter_a")
             )
-        scratch = bare.backward.scratch + self._separate_scratch(linear, run)
+        scratch = linear_product.backward.scratch + self._separate_scratch(linear, run)
         extra = self._elementwise(linear, run)
-        forward = self._pass([*extra, *_adapter_forward([layer], run)], [bare], run)
-        backward = self._pass([*extra, *_adapter_backward([layer], run)], [bare], run, backward=True)
+        forward = self._pass([*extra, *_adapter_forward([layer], run)], [linear_product], run)
+        backward = self._pass(
+            [*extra, *_adapter_backward([layer], run)], [linear_product], run, backward=True
+        )
         return dataclasses.replace(
-            bare,
+            linear_product,
             saved=tuple(saved),
             gradients=layer.factors,
             forward=dataclasses.replace(forward, scratch=self._forward_scratch(linear, run)),
@@ -205,20 +208,20 @@ class AdaptedProjections:
         assert self.lora is not None
         N, width = run.num_tokens, BYTES[run.dtype]
         dx, dy = N * linear.in_features * width, N * linear.out_features * width
-        apart = 0
+        adapter_scratch = 0
         if self.lora.lora_dropout:
             # The adapter's gradient of the input before its mask, plus the words of the mask or the masked gradient.
             elements = N * linear.in_features
             words = min(elements, DROPOUT_CHUNK) * WORD_BYTES
-            apart = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
+            adapter_scratch = max(words, dx) if elements <= DROPOUT_CHUNK else dx + words
         elif self.quantization is not None:
-            apart = dx  # of the adapter, in addition to that of the packed weight
+            adapter_scratch = dx  # of the adapter, in addition to that of the packed weight
         if not self.lora.use_dora:
-            return apart
+            return adapter_scratch
         # The gradient of the unscaled output plus that of the scales, a product of the same size; or, if the gradient
         # of the output stays alive (as part of the residual stream's), that gradient plus those of the input.
-        stays = dy if linear.split == "row" else 0
-        return max(2 * dy - dx, stays + apart, 0)
+        residual_gradient = dy if linear.split == "row" else 0
+        return max(2 * dy - dx, residual_gradient + adapter_scratch, 0)
 
     def _forward_scratch(self, linear: Linear, run: Execution) -> int:
         """Bytes of temporary buffers in the forward pass: the base product, hash words of a mask or the dropped input;

@@ -1,8 +1,8 @@
 """Costs of a model with quantized linear layers, and the choice of their kernels. No torch.
 
 The weights of the blocks' linear layers are packed; embeddings, norms, biases and the head are not. A product needs
-one dequantized weight at a time, in a workspace that all layers share and that is never shrunk. If memory allows,
-blocks may also have dequantized copies of their weights.
+one dequantized weight at a time, in a workspace that all layers share and that never shrinks. If memory allows, blocks
+may also have dequantized copies of their weights.
 """
 
 from __future__ import annotations
@@ -240,16 +240,15 @@ def loading_peak_bytes(
 ) -> int:
     """Peak device memory while weights are loaded: the model, one weight in `dtype`, its packed copy.
 
-    The reference implementation also allocates elements in fp32 (NF4: up to 4 Mi of them). Plans do not use this
-    figure: it is for tests and for sizing a device by hand.
+    The reference implementation also allocates elements in fp32 (NF4: up to 4 Mi of them).
     """
     packed = linear_shapes(shape, skip)
     largest = max((math.prod(dims) for dims in packed.values()), default=0)
     copy = max((packed_bytes(dims, kind, block=block, double=double) for dims in packed.values()), default=0)
     chunk = largest if kind == "int8" else min(largest, QUANTIZE_CHUNK)
     own = 0 if impl == "triton" else chunk * QUANTIZE_BYTES
-    standing = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
-    return standing + nbytes(dtype, largest) + copy + own
+    model_bytes = weight_bytes(shape, kind, dtype, block=block, double=double, skip=skip)
+    return model_bytes + nbytes(dtype, largest) + copy + own
 
 
 def _known(kind: str) -> None:

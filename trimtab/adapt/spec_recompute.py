@@ -136,8 +136,8 @@ def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
 
 
 @dataclass(frozen=True)
-class Recomputation:
-    """Cost of the recomputation in one layer, for one microbatch."""
+class RecomputeCost:
+    """FLOPs of the recomputation in one layer, for one microbatch."""
 
     products: float = 0.0
     """FLOPs of matrix products."""
@@ -172,12 +172,12 @@ def last_recomputed(block: DeclaredBlock, policy: str) -> int:
     if block.tile and policy not in IN_HALVES:
         wanted.add(ATTENTION_RESIDUAL)
     return max(
-        (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced(operation))),
+        (i for i, operation in enumerate(operations) if not wanted.isdisjoint(_produced_names(operation))),
         default=-1,
     )
 
 
-def _produced(operation: Operation) -> set[str]:
+def _produced_names(operation: Operation) -> set[str]:
     """Names of the activations that an operation produces: its outputs and its saved tensors."""
     read = set() if operation.saves_results else {x.name for x in operation.inputs}
     own = {saved.activation.name for saved in operation.saved} - read
@@ -189,7 +189,7 @@ def _own_results(operation: Operation) -> list[Result]:
     return [result for result in operation.results if result.factor == "weight"]
 
 
-def recomputation(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Recomputation:
+def recompute_cost(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> RecomputeCost:
     """Returns the cost of a policy in addition to forward and backward pass.
 
     Args:
@@ -209,4 +209,4 @@ def recomputation(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Reco
             products += times * cost.flops
         elif operation.kind is Kind.ATTENTION:
             attention += times * cost.flops
-    return Recomputation(products, attention)
+    return RecomputeCost(products, attention)

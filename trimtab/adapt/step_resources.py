@@ -1,4 +1,4 @@
-"""Control of an adapted decoder's persistent memory and asynchronous copies, as CUDA graph capture requires."""
+"""Releases an adapted decoder's workspace and waits for its asynchronous copies, as CUDA graph capture requires."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trimtab.model.decoder import Decoder
 
 
 class StepResources:
-    """Control of the shared workspace and of the host copies of offloaded activations.
+    """The shared workspace of dequantized weights, and the host copies of offloaded activations.
 
     Example:
         >>> StepResources(decoder).release_workspace()  # doctest: +SKIP

@@ -82,11 +82,11 @@ def select(shape: ModelShape, wanted: str | Sequence[str]) -> list[Matrix]:
     """
     there = matrices(shape)
     tied = shape.tie_embeddings
-    offered = short_names(name for name in there if not (tied and name == EMBEDDING))
+    choices = short_names(name for name in there if not (tied and name == EMBEDDING))
     if isinstance(wanted, str):
-        names = _by_pattern(there, wanted, offered)
+        names = _by_pattern(there, wanted, choices)
     else:
-        names = _by_names(list(there), wanted, "lora.target_modules", offered)
+        names = _by_names(list(there), wanted, "lora.target_modules", choices)
     if EMBEDDING in names and tied:
         raise RecipeError(
             "lora.target_modules names embed_tokens, whose matrix is also the model's head",
@@ -138,26 +138,26 @@ def _regex_error(compiled: Callable[[str], object], text: str) -> Exception | No
 
 def check_pattern(pattern: str, key: str) -> None:
     """Raises RecipeError for an invalid regular expression."""
-    fault = _regex_error(re.compile, pattern)
-    if fault is not None:
+    regex_error = _regex_error(re.compile, pattern)
+    if regex_error is not None:
         raise RecipeError(
-            f"{key}: {pattern!r} is not a regular expression ({fault})",
+            f"{key}: {pattern!r} is not a regular expression ({regex_error})",
             r"write one for full names, such as .*\.q_proj, or a list of names",
-        ) from fault
+        ) from regex_error
 
 
 def check_suffix_pattern(pattern: str, key: str) -> None:
     """Raises RecipeError for an invalid key of `rank_pattern` or `alpha_pattern`."""
     if not pattern.strip():
         raise RecipeError(f"{key} has an empty string as a key", "name modules there, or remove it")
-    fault = _regex_error(_suffix_pattern, pattern)
-    if fault is not None:
+    regex_error = _regex_error(_suffix_pattern, pattern)
+    if regex_error is not None:
         raise RecipeError(
-            f"{key}: {pattern!r} is not a regular expression for the end of a name ({fault})",
+            f"{key}: {pattern!r} is not a regular expression for the end of a name ({regex_error})",
             "limit flags to a group: (?i:…)"
-            if "flags" in str(fault)
+            if "flags" in str(regex_error)
             else "write the end of a module's name, such as q_proj",
-        ) from fault
+        ) from regex_error
 
 
 def matching_names(there: Iterable[str], wanted: str | Sequence[str]) -> set[str]:
@@ -175,25 +175,25 @@ def matching_names(there: Iterable[str], wanted: str | Sequence[str]) -> set[str
     return {name for name in there if any(name == word or name.endswith(f".{word}") for word in wanted)}
 
 
-def _by_pattern(there: dict[str, Matrix], pattern: str, offered: Sequence[str]) -> set[str]:
+def _by_pattern(there: dict[str, Matrix], pattern: str, choices: Sequence[str]) -> set[str]:
     check_pattern(pattern, "lora.target_modules")
     names = matching_names(there, pattern)
     if not names:
         raise RecipeError(
             f"lora.target_modules: no module's full name matches {pattern!r}",
             "write a pattern for full names such as model.layers.0.self_attn.q_proj; or all-linear; or a list of short "
-            f"names: choose from {', '.join(offered)}",
+            f"names: choose from {', '.join(choices)}",
         )
     return names
 
 
-def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, offered: Sequence[str]) -> set[str]:
+def _by_names(there: Sequence[str], wanted: Sequence[str], key: str, choices: Sequence[str]) -> set[str]:
     if not all(word.strip() for word in wanted):
         raise RecipeError(f"{key} has an empty string among its names", "remove it, or name a module there")
     unknown = [word for word in wanted if not matching_names(there, [word])]
     if unknown:
         raise RecipeError(
             f"{key}: the model has no {', '.join(unknown)}",
-            f"choose from {', '.join(offered)}",
+            f"choose from {', '.join(choices)}",
         )
     return matching_names(there, wanted)

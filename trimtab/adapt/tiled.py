@@ -1,8 +1,8 @@
 """Runs a token-wise function over tiles of tokens, so that its activations are never materialized for all tokens.
 
-The feed-forward half of a block is token-wise and three and a half times as wide as the residual stream. With n tiles
-it allocates an n-th of its activations; the backward pass recomputes each tile before it differentiates it. Outputs are
-identical, and the gradients of the weights are accumulated over tiles in fp32.
+The feed-forward half of a block is token-wise, and typically three and a half times as wide as the residual stream.
+With n tiles it allocates 1/n of its activations; the backward pass recomputes each tile before it differentiates it.
+Outputs are identical, and the gradients of the weights are accumulated over tiles in fp32.
 """
 
 # N tokens, C hidden size

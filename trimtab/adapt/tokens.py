@@ -1,4 +1,4 @@
-"""Loads weights into embeddings and a head with additional rows, for added tokens."""
+"""Loads weights into an embedding and a head with additional rows, for added tokens."""
 
 # V rows of the base, C hidden size
 
@@ -17,7 +17,7 @@ from trimtab.model.decoder import Decoder
 def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], object]) -> None:
     """Calls `load` with the decoder temporarily in the shape `base`, with fewer tokens; then initializes the new rows.
 
-    Each new row is the mean of the others, so that a new token is initially as likely as an average one.
+    Each new row is the mean of the others, so that a new token's initial logit is the mean of the others' logits.
 
     Example:
         >>> base = read_shape("my-model")  # doctest: +SKIP
@@ -26,7 +26,7 @@ def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], 
     if base.vocab_size == decoder.shape.vocab_size:
         load()
         return
-    with _smaller(decoder, base):
+    with _without_new_rows(decoder, base):
         load()
     with torch.no_grad():
         for module in _tables(decoder):
@@ -38,7 +38,7 @@ def load_with_new_tokens(decoder: Decoder, base: ModelShape, load: Callable[[], 
 
 
 @contextmanager
-def _smaller(decoder: Decoder, base: ModelShape) -> Iterator[None]:
+def _without_new_rows(decoder: Decoder, base: ModelShape) -> Iterator[None]:
     """Temporarily replaces embedding and head by views of their first rows."""
     shape, whole = decoder.shape, {module: module._parameters["weight"] for module in _tables(decoder)}
     try:

@@ -2,8 +2,8 @@
 
 A dequantized weight is live from the kernel that writes it to the product that reads it. Both are queued on one stream,
 so the next layer's kernel on that stream may overwrite it: the stream's order protects it. Each stream has its own
-buffer. The lock prevents a second thread (autograd has several) from queueing between the two; on a CPU, where work
-runs immediately, it serializes the threads. Tensors saved by autograd are never in the workspace.
+buffer. The lock prevents a second thread (autograd has several) from queueing work between the two; on a CPU, where
+work runs immediately, it serializes the threads. Tensors saved by autograd are never in the workspace.
 """
 
 from __future__ import annotations

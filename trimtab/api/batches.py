@@ -54,7 +54,7 @@ def generate_file(
         raise RecipeError(
             f"on_progress is {described(on_progress)}", "give a function of (done, total), or None"
         )
-    source = path_of(prompts, spelled("prompts"), names_text=True)
+    source = path_of(prompts, spelled("prompts"), is_text_file=True)
     output = path_of(output, spelled("output"))
     rows = _read_rows(source, output, chat=chat, system=system, spelled=spelled)
     asked = [row.prompt(chat=chat, system=system) for row in rows]

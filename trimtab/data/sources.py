@@ -184,7 +184,7 @@ def resolve(spec: SourceSpec) -> ResolvedSource:
     if spec.files:
         root = Path(os.path.commonpath([str(path.parent) for path in spec.files]))
         return _from_list(spec, [(path, path.relative_to(root).as_posix()) for path in spec.files])
-    path = path_of(spec.source, "the source", DataError, names_text=True)
+    path = path_of(spec.source, "the source", DataError, is_text_file=True)
     if path.is_file():
         if path.stat().st_size == 0:
             raise DataError(f"{spec.source} is empty", "give a file with text in it")

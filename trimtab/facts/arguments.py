@@ -97,8 +97,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
     names = list(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            similar = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             raise RecipeError(
                 f"there is no {what} {name!r}",
-                f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(names)}",
+                f"did you mean {similar[0]!r}?" if similar else f"choose one of {', '.join(names)}",
             )

@@ -1,7 +1,7 @@
 """The shape of one block of a decoder: norms, token mixer and feed-forward, as plain data. No torch.
 
-Layers may differ in every field. Equal blocks compare equal, so that runs of them are counted once and multiplied.
-Names of parameters are Hugging Face's, without the prefix of the layer.
+Layers may differ in every field. Equal blocks compare equal, so that the costs of consecutive equal layers are computed
+once and multiplied. Names of parameters are Hugging Face's, without the prefix of the layer.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class AttentionShape:
     scale: float | None = None
     """Scale of the scores; 1 / √head_dim if None."""
     sinks: bool = False
-    """Attention sinks: whether each head has a learned logit in its softmax that has no value."""
+    """Attention sinks: whether each head has one more, learned logit in its softmax, with a value vector of zeros."""
     fused_qkv: bool = False
     """Whether q, k and v are stacked in one matrix, `qkv_proj`, in this order (Phi-3)."""
 

@@ -11,7 +11,7 @@ TRITON_MIN_CAPABILITY = (7, 0)
 
 
 def compile_obstacle(kind: str, capability: tuple[int, int] | None = None) -> str | None:
-    """Returns why torch.compile does not work for a kind of device ("cpu", "cuda") on this machine; None if it does.
+    """Returns why torch.compile does not work for a device type ("cpu", "cuda") on this machine; None if it works.
 
     Example:
         >>> compile_obstacle("cuda", (6, 1))

@@ -14,9 +14,9 @@ from trimtab.facts.data_sheets import DataSheet, known_sheet, typical_host_link
 LINK_SHARE = 0.873
 """Fraction of a host link's peak that pinned-memory copies reach: 55 of 63 GB/s measured on an H200 (PCIe 5.0)."""
 SLOW_LINK = 12e9
-"""Bandwidth of PCIe 3.0, assumed for unknown links."""
+"""Bytes per second of PCIe 3.0, assumed for unknown links."""
 HOST_RESERVE = 16 * 2**30
-"""Maximum free host memory that a run does not use; of less than 80 GiB it leaves a fifth."""
+"""Host memory that a run leaves free: a fifth of the free memory, at most this many bytes."""
 
 BF16_CAPABILITY = (8, 0)
 """Minimum CUDA compute capability with bf16 in hardware; Volta and Turing have none."""
@@ -66,18 +66,18 @@ class DeviceFacts:
     """Free bytes; None if unknown, then all memory is assumed to be free."""
     capability: tuple[int, int] | None = None
     bf16: bool = False
-    """Whether bf16 products run in hardware."""
+    """Whether the device computes bf16 matrix products in hardware."""
     triton: bool = True
     """Whether Triton is installed; `runs_triton` also checks the device."""
     cores: int | None = None
     host_free_bytes: int | None = None
     """Free host memory, for a GPU; None if unknown."""
     calibration: Calibration | None = None
-    """Measured performance, of this device or a shipped measurement; None if it was not measured."""
+    """Measured performance of this device, or a measurement that ships with trimtab; None if there is neither."""
     index: int | None = None
     """Index among the visible CUDA GPUs, if one was requested (`cuda:1`); None for torch's current device."""
     sheet: DataSheet | None = None
-    """Its data sheet, if it was planned from one; otherwise `data_sheet` looks it up by name."""
+    """The data sheet that the device was created from (`--gpu`); otherwise `data_sheet` looks one up by name."""
     unified: bool = False
     """Whether CPU and GPU share one memory, so that offloading to the host saves nothing."""
     bound: str | None = None
@@ -112,7 +112,7 @@ class DeviceFacts:
         return self.host_free_bytes - min(self.host_free_bytes // 5, HOST_RESERVE)
 
     def ceiling(self, dtype: str) -> tuple[float, str] | None:
-        """(peak FLOP/s, its source) of matrix products in a dtype; None if unknown."""
+        """Returns (peak FLOP/s, its source) of matrix products in a dtype; None if unknown."""
         known = self.data_sheet
         if known is None or dtype not in known.flops:
             return None
@@ -127,7 +127,7 @@ class DeviceFacts:
 
     @property
     def host_link(self) -> float:
-        """Bytes per second to host memory, and simultaneously from it."""
+        """Bytes per second of copies to host memory; copies from it run at the same rate at the same time."""
         known = self.data_sheet
         peak = known.host_link if known is not None else typical_host_link(self.capability)
         return SLOW_LINK if peak is None else LINK_SHARE * peak

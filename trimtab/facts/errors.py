@@ -1,7 +1,7 @@
 """Exception types for problems with the user's recipe, data or machine.
 
 Each error states its cause and, if there is one, the remedy, in a line or two. The command line prints
-`error: cause; remedy` without a traceback and exits with the class's code. Bugs in trimtab are asserts.
+`error: cause; remedy` without a traceback and exits with the class's code. Internal errors of trimtab are assertions.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class HubError(TrimtabError):
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback frames of an exception and its causes.
+    """Clears the local variables in the traceback frames of an exception and its causes.
 
     An exception that outlives its handler, as in notebooks, otherwise keeps every tensor of those frames alive.
 

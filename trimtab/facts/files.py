@@ -47,7 +47,7 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = True) -> N
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        with suppress(OSError):  # a name that is too long cannot be removed either
+        with suppress(OSError):  # a file whose name is too long does not exist and cannot be removed
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             error.filename = str(path)  # not the temporary name, which the caller does not know
@@ -84,7 +84,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("its values are nested too deeply") from error
     if not isinstance(data, dict):
-        raise ValueError(f"it holds a {type(data).__name__}")
+        raise ValueError(f"its top level is of type {type(data).__name__}")
     return data
 
 

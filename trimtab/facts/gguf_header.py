@@ -133,7 +133,7 @@ class _Reader:
                 raise self.fail(f"key {key!r} appears twice")
             metadata[key] = self.value(self.number("I"))
         entries = [self.entry() for _ in range(num_tensors)]
-        return GGUFHeader(self.path, self.size, metadata, self.place(entries, metadata))
+        return GGUFHeader(self.path, self.size, metadata, self.with_file_offsets(entries, metadata))
 
     def entry(self) -> GGUFTensor:
         name = self.string()
@@ -145,7 +145,7 @@ class _Reader:
             raise self.fail(f"tensor {name!r} has dimensions {dims}")
         return GGUFTensor(name, dims[::-1], self.number("I"), self.number("Q"))
 
-    def place(self, entries: list[GGUFTensor], metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
+    def with_file_offsets(self, entries: list[GGUFTensor], metadata: dict[str, Any]) -> dict[str, GGUFTensor]:
         """Returns the entries by name, with offsets from the file's start; the data begin at the next aligned byte."""
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1 or align & (align - 1):

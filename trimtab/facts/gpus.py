@@ -90,32 +90,32 @@ def _software_assumptions(capability: tuple[int, int]) -> tuple[str, ...]:
 
 
 def _memory_assumption(sheet: DataSheet) -> str:
-    usable, sold = format_bytes(sheet.usable_bytes), format_bytes(sheet.memory_bytes)
+    usable, nominal = format_bytes(sheet.usable_bytes), format_bytes(sheet.memory_bytes)
     if sheet.vendor == "apple":
-        return f"{usable} of its {sold} usable: the working set that Metal recommends by default"
+        return f"{usable} of its {nominal} usable: the working set that Metal recommends by default"
     reported = (
         "as CUDA reports it"
         if sheet.reported_bytes
         else "drivers report up to 3.5 % less than a card's nominal memory"
     )
     if sheet.unified:
-        return f"{usable} of its {sold} usable: {reported}, less 4 GiB for the operating system"
-    return f"{usable} of its {sold} usable: {reported}, idle and without a display"
+        return f"{usable} of its {nominal} usable: {reported}, less 4 GiB for the operating system"
+    return f"{usable} of its {nominal} usable: {reported}, idle and without a display"
 
 
 def _gpu_of_size(text: str) -> DeviceFacts:
     size = parse_bytes(text)
     if size is None:
         raise _invalid_size(text)
-    shown = format_bytes(size)
+    memory = format_bytes(size)
     if size < MIN_MEMORY:
         raise RecipeError(
-            f"--gpu {text} is {shown}, less than a CUDA context needs",
+            f"--gpu {text} is {memory}, less than a CUDA context needs",
             "give the memory of a GPU, such as 8GB or 24GB",
         )
     if size > MAX_MEMORY:
         raise RecipeError(
-            f"--gpu {text} is {shown}, more than any GPU has",
+            f"--gpu {text} is {memory}, more than any GPU has",
             "give the memory of one GPU, such as 24GB or 24000MB",
         )
     return DeviceFacts(
@@ -125,21 +125,23 @@ def _gpu_of_size(text: str) -> DeviceFacts:
         capability=BF16_CAPABILITY,
         bf16=True,
         assumptions=(
-            f"all of {shown} usable; GB are 10⁹ bytes; a card sold as 24 GB has about 23.5 GiB: better name the card",
+            f"all of {memory} usable; GB are 10⁹ bytes; a card sold as 24 GB has about 23.5 GiB: better name the card",
             "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
         ),
     )
 
 
 def _invalid_size(text: str) -> RecipeError:
-    said = f"--gpu {shortened(text)}"
+    argument = f"--gpu {shortened(text)}"
     if re.fullmatch(r"\d+(ti)?", text.lower()) and normalize_name(f"rtx{text}") in _by_name():
-        return RecipeError(f"{said} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
+        return RecipeError(f"{argument} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
     if re.fullmatch(r"\d+\.?\d*", text):
-        return RecipeError(f"{said} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090")
+        return RecipeError(
+            f"{argument} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090"
+        )
     if text.startswith("-"):
-        return RecipeError(f"{said} is negative", "give the memory of a GPU, such as 24GB")
-    return RecipeError(f"{said} is neither a memory size nor a GPU of the catalogue", EXAMPLES)
+        return RecipeError(f"{argument} is negative", "give the memory of a GPU, such as 24GB")
+    return RecipeError(f"{argument} is neither a memory size nor a GPU of the catalogue", EXAMPLES)
 
 
 def _unknown(text: str, key: str) -> RecipeError:
@@ -148,8 +150,8 @@ def _unknown(text: str, key: str) -> RecipeError:
         for sheet in data_sheets()
         for name in (*sheet.names, *sheet.shared_aliases)
     }
-    near = difflib.get_close_matches(key, names, n=4, cutoff=0.6)
-    hint = f"did you mean {' or '.join(names[match] for match in near)}?" if near else EXAMPLES
+    similar = difflib.get_close_matches(key, names, n=4, cutoff=0.6)
+    hint = f"did you mean {' or '.join(names[match] for match in similar)}?" if similar else EXAMPLES
     return RecipeError(f"--gpu {shortened(text) or 'without a value'} is not a GPU of the catalogue", hint)
 
 

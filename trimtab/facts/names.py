@@ -26,12 +26,12 @@ def shortened(text: str, limit: int = 60) -> str:
     return f"{line[: limit - 1].rstrip()} …" if cut else line
 
 
-def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | None:
+def unusable_name(name: str, *, is_text_file: bool = False) -> tuple[str, str] | None:
     """Returns (cause, remedy) for a string that cannot be the name of a file or folder; None for a valid one.
 
     Args:
         name: what the user gave.
-        names_text: whether the file contains text, so that the user may have given the text instead of its name.
+        is_text_file: whether the name is that of a text file; then the error adds that text must be written to a file.
 
     Example:
         >>> unusable_name("notes/a.txt") is None, unusable_name("word " * 80)[0][:60]
@@ -44,19 +44,19 @@ def unusable_name(name: str, *, names_text: bool = False) -> tuple[str, str] | N
         return (
             f"is a text of {len(name):,} characters, too long for a file name ('{shortened(name)}')",
             "give the name of a file or folder"
-            + ("; a text itself goes into a file first" if names_text else ""),
+            + ("; to use text, write it to a file first" if is_text_file else ""),
         )
     if name.startswith("~"):
         try:
             Path(name).expanduser()
         except RuntimeError:
             home = name.split("/")[0]
-            return f"begins with {home}, the home of a user who is not known here", "write the path out"
+            return f"begins with {home}, but this machine has no such user", "give the full path"
     return None
 
 
 def path_of(
-    name: object, what: str, error: type[TrimtabError] = RecipeError, *, names_text: bool = False
+    name: object, what: str, error: type[TrimtabError] = RecipeError, *, is_text_file: bool = False
 ) -> Path:
     """Returns the path that a user gave, with `~` expanded; raises `error` for an invalid one.
 
@@ -64,7 +64,7 @@ def path_of(
         name: what the user gave.
         what: the argument, for the message.
         error: the exception type.
-        names_text: as in `unusable_name`.
+        is_text_file: as in `unusable_name`.
 
     Example:
         >>> path_of("notes/a.txt", "folder").name
@@ -75,7 +75,7 @@ def path_of(
     text = os.fsdecode(name)
     if not text.strip():
         raise error(f"{what} is empty", "give a name or a path")
-    wrong = unusable_name(text, names_text=names_text)
+    wrong = unusable_name(text, is_text_file=is_text_file)
     if wrong is not None:
         raise error(f"{what} {wrong[0]}", wrong[1])
     return Path(text).expanduser()

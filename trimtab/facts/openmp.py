@@ -2,7 +2,7 @@
 
 torch's CPU operations run on OpenMP threads. A thread that waits for its next task first spins, which reacts within a
 microsecond but occupies a core, then sleeps. GNU's runtime (torch's Linux builds) spins for 300,000 iterations, LLVM's
-and Intel's (macOS, conda) for 200 ms. When another program uses the same cores, the spinning threads hold the cores
+and Intel's (macOS, conda) for 200 ms. When another program uses the same cores, the spinning threads occupy the cores
 that the working threads need, and a step takes several times as long. `benchmarks/cpu_wait_policy.py` measures the
 trade-off; the defaults below come from its results.
 
@@ -25,7 +25,7 @@ USER_SETTINGS = ("OMP_WAIT_POLICY", *SPIN_DEFAULTS)
 
 
 def limit_spinning(environment: MutableMapping[str, str] | None = None) -> bool:
-    """Limit spinning unless the user chose a wait policy or torch is imported already; return whether it was set.
+    """Sets the variables unless the user chose a wait policy or torch is imported already; returns whether it did.
 
     Example:
         >>> variables = {"OMP_WAIT_POLICY": "ACTIVE"}
@@ -40,7 +40,7 @@ def limit_spinning(environment: MutableMapping[str, str] | None = None) -> bool:
 
 
 def describe_wait_policy(environment: Mapping[str, str] | None = None) -> str:
-    """Describe this process's OpenMP wait policy in one line, for `trimtab doctor`.
+    """Describes this process's OpenMP wait policy in one line, for `trimtab doctor`.
 
     Example:
         >>> describe_wait_policy({"OMP_WAIT_POLICY": "PASSIVE"})
@@ -49,7 +49,7 @@ def describe_wait_policy(environment: Mapping[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     chosen = [f"{name}={environment[name]}" for name in USER_SETTINGS if name in environment]
     if not chosen:
-        return "the OpenMP runtime's default, which spins long: import trimtab before torch to limit it"
+        return "the OpenMP runtime's default, which spins for long: import trimtab before torch to limit it"
     if chosen == [f"{name}={value}" for name, value in SPIN_DEFAULTS.items()]:
         return f"idle threads spin briefly, then sleep ({', '.join(chosen)}, set by trimtab)"
     return f"{', '.join(chosen)}, set in the environment"

@@ -80,25 +80,25 @@ class Result:
 
     activation: Activation
     factor: str = "weight"
-    """For a matrix product: "weight" or "adapter_a", as in `trimtab.model.labels`."""
+    """For a matrix product, the matrix: "weight" or "adapter_a", as in `trimtab.model.labels`."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """An activation that autograd saves if one of these gradients is computed."""
+    """An activation that autograd saves if one of the gradients that read it is computed."""
 
     activation: Activation
     reads: frozenset[str]
-    """Names of the inputs whose gradient reads it, and `PARAMETERS` if the parameters' gradients do."""
+    """The gradients that read it: names of inputs, and `PARAMETERS` for the gradients of the parameters."""
 
 
 PARAMETERS = "parameters"
-"""Represents an operation's trainable parameters in `Saved.reads`."""
+"""Stands for an operation's trainable parameters in `Saved.reads`."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective communication of an operation that is split over a mesh axis."""
+    """A collective communication of an operation that is sharded over a mesh axis."""
 
     name: str
     """all_reduce, all_gather or reduce_scatter, as in torch.distributed."""
@@ -134,7 +134,8 @@ class Kernel:
 
     @staticmethod
     def weight_gradient(m: int, n: int, k: int, *, width: int, groups: int = 1) -> Kernel:
-        """Like `product`; with `groups` the k rows are split over the groups, and each group has its own [m, n]."""
+        """Gradient of a weight, a product [m, k] · [k, n]; with `groups` the k rows are split over the groups, and each
+        group has its own result [m, n]."""
         moved = (m * k + k * n + groups * m * n) * width
         return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (m, n, max(k // groups, 1)))
 
@@ -204,7 +205,7 @@ class Operation:
     parameter_backward: Pass = Pass()
     """Computation of the parameters' gradients."""
     recompute: Pass | None = None
-    """Recomputation of its saved activations only, if that costs less than `forward`."""
+    """Cost of recomputing only its saved activations, if that is less than `forward`."""
     weights: int = 0
     """Elements of the matrices that a product reads, without adapters."""
     results: tuple[Result, ...] = ()
@@ -213,7 +214,8 @@ class Operation:
     in_place: frozenset[str] = frozenset()
     """Inputs whose gradients overwrite saved activations when the block is recomputed."""
     saves_results: bool = False
-    """Whether it saves tensors only after its forward pass, as custom operators do; a recomputation then runs it."""
+    """Whether it saves its tensors after its forward pass, as custom operators do, so that a recomputation of the saved
+    tensors has to run it; other operations save inputs before they run."""
     shared_gradient: bool = False
     """Whether the output's gradient is also the gradient of every input, without a copy (an addition)."""
     split: Split = "replicated"

@@ -30,7 +30,7 @@ class RunPhase(enum.Enum):
     OTHER = "other"
 
     def describe(self) -> str:
-        """Returns the phase in words, to complete "out of memory …"."""
+        """Returns the phase in words, to follow "out of memory" in messages."""
         return _WHEN[self]
 
 
@@ -50,11 +50,11 @@ _WHEN = {
     RunPhase.OTHER: "between the phases of the command",
 }
 
-OWN_STEP = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP)
+STEP_PHASES = (RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP)
 """Phases of a training step."""
 
 During = Callable[[RunPhase], AbstractContextManager[None]]
-"""Context manager factory: entered for a phase of a run, adds the phase to errors raised inside."""
+"""Returns the context manager of a phase, which adds the phase to errors that are raised inside it."""
 
 
 def no_phase(phase: RunPhase) -> AbstractContextManager[None]:

@@ -49,7 +49,7 @@ class ModelShape:
 
     @cached_property
     def block(self) -> BlockShape:
-        """The block of all layers, with `window` None; layers may differ only in their window (`window(layer)`)."""
+        """The block of all layers, with `window` None; asserts that layers differ only in `window(layer)`."""
         kinds = {_drop_window(block) for block in self.blocks}
         assert len(kinds) == 1, "the layers of this model differ"
         return next(iter(kinds))
@@ -64,13 +64,13 @@ class ModelShape:
         """Width of the feed-forward layers, which must be the same in all layers."""
         return self.block.dense.width
 
-    def runs(self) -> Iterator[tuple[BlockShape, range]]:
-        """Yields (block, its layers) for each run of consecutive equal blocks.
+    def layer_groups(self) -> Iterator[tuple[BlockShape, range]]:
+        """Yields (block, its layers) for each group of consecutive equal blocks.
 
         Example:
             >>> tiny = uniform_shape("mistral", 64, 16, 32, 5, num_heads=4, num_kv_heads=2, head_dim=4,
             ...                      sliding_window=8, num_full_layers=2)
-            >>> [(block.mixer.window, layers) for block, layers in tiny.runs()]
+            >>> [(block.mixer.window, layers) for block, layers in tiny.layer_groups()]
             [(None, range(0, 2)), (8, range(2, 5))]
         """
         start = 0
@@ -123,14 +123,15 @@ class ModelShape:
     def num_parameters(self) -> int:
         """Elements of all parameters, a tied head counted once."""
         return self._num_outer_parameters + sum(
-            len(layers) * count_elements(block.parameters(self.hidden_size)) for block, layers in self.runs()
+            len(layers) * count_elements(block.parameters(self.hidden_size))
+            for block, layers in self.layer_groups()
         )
 
     @property
     def num_active_parameters(self) -> int:
         """Elements of the parameters that one token uses; less than `num_parameters` with experts."""
         return self._num_outer_parameters + sum(
-            len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.runs()
+            len(layers) * block.active_parameters(self.hidden_size) for block, layers in self.layer_groups()
         )
 
     @property
@@ -168,9 +169,9 @@ def uniform_shape(
     """Returns the shape of a decoder like Llama's, whose layers differ only in their attention window.
 
     Args:
-        num_full_layers: number of first layers without the sliding window (Qwen2's `max_window_layers`).
+        num_full_layers: number of layers, from the first on, without the sliding window (`max_window_layers` of Qwen2).
         qk_norm: whether each head's queries and keys are normalized (Qwen3).
-        others: as in Hugging Face's config, or similar.
+        others: the keys of Hugging Face's config, some with shorter names.
 
     Example:
         >>> uniform_shape("llama", 64, 16, 32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4).num_layers
@@ -204,10 +205,10 @@ def uniform_shape(
     )
 
 
-def check(shape: ModelShape) -> ModelShape:
+def check_shape(shape: ModelShape) -> ModelShape:
     """Returns the shape if its sizes are consistent; raises ModelError that names the wrong one otherwise."""
     _check_positive(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
-    for block, _ in shape.runs():
+    for block, _ in shape.layer_groups():
         mixer, feed_forward = block.mixer, block.feed_forward
         _check_positive(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)
         if isinstance(feed_forward, ExpertsShape):

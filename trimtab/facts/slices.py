@@ -48,11 +48,11 @@ class Slice:
         return (self.start, self.stop) if dim == self.dim else (0, dims[dim])
 
 
-def row_pieces(dims: Dims, max_elements: int) -> Iterator[Slice]:
+def row_chunks(dims: Dims, max_elements: int) -> Iterator[Slice]:
     """Yields consecutive row slices that cover a tensor, of at most `max_elements` elements each (at least one row).
 
     Example:
-        >>> [(piece.start, piece.stop) for piece in row_pieces((5, 10), 20)]
+        >>> [(piece.start, piece.stop) for piece in row_chunks((5, 10), 20)]
         [(0, 2), (2, 4), (4, 5)]
     """
     row = 1
@@ -71,15 +71,15 @@ def check_parameter_names(names: Iterable[str], known: Collection[str]) -> None:
     """
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            similar = difflib.get_close_matches(str(name), known, n=1)
             raise ModelError(
                 f"the model has no parameter {name!r}",
-                f"did you mean {near[0]!r}?" if near else "`ModelShape.parameters()` lists their names",
+                f"did you mean {similar[0]!r}?" if similar else "`ModelShape.parameters()` lists their names",
             )
 
 
 def check_slices(slices: Mapping[str, Slice], parameters: Mapping[str, Dims]) -> None:
-    """Raises ModelError for a slice of an unknown parameter, of a missing dimension, or out of range.
+    """Raises ModelError for a slice of an unknown parameter, along a dimension that it does not have, or out of range.
 
     Args:
         slices: parameter name → slice; an empty range is valid.

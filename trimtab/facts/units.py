@@ -41,7 +41,7 @@ def parse_share(text: str) -> float | None:
 
 
 def format_bytes(count: float, *, up: bool = False) -> str:
-    """Formats bytes in binary units with three significant digits, the last one rounded up if `up`.
+    """Formats bytes in binary units with three significant digits; `up` rounds the last digit up.
 
     Example:
         >>> format_bytes(1536), format_bytes(3 * 2**30), format_bytes(1025), format_bytes(1025, up=True)

@@ -57,7 +57,7 @@ def resolve_dataset(
         >>> resolve_dataset("owner/math", split="train").files       # doctest: +SKIP
         [PosixPath('…/data/train-00000-of-00001.parquet')]
     """
-    path = path_of(name, "the data set", DataError, names_text=True)
+    path = path_of(name, "the data set", DataError, is_text_file=True)
     if path.exists():
         return LocalFiles("local", path, None, [path], str(path))
     text = str(name)

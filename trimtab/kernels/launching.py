@@ -44,5 +44,5 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def once_differentiable(*_: Any) -> Any:
-    """The backward formula of operators that are themselves a backward pass; raises."""
+    """Backward of operators that are themselves a backward pass: raises, since there is no second derivative."""
     raise NotImplementedError("this operator has no second derivative; use impl='reference' for one")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trimtab.kernels.exactness import SHARE, judge
+from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.lab.memory import peak_bytes
 from trimtab.lab.timing import Ceilings, time_together
 
@@ -81,7 +81,7 @@ def disagreement(
 ) -> str | None:
     """Describes the first result with a larger error than allowed, for `Implementation.check`; None without one."""
     for name, x, true, own in zip(names, got, truth, reference, strict=True):
-        v = judge(name, x, truth=true, reference=own, share=SHARE[dtype])
+        v = check_accuracy(name, x, truth=true, reference=own, tolerance=TOLERANCE[dtype])
         if not v:
             return (
                 f"{name}: rms error {v.rms_error:.2g} (allowed {v.rms_allowed:.2g}), "

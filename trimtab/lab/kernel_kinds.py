@@ -38,7 +38,7 @@ _KERNEL_RULES: tuple[tuple[KernelKind, str], ...] = (
     # inductor names its kernels by their form and the operators that they fuse
     (KernelKind.ELEMENTWISE, r"^triton_poi_"),
     (KernelKind.SOFTMAX, r"soft_?max|SoftMax|logsumexp|nll_loss|cross_entropy"),
-    (KernelKind.SOFTMAX, r"^(loss_and_gradient|row_numbers|gradient)_kernel$"),
+    (KernelKind.SOFTMAX, r"^(loss_and_gradient|row_numbers|row_statistics|gradient)_kernel$"),
     (KernelKind.NORM, r"^triton_(red|per)_\w*(rsqrt|norm)"),
     (KernelKind.REDUCTION, r"^triton_(red|per|split_scan)_"),
     (KernelKind.NORM, r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|GammaBeta|RowwiseMoments|_normed_"),

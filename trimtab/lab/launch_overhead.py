@@ -49,7 +49,7 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
     x_BTC = choices.random(1, TOKENS, shape.hidden_size).requires_grad_()
     positions_BT = torch.arange(TOKENS, device=device.kind)[None]
     cos_BTF, sin_BTF = next(iter(decoder.rotary.values())).cos_sin(positions_BT, x_BTC.dtype, None)
-    layout = Layout.causal().ready(impl, device.kind, TOKENS, B=1, dtype=x_BTC.dtype)
+    layout = Layout.causal().as_prepared(impl, device.kind, TOKENS, B=1, dtype=x_BTC.dtype)
     gradient_BTC = torch.ones_like(x_BTC)
 
     def step() -> None:

@@ -160,7 +160,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             layout = Layout.packed((torch.arange(T) // document).expand(B, T))
             if not masked:
                 pairs = B * (T // document) * attention_spec.visible_pairs(document, document)
-        ready = layout.ready(impl, choices.kind, T, B=B, dtype=torch_dtype(dtype))
+        ready = layout.as_prepared(impl, choices.kind, T, B=B, dtype=torch_dtype(dtype))
         forward, backward = (
             Cost(
                 attention_spec.flops(pairs, H, D, backward=way),

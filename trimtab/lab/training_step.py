@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trimtab.adapt import trained_parameters
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.data import Batch
 from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.model.decoder import Decoder
@@ -91,7 +91,7 @@ def build_step_of(
         torch.ones((), device=device),
         torch.zeros((), device=device).bool(),
     )
-    masks = set_masks(decoder, device)  # of adapters with dropout
+    masks = create_dropout_masks(decoder, device)  # of adapters with dropout
     decoder.train()
 
     def backward(batch: Batch) -> torch.Tensor:

@@ -10,14 +10,14 @@ from trimtab.facts.blocks import AttentionShape, BlockShape, FeedForwardShape
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import ModelError
 from trimtab.facts.randomness import derive
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.model.decoder import Decoder
 from trimtab.model.parts import LayerKernels
 from trimtab.model.weights import WeightDestinations
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of trimtab's name ("bf16")."""
+    """Returns torch's dtype of a name ("bf16")."""
     dtype = getattr(torch, TORCH_NAMES[name])
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -53,7 +53,7 @@ def build(
         >>> decoder.head_weight.shape
         torch.Size([64, 16])
     """
-    check(shape)
+    check_shape(shape)
     _check_supported(shape)
     # Modules initialize their parameters on construction; on the meta device that costs neither time nor memory.
     with torch.device("meta"):
@@ -71,7 +71,7 @@ def build(
 
 def _check_supported(shape: ModelShape) -> None:
     """Raises ModelError for a model that can be planned but not built."""
-    found = [feature for block, _ in shape.runs() for feature in _unsupported(block)]
+    found = [feature for block, _ in shape.layer_groups() for feature in _unsupported(block)]
     if shape.final_norm.unit_offset:
         found.append("norms with an offset")
     if found:

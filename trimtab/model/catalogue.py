@@ -20,7 +20,7 @@ from typing import Any
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.families import FAMILIES, described_shape
+from trimtab.model.families import FAMILIES, shape_for_planning
 
 DATA = "catalogue/models.json"
 VERSION = 1
@@ -56,7 +56,7 @@ class CatalogueEntry:
     @cached_property
     def shape(self) -> ModelShape:
         """The shape of the model, computed on access."""
-        return described_shape(self.config, f"the catalogue's {self.name}")
+        return shape_for_planning(self.config, f"the catalogue's {self.name}")
 
     @property
     def trainable(self) -> bool:
@@ -156,9 +156,11 @@ def parse_catalogue(text: str) -> tuple[CatalogueEntry, ...]:
             "install trimtab again",
         ) from err
     names = [name.lower() for entry in entries for name in (entry.name, *entry.aliases)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ModelError(f"the catalogue of models ({DATA}) names {twice[0]} twice", "install trimtab again")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ModelError(
+            f"the catalogue of models ({DATA}) names {duplicates[0]} twice", "install trimtab again"
+        )
     return entries
 
 

@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         """Context manager entered around each layer's call with its index and input, outside of compiled regions;
         used to offload a layer's input (`trimtab.adapt.recompute`)."""
         self.rotary = {kind: Rotary(*kind, shape.max_positions) for kind in map(_rope_of, shape.blocks)}
-        """The RoPE modules of the layers, by settings and head size."""
+        """The RoPE tables of the layers, by settings and head size."""
         self.regions: list[Callable[..., torch.Tensor]] | None = None
         """The blocks compiled by `trimtab.adapt.compile_regions`, for training only."""
         self.model = Trunk(shape, self.kernels)
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         keys = dict.fromkeys(self._layout_key(i, layout) for i in range(self.shape.num_layers))
-        return {key: layout.ready(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
+        return {key: layout.as_prepared(key[0], x_BTC.device, T, key[1], B=B, dtype=dtype) for key in keys}
 
     def logits(self, hidden_BTC: torch.Tensor) -> torch.Tensor:
         """Computes logits_BTV in fp32 (fp64 for an fp64 model) from the hidden states of `forward`."""

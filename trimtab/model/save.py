@@ -47,8 +47,8 @@ def save_folder(
         folder: must not exist, or be empty, unless `overwrite`.
         dtype: "fp32", "bf16" or "fp16" on disk.
         max_shard_bytes: the maximum size of a weight file.
-        metadata: strings stored in the safetensors headers. With more than none, files of equal models differ: the
-            library writes the strings in random order.
+        metadata: strings stored in the safetensors headers. If there are any, files of equal models differ, because
+            the safetensors library writes the strings in random order.
         config_extra: further keys of `config.json`, such as `eos_token_id` (`read_token_ids`).
         generation_config: contents of `generation_config.json`, if known.
         overwrite: replace a folder that contains a model.
@@ -124,7 +124,7 @@ def check_space(folder: Path, decoder: Decoder, dtype: str) -> None:
 def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config.json") -> Iterator[Path]:
     """Yields a temporary folder that replaces `folder` if the block succeeds, and is deleted otherwise.
 
-    An existing folder is only overwritten if it has a file `holds`, which identifies its kind.
+    An existing folder is only overwritten if it contains the file `holds`, which identifies a model or an adapter.
     """
     check_replaceable(folder, overwrite, holds)
     staging = temporary_path(folder)
@@ -144,7 +144,7 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
             shutil.rmtree(old)
     except OSError as err:
         raise ResourceError(
-            f"{folder} could not be written ({err})", "check the disk's space and rights"
+            f"{folder} could not be written ({err})", "check the free disk space and the permissions"
         ) from err
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -153,7 +153,7 @@ def staged_folder(folder: Path, *, overwrite: bool = False, holds: str = "config
 def check_replaceable(
     folder: Path, overwrite: bool, holds: str = "config.json", *, spelled: str = "overwrite=True"
 ) -> None:
-    """Raises ModelError for a folder that is not empty, unless it may be overwritten and has a file `holds`.
+    """Raises ModelError for a folder that is not empty, unless it may be overwritten and contains the file `holds`.
 
     `spelled` is the option that requests overwriting, for the message: an argument, or a flag of the command line.
     """
@@ -197,7 +197,7 @@ def _stored(name: str, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         finite = bool(torch.isfinite(tensor).all())
         raise ModelError(
             f"{name} " + (f"overflows in {dtype}" if finite else "contains NaN or infinity"),
-            "save as bf16 or fp32" if finite else "the training went wrong; save an earlier checkpoint",
+            "save as bf16 or fp32" if finite else "the training diverged; use an earlier checkpoint",
         )
     return stored
 
@@ -212,6 +212,6 @@ def write_tensors(tensors: dict[str, torch.Tensor], path: Path, header: Mapping[
     try:
         save_file(tensors, path, metadata=dict(header))
     except SafetensorError as err:
-        raise ResourceError(f"{path.name} could not be written ({err})", "check the disk's space") from err
+        raise ResourceError(f"{path.name} could not be written ({err})", "check the free disk space") from err
     path.chmod(mode)
     sync_file(path)

@@ -9,10 +9,10 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.gguf_header import GGUFHeader, is_gguf, read_gguf_header
 from trimtab.facts.run_layout import config_folder
 from trimtab.facts.shapes import ModelShape
-from trimtab.model.families import described_shape, shape_from_config, unknown_keys
+from trimtab.model.families import shape_for_planning, shape_from_config, unknown_keys
 from trimtab.model.families.config_json import read_config, read_model_json
 from trimtab.model.families.gguf_metadata import shape_from_gguf
-from trimtab.model.families.planned.gguf import described_from_gguf
+from trimtab.model.families.plan_only.gguf import gguf_shape_for_planning
 
 SourceKind = Literal["hf", "gguf"]
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -61,22 +61,22 @@ def read_shape(path: str | Path) -> ModelShape:
     return shape_of_header(read_gguf_header(path))
 
 
-def read_described_shape(path: str | Path) -> ModelShape:
+def read_shape_for_planning(path: str | Path) -> ModelShape:
     """Reads the shape of the model at a path, for planning; also of families that cannot be trained yet.
 
     Args:
         path: a Hugging Face folder, a `config.json` by itself, or a GGUF file; no weights are read.
 
     Example:
-        >>> read_described_shape("Mixtral-8x7B/config.json").num_active_parameters  # doctest: +SKIP
+        >>> read_shape_for_planning("Mixtral-8x7B/config.json").num_active_parameters  # doctest: +SKIP
         12879925248
     """
     path = Path(path)
     if path.suffix == ".json" and path.is_file():
-        return described_shape(read_model_json(path), str(path))
+        return shape_for_planning(read_model_json(path), str(path))
     if source_kind(path) == "hf":
-        return described_shape(read_config(path), str(path / "config.json"))
-    return shape_of_header(read_gguf_header(path), planned=True)
+        return shape_for_planning(read_config(path), str(path / "config.json"))
+    return shape_of_header(read_gguf_header(path), plan_only=True)
 
 
 def unknown_config_keys(path: str | Path) -> list[str]:
@@ -92,19 +92,19 @@ def unknown_config_keys(path: str | Path) -> list[str]:
     return unknown_keys(read_config(path), str(path / "config.json"))
 
 
-def shape_of_header(header: GGUFHeader, *, planned: bool = False) -> ModelShape:
-    """The shape described by a GGUF header and, for Llama 3, its table of rotary divisors.
+def shape_of_header(header: GGUFHeader, *, plan_only: bool = False) -> ModelShape:
+    """Returns the shape described by a GGUF header and, for Llama 3, by its tensor of RoPE frequency divisors.
 
     Args:
         header: the file's header.
-        planned: whether families that cannot be trained yet are accepted.
+        plan_only: whether plan-only families, which cannot be trained yet, are accepted.
     """
     embeddings = header.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.dims) != 2:
         raise ModelError(
             f"{header.path} has no embeddings (token_embd.weight)", "download the file of the complete model"
         )
-    describe = described_from_gguf if planned else shape_from_gguf
+    describe = gguf_shape_for_planning if plan_only else shape_from_gguf
     return describe(
         header.metadata,
         header.tensors.keys(),

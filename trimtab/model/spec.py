@@ -65,7 +65,7 @@ def shared_bytes(
         >>> shared_bytes(tiny, Execution(1, 8, "fp32", "sdpa_flash"), packed=False)
         192
     """
-    angles = dict.fromkeys((block.mixer.rope, _rotary_dim(block)) for block, _ in shape.runs())
+    angles = dict.fromkeys((block.mixer.rope, _rotary_dim(block)) for block, _ in shape.layer_groups())
     frequencies = sum(rotated // 2 for rope, rotated in angles if rope is not None)
     return run.num_tokens * (8 + 2 * frequencies * 4) + _mask_bytes(
         shape, run, backends or [run.attention] * shape.num_layers, packed
@@ -113,7 +113,7 @@ def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) ->
     head = 2.0 * shape.vocab_size * shape.hidden_size
     blocks = sum(
         len(layers) * block_flops(block, shape.hidden_size, tokens, training=training)
-        for block, layers in shape.runs()
+        for block, layers in shape.layer_groups()
     )
     return (3 if training else 1) * head + blocks
 
@@ -131,4 +131,6 @@ def block_flops(block: BlockShape, hidden_size: int, tokens: int, *, training: b
 
 def product_flops(shape: ModelShape) -> float:
     """FLOPs per token of all blocks' matrix products in the forward pass."""
-    return 2.0 * sum(len(layers) * block.active_weights(shape.hidden_size) for block, layers in shape.runs())
+    return 2.0 * sum(
+        len(layers) * block.active_weights(shape.hidden_size) for block, layers in shape.layer_groups()
+    )

@@ -1,4 +1,4 @@
-"""Declares the operations of a block, from which memory plan, recompute policies and FLOP counts derive. No torch.
+"""Declares the operations of a block; memory plan, recompute policies and FLOP counts are computed from them. No torch.
 
 `block_operations` lists them in the order of the forward pass, for one microbatch. A test compares the declared saved
 activations with those that autograd saves, byte for byte.
@@ -181,7 +181,7 @@ def _project(
     label: str,
     count: int,
 ) -> tuple[Activation, ...]:
-    """Adds the projections of one input; returns `count` outputs, all the same activation if fused."""
+    """Adds the projections of one input; returns `count` outputs, which are the same activation if they are fused."""
     part = Part.ATTENTION if label == "attention" else Part.FEED_FORWARD
     outputs = tuple(run.activation(linear.name, linear.out_features, part) for linear in linears)
     found += declare(Projections(linears, x, outputs, part, label), run)

@@ -2,7 +2,7 @@
 
 The declaration assumes grouped GEMMs: the router scores every expert, the tokens' rows are gathered in the order of
 their experts, one grouped product per projection multiplies each row by its expert's matrix, and the weighted results
-are summed per token. trimtab has no such layers yet, so the figures are not verified by training steps; a test compares
+are summed per token. trimtab cannot train such layers yet, so no training step verifies the figures; a test compares
 them with a small implementation of the same steps.
 
 Legend: N tokens, E experts, K active experts per token, R = N · K routed rows, C hidden size, F width of an expert.
@@ -84,7 +84,7 @@ def _route(
             (weights,),
             tuple(Saved(activation, reads) for activation in (scores, chosen, indices, total)),
             dtype="fp32",
-            # An exponential counts as four, as in gated activations.
+            # An exponential counts as four FLOPs, as in gated activations.
             forward=Pass(6.0 * N * E, moved, 4),
             backward=Pass(3.0 * N * E, moved, 4, scores.nbytes),
         )
@@ -93,7 +93,7 @@ def _route(
 
 
 def _router_product(linear: Linear, x: Activation, y: Activation, run: Execution) -> Operation:
-    """A router's projection: has no adapter, is not quantized, and not saved by any recompute policy."""
+    """Declares a router's projection, which has no adapter, is not quantized, and whose result no policy saves."""
     group = Projections((linear,), x, (y,), Part.FEED_FORWARD, "router")
     return dataclasses.replace(linear_operation(linear, x, y, run, group), results=())
 

@@ -1,8 +1,8 @@
 """Declares the operations of multi-head latent attention (DeepSeek). No torch.
 
 Keys and values are projected to a latent, normalized, and projected up to all heads. Each head of queries and keys has
-a rotated part; that of the keys is shared by all heads. Values have another head size; a kernel that supports it
-without padding is assumed. trimtab has no such layer yet, so the figures are not verified by training steps.
+a rotated part; that of the keys is shared by all heads. Values have another head size; the declaration assumes a kernel
+that supports it without padding. trimtab cannot train such layers yet, so no training step verifies the figures.
 
 Legend: N = B · T tokens, H heads, D head size of queries and keys, V of values.
 """
@@ -77,7 +77,8 @@ def _norm(found: list[Operation], name: str, x: Activation, width: int, run: Exe
 def _copy_values(
     found: list[Operation], mixer: LatentAttentionShape, heads: Activation, run: Execution
 ) -> Activation:
-    """Copies the values out of the joint projection, so that attention does not save the keys' part too."""
+    """Adds a copy of the values out of the joint projection. Attention then saves the copy; a view would also keep the
+    keys' part alive."""
     v = run.activation("self_attn.v", mixer.num_heads * mixer.value_head_dim, Part.ATTENTION)
     copy = Pass(moved=2.0 * v.nbytes, launches=1)
     found.append(

@@ -32,7 +32,8 @@ from trimtab.kernels.rms_norm import spec as norm_spec
 from trimtab.kernels.rope import spec as rope_spec
 
 BACKWARD_KERNELS = {"sdpa_cudnn": 5, "varlen": 3, "sdpa_flash": 3}
-"""Number of kernels in attention's backward pass, if not two: with reductions over rows and heads, and a cast of dQ."""
+"""Number of kernels in attention's backward pass if it is not two: some backends also reduce over rows and heads, and
+cast dQ."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Execution:
         return self.weights_dtype if self.autocast else self.dtype
 
     def gradients(self, *names: str) -> tuple[Gradient, ...]:
-        """The gradients of those of these parameters that are trainable."""
+        """The gradients of the named parameters, without the frozen ones."""
         return tuple(self.trained[name] for name in names if name in self.trained)
 
     def activation(self, name: str, width: int, part: Part, dtype: str | None = None) -> Activation:
@@ -106,10 +107,10 @@ DeclareProjections = Callable[[Projections, Execution], list[Operation]]
 def norm_operation(
     name: str, x: Activation, width: int, rows: int, run: Execution, *, dtype: str, part: Part = Part.NORMS
 ) -> Operation:
-    """An RMSNorm over `rows` vectors per token (1, or the number of heads), in `dtype`.
+    """Declares an RMSNorm over `rows` vectors per token (1, or the number of heads), in `dtype`.
 
-    A fused norm saves its input and 1/rms. On a CPU torch composes it of fp32 operators, which save the input and its
-    normalized form in fp32.
+    A fused norm saves its input and 1/rms. On a CPU torch decomposes the norm into fp32 operators, which save the input
+    and the normalized input in fp32.
     """
     vectors = run.num_tokens * rows
     size = vectors * width
@@ -120,7 +121,7 @@ def norm_operation(
     source = x if dtype == "fp32" else wide
     both = frozenset({x.name, PARAMETERS})
     if run.device == "cuda" or run.pointwise == "triton":
-        # Autocast, 16-bit queries and keys: torch's norm casts its input to fp32 and saves the copy.
+        # Under autocast torch's norm casts 16-bit queries and keys to fp32 and saves the copy.
         mixed = run.autocast and dtype != "fp32" and run.pointwise != "triton"
         saved: tuple[Saved, ...] = (Saved(source if mixed else x, both), Saved(rms, both))
         scratch = (
@@ -137,8 +138,8 @@ def norm_operation(
             Saved(rms, only_x),
             Saved(normalized, frozenset({PARAMETERS})),
         )
-        # The peak is in the gradient of the mean square: five fp32 tensors, after the output's gradient and the
-        # normalized form are freed.
+        # Memory peaks in the gradient of the mean square: five fp32 tensors, after the output's gradient and the
+        # normalized input are freed.
         passes = Pass(scratch=size * 4 * (4 if gradients else 5) - 2 * y.nbytes)
     return Operation(
         name,
@@ -171,8 +172,8 @@ def plain_projections(group: Projections, run: Execution) -> list[Operation]:
 def linear_operation(
     linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections
 ) -> Operation:
-    """One linear layer. The gradient of its weight reads the input. Under autocast it reads the layer's own cast of the
-    input, and the gradient of the input reads a cast of the weight."""
+    """Declares one linear layer. The gradient of its weight reads the input; under autocast it reads the layer's cast
+    of the input, and the gradient of the input reads a cast of the weight."""
     reads = frozenset({PARAMETERS})
     saved: tuple[Saved, ...] = (Saved(x, reads),)
     if run.autocast:
@@ -186,7 +187,7 @@ def linear_operation(
 
 
 def cast_input(linear: Linear, x: Activation, run: Execution, part: Part) -> Activation:
-    """The input of a product: x, or under autocast a copy in the compute dtype unless x already has it."""
+    """The input of a product: x, or under autocast a copy in the compute dtype if x has another dtype."""
     cast = run.activation(f"{linear.name}.input", linear.in_features, part)
     return x if x.nbytes == cast.nbytes else cast
 
@@ -197,7 +198,8 @@ def weight_cast(linear: Linear, run: Execution, part: Part) -> Activation:
 
 
 def product(linear: Linear, x: Activation, y: Activation, run: Execution, group: Projections) -> Operation:
-    """The common part of all matrix products: FLOPs, bytes moved and sharding, without saved tensors and gradients."""
+    """Declares what all matrix products have in common: FLOPs, bytes moved and sharding; no saved tensors, no
+    gradients."""
     N, ins, outs, width = run.num_tokens, linear.in_features, linear.out_features, BYTES[run.dtype]
     # Each row is multiplied by one of the stacked experts, so the number of experts that are read is at most N.
     groups = min(linear.count, N)
@@ -210,7 +212,7 @@ def product(linear: Linear, x: Activation, y: Activation, run: Execution, group:
         (y,),
         dtype=run.dtype,
         forward=Pass.of(Kernel.product(N, outs, ins, width=width, groups=groups)),
-        # The gradient of a cast input, before it is cast back.
+        # Workspace: the gradient of a cast input in the compute dtype, before it is cast back.
         backward=Pass.of(
             Kernel.product(N, ins, outs, width=width, groups=groups), scratch=0 if read is x else read.nbytes
         ),
@@ -236,6 +238,7 @@ def _collectives(linear: Linear, run: Execution) -> tuple[Collective, ...]:
 def add_residual(
     found: list[Operation], name: str, x: Activation, branch: Activation, width: int, run: Execution
 ) -> None:
+    """Adds a residual addition: x + branch, named `name`."""
     y = run.activation(name, width, Part.RESIDUAL, run.stream_dtype)
     inputs = tuple(dict.fromkeys((x, branch)))
     moved = float(x.nbytes + branch.nbytes + y.nbytes)
@@ -255,7 +258,8 @@ def add_residual(
 
 
 def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, run: Execution) -> Activation:
-    """Copies the values out of a fused projection, so that attention does not save queries and keys before RoPE too."""
+    """Adds a copy of the values out of a fused projection. Attention then saves the copy; a view would also keep
+    queries and keys before RoPE alive."""
     v = run.activation("self_attn.v", mixer.kv_size, Part.ATTENTION)
     copy = Pass(moved=2.0 * v.nbytes, launches=1)
     found.append(
@@ -303,10 +307,10 @@ def add_rope(
     flops = [rope_spec.flops(N, H, K, D, R=R, norm=in_rope, backward=backward) for backward in (False, True)]
     forward = backward = 0
     if not fused:
-        # Queries, then keys: an fp32 copy of 16-bit inputs, and sums and products of halves.
+        # The reference rotates queries, then keys: an fp32 copy of 16-bit inputs, and products and sums of both halves.
         each = 8 + (4 if BYTES[run.dtype] < 4 else 0)
         outputs = sum(y.nbytes for y in rotated)
-        # In addition to the keys' gradient; the upstream gradient is freed once it is cast.
+        # In addition to the keys' gradient; the upstream gradient is freed as soon as it is cast.
         backward = N * H * D * each - rotated[0].nbytes * (2 if each > 8 else 1)
         forward = max(N * H * D * each, rotated[0].nbytes + N * K * D * each) - outputs
     found.append(
@@ -336,6 +340,7 @@ def add_attention(
     v: Activation,
     run: Execution,
 ) -> Activation:
+    """Adds softmax attention; returns its output before the output projection."""
     impl, (B, T) = run.attention, (run.batch, run.tokens)
     H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
     o = run.activation("self_attn.attended", H * D, Part.ATTENTION)
@@ -404,6 +409,7 @@ def add_gated_activation(
     run: Execution,
     prefix: str = "mlp",
 ) -> Activation:
+    """Adds act(gate) · up; returns its output."""
     N, width = run.num_tokens, shape.width
     y = run.activation(f"{prefix}.gated", width, Part.FEED_FORWARD)
     inputs = tuple(dict.fromkeys((gate, up)))

@@ -10,7 +10,7 @@ import torch
 
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
-from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_pieces
+from trimtab.facts.slices import Slice, check_parameter_names, check_slices, row_chunks
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight
 from trimtab.model.decoder import Decoder
@@ -18,13 +18,13 @@ from trimtab.model.source import source_kind
 from trimtab.model.weights_reader import Provenance, WeightReader, open_weights
 
 if TYPE_CHECKING:
-    from trimtab.model.weights_packed import PackedWeight, StoredPacking
+    from trimtab.model.weights_packed import PackedWeight, StoredQuantization
 
 Progress = Callable[[int, int, str], None]
 """Called as progress(tensors done, total tensors, name) after each tensor."""
 
 _CHUNK = 2**20
-"""Elements per chunk of the finiteness check: its memory must be small even compared with a small quantized model."""
+"""Elements per chunk of the check for NaN and infinity, whose memory must be small even for a small quantized model."""
 _PIECE = 2**22
 """Elements per read of a parameter: 16 MiB in fp32, independent of the size of the vocabulary."""
 
@@ -50,7 +50,7 @@ def check_weights(shape: ModelShape, path: str | Path) -> None:
     open_weights(shape, path)
 
 
-def stored_packing(path: str | Path) -> StoredPacking | None:
+def stored_quantization(path: str | Path) -> StoredQuantization | None:
     """Returns the bitsandbytes quantization of a model's files (kind, block, double), or None; reads a few bytes.
 
     Quantize the decoder's layout in the same way (`adapt.quantize_layout`), and `load_weights` copies the stored bytes.
@@ -59,7 +59,7 @@ def stored_packing(path: str | Path) -> StoredPacking | None:
         return None
     from trimtab.model import weights_safetensors
 
-    return weights_safetensors.stored_packing(Path(path))
+    return weights_safetensors.stored_quantization(Path(path))
 
 
 def packed_names(path: str | Path) -> set[str]:
@@ -181,12 +181,12 @@ def _read_parts(
             tensor = reader.read(name, part).contiguous()
             if not _is_finite(tensor):
                 raise ModelError(
-                    f"{reader.file_of(name)}: {name} contains NaN or infinity", "get the weights again"
+                    f"{reader.file_of(name)}: {name} contains NaN or infinity", "download the weights again"
                 )
             yield name, tensor
 
 
-def changed_weight(decoder: Decoder, path: str | Path) -> str | None:
+def find_changed_weight(decoder: Decoder, path: str | Path) -> str | None:
     """Returns the first parameter of a decoder that differs from its files, converted to its dtype, or None.
 
     Reads one tensor at a time; does not change the decoder.
@@ -209,7 +209,7 @@ class WeightDestinations:
         for name, _ in decoder.shape.parameters():
             if name not in self._parameters:
                 layer = decoder.get_submodule(name.removesuffix(".weight"))
-                # Not isinstance: in newer Pythons it does not see that an adapted layer forwards `set_weight`.
+                # Not isinstance: from Python 3.12 on it ignores methods that an adapted layer forwards (__getattr__).
                 assert hasattr(layer, "set_weight"), (
                     f"{name} has neither a parameter nor a layer that stores it"
                 )
@@ -221,7 +221,7 @@ class WeightDestinations:
         dims, file = reader.dims[name], reader.file_of(name)
         if name in self._parameters:
             assert self._parameters[name].shape == dims, (name, dims)
-            for rows in row_pieces(dims, _PIECE):
+            for rows in row_chunks(dims, _PIECE):
                 self.copy_rows(name, rows, reader.read(name, rows), file)
         elif reader.is_packed(name):
             self._copy_packed(name, reader.read_packed(name, Slice.whole(dims)), file)
@@ -272,7 +272,7 @@ def copy_converted(parameter: torch.Tensor, tensor: torch.Tensor, name: str, whe
         dtype = str(parameter.dtype).removeprefix("torch.")
         raise ModelError(
             f"{where}: {name} " + (f"overflows in {dtype}" if at_source else "contains NaN or infinity"),
-            "load it in bf16 or fp32" if at_source else "get the weights again",
+            "load it in bf16 or fp32" if at_source else "download the weights again",
         )
 
 

@@ -13,7 +13,7 @@ def check_layers(shape: ModelShape, num_tensors: int, key: str, where: str) -> N
     if shape.num_layers > num_tensors:
         raise ModelError(
             f"{where} has {num_tensors} tensors, too few for a model whose {key} is {shape.num_layers}",
-            "get the weights and config.json of one model, from the same place",
+            "download the weights and config.json of the same model from the same source",
         )
 
 
@@ -28,12 +28,12 @@ def check_names(wanted: Iterable[str], found: Mapping[str, str], where: str) -> 
     extra = [stored for name, stored in found.items() if name not in wanted_set]
     if missing:
         raise ModelError(
-            f"{where} is missing {len(missing)} of {len(wanted)} tensors: {_few(missing)}",
+            f"{where} is missing {len(missing)} of {len(wanted)} tensors: {_first_names(missing)}",
             "complete the download, or get the config.json that belongs to these weights",
         )
     if extra:
         raise ModelError(
-            f"{where} has {len(extra)} unexpected tensors: {_few(extra)}",
+            f"{where} has {len(extra)} unexpected tensors: {_first_names(extra)}",
             "get the config.json that belongs to these weights, or weights without an adapter or extra head",
         )
 
@@ -45,12 +45,12 @@ def check_dims(
     if found != wanted:
         raise ModelError(
             f"{where}: {name} has shape {list(found)}, but the model has {list(wanted)}"
-            + _origin(name, found, wanted, shape),
-            "get the weights and config.json of one model, from the same place",
+            + _explain_size(name, found, wanted, shape),
+            "download the weights and config.json of the same model from the same source",
         )
 
 
-def _origin(name: str, found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
+def _explain_size(name: str, found: tuple[int, ...], wanted: tuple[int, ...], shape: ModelShape) -> str:
     """The config values that may explain a differing size."""
     values = {"vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size}
     if name.startswith("model.layers."):
@@ -71,5 +71,5 @@ def _origin(name: str, found: tuple[int, ...], wanted: tuple[int, ...], shape: M
     return f" ({', '.join(named)})" if named else ""
 
 
-def _few(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")

@@ -30,6 +30,8 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class _Survey:
+    """The tensors of a file, validated against a model."""
+
     header: GGUFHeader
     wanted: dict[str, str]
     """Maps the file's tensor names to trimtab's."""

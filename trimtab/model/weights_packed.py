@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.slices import Slice, row_pieces
+from trimtab.facts.slices import Slice, row_chunks
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import Int8Tensor
 from trimtab.kernels.nf4 import NF4Weight, layout
@@ -29,12 +29,12 @@ METADATA_PARTS = (INT8_SCALES, *_STATES)
 """The tensors that describe how a weight is quantized."""
 
 PackedWeight = NF4Weight | Int8Tensor
-_DAMAGED = "the weights are damaged; fetch them again"
+_DAMAGED = "the weights are damaged; download them again"
 _CHUNK = 2**22
 """Elements per dequantization when slicing columns."""
 
 
-class StoredPacking(NamedTuple):
+class StoredQuantization(NamedTuple):
     """The quantization of stored weights, as `adapt.quantize_layout` needs it."""
 
     kind: str
@@ -69,13 +69,13 @@ def part_name(part: str) -> str:
 def check_metadata_size(dims: tuple[int, ...], name: str) -> None:
     """Raises ModelError for implausibly large metadata, before it is read."""
     if len(dims) != 1 or dims[0] > layout.JSON_LIMIT:
-        raise ModelError(f"{name} is not metadata written by bitsandbytes", "fetch the file again")
+        raise ModelError(f"{name} is not metadata written by bitsandbytes", "download the file again")
 
 
-def packing_of(state: Mapping[str, torch.Tensor]) -> StoredPacking:
+def quantization_of(state: Mapping[str, torch.Tensor]) -> StoredQuantization:
     """The quantization from an NF4 weight's metadata."""
     facts = layout.read_metadata(state, "weight")
-    return StoredPacking("nf4", facts["blocksize"], "nested_offset" in facts)
+    return StoredQuantization("nf4", facts["blocksize"], "nested_offset" in facts)
 
 
 def dims_of(state: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
@@ -111,14 +111,14 @@ def read_dequantized(state: Mapping[str, torch.Tensor], part: Slice, where: str)
     if part.dim == 0:
         return _dequantized_rows(weight, part, where)
     out_NK = torch.empty(part.dims_of(weight.shape))
-    for rows in row_pieces(weight.shape, _CHUNK):
+    for rows in row_chunks(weight.shape, _CHUNK):
         values_NK = _dequantized_rows(weight, rows, where)
         out_NK[rows.start : rows.stop] = values_NK[:, part.start : part.stop]
     return out_NK
 
 
 def _dequantized_rows(weight: NF4Weight, rows: Slice, where: str) -> torch.Tensor:
-    """Dequantizes rows of an NF4 weight to fp32, starting at the first nested block that they overlap."""
+    """Dequantizes rows of an NF4 weight to fp32; internally it starts at the first nested block that they overlap."""
     columns = weight.shape[1]
     first, stop = rows.start * columns, rows.stop * columns
     grid = _slice_step(weight)
@@ -188,10 +188,10 @@ def _read_stored(state: Mapping[str, torch.Tensor], where: str) -> PackedWeight:
             raise ModelError(f"{where}: {error.cause}", error.remedy or _DAMAGED) from error
     codes_NK, largest_N = state["weight"], state[INT8_SCALES]
     if codes_NK.dtype != torch.int8 or codes_NK.ndim != 2:
-        raise ModelError(f"{where}: a weight with SCB is {codes_NK.dtype}, not int8", "fetch it again")
+        raise ModelError(f"{where}: a weight with SCB is {codes_NK.dtype}, not int8", "download it again")
     if largest_N.dtype != torch.float32 or largest_N.shape != codes_NK.shape[:1]:
         raise ModelError(
-            f"{where}: SCB is not one fp32 value for each of {codes_NK.shape[0]} rows", "fetch it again"
+            f"{where}: SCB is not one fp32 value for each of {codes_NK.shape[0]} rows", "download it again"
         )
     order = state.get(_INT8_FORMAT, torch.tensor(0))
     if order.numel() != 1 or int(order) != 0:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from trimtab.facts.files import sha256_of
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.facts.slices import Dims, Slice
 from trimtab.model.source import source_kind
 
@@ -91,7 +91,7 @@ def open_weights(shape: ModelShape, path: str | Path) -> WeightReader:
         ModelError: a tensor is missing, unexpected, of another size or in an unsupported dtype.
     """
     path = Path(path)
-    check(shape)
+    check_shape(shape)
     if source_kind(path) == "gguf":
         from trimtab.model.weights_gguf import GGUFReader
 

@@ -95,7 +95,7 @@ class FolderReader(WeightReader):
         return found
 
 
-def stored_packing(folder: Path) -> packed.StoredPacking | None:
+def stored_quantization(folder: Path) -> packed.StoredQuantization | None:
     """Returns the quantization of the first quantized weight in a folder; None if there is none. Reads a few bytes."""
     if is_checkpoint(folder):
         return None
@@ -106,9 +106,9 @@ def stored_packing(folder: Path) -> packed.StoredPacking | None:
                 if owner is None or owner[1] not in packed.METADATA_PARTS:
                     continue
                 if owner[1] == packed.INT8_SCALES:
-                    return packed.StoredPacking("int8", 0, False)
+                    return packed.StoredQuantization("int8", 0, False)
                 packed.check_metadata_size(tuple(opened.get_slice(key).get_shape()), key)
-                return packed.packing_of({"weight." + owner[1]: opened.get_tensor(key)})
+                return packed.quantization_of({"weight." + owner[1]: opened.get_tensor(key)})
     return None
 
 
@@ -183,7 +183,7 @@ def _indexed_files(folder: Path) -> list[str]:
         if Path(name).name != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
             raise ModelError(
                 f"{where} names a file outside its folder: {name!r}",
-                "do not trust this copy; get the model from another place",
+                "do not use this copy; download the model from another source",
             )
         if not name.endswith(".safetensors"):
             raise pickle_error(folder / name)
@@ -251,7 +251,7 @@ def _declared(shape: ModelShape, folder: Path) -> tuple[dict[str, _Stored], list
                 if name in stored:
                     raise ModelError(
                         f"{folder}: {name} is in {stored[name].file} and in {file}",
-                        "remove the stray file, and its name from the index",
+                        "remove the file that does not belong to this model, and its index entries",
                     )
                 piece = opened.get_slice(key)
                 stored[name] = _Stored(file, key, tuple(piece.get_shape()), piece.get_dtype())

@@ -33,14 +33,14 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
         return members
     if not isinstance(members[0], tuple):
         raise RecipeError(
-            f"the optimizer needs parameter names, and got a {type(members[0]).__name__} without a name",
+            f"the optimizer needs parameter names, but got a {type(members[0]).__name__} without a name",
             "pass model.named_parameters()",
         )
     return [{"params": members}]
 
 
 class AdamWBase(NamedOptimizer):
-    """Hyperparameters and the update with unquantized moments; base of AdamW and AdamW8bit."""
+    """Base of AdamW and AdamW8bit: hyperparameters, and the update with unquantized moments."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
-from trimtab.kernels.adamw8bit.spec import IMPLS, SMALL
+from trimtab.kernels.adamw8bit.spec import IMPLS, MIN_8BIT_SIZE
 from trimtab.optim.adamw import AdamWBase, NamedParameters, gradient_of
 from trimtab.optim.base import group_learning_rate
 
@@ -53,7 +53,7 @@ class AdamW8bit(AdamWBase):
         self._alone: dict[str, _TableGroup] = {}
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        if param.numel() < SMALL:
+        if param.numel() < MIN_8BIT_SIZE:
             return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         return dict(zip(KEYS, new_state(param), strict=True))
 

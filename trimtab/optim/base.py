@@ -26,7 +26,7 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """Base of AdamW and AdamW8bit; `named_groups` as `parameter_groups` returns them."""
+    """Base of all optimizers here; `named_groups` are parameter groups as `parameter_groups` returns them."""
 
     def __init__(self, named_groups: list[dict[str, Any]], *, lr: float, seed: int) -> None:
         if not any(group["params"] for group in named_groups):
@@ -50,7 +50,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
     ) -> None:
-        """Updates one group; if `skip` is true, the device must not change weights and states."""
+        """Updates one group; if the flag `skip` is true on the device, weights and states must not change."""
         raise NotImplementedError
 
     def _update_one(
@@ -63,8 +63,8 @@ class NamedOptimizer(torch.optim.Optimizer):
         skip: torch.Tensor | None,
     ) -> None:
         """Updates one parameter, for `OptimizerInBackward`; `lr` as in `step`."""
-        alone = {**group, "params": [param], "param_names": [name]}
-        self._update(alone, group_learning_rate(group, lr), grad_scale, skip)
+        group_of_one = {**group, "params": [param], "param_names": [name]}
+        self._update(group_of_one, group_learning_rate(group, lr), grad_scale, skip)
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
         for group in self.param_groups:

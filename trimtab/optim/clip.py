@@ -43,7 +43,7 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     grads = [p.grad for p in parameters if p.grad is not None and p.grad.numel()]
     if not grads:
         return torch.zeros(())
-    home = grads[0].device
+    first_device = grads[0].device
     norms: list[torch.Tensor] = []
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
@@ -53,10 +53,10 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
             norms += [norm for grad in same for norm in _norms_on_cpu(grad)]
         else:
             norms.append(torch.stack(torch._foreach_norm(same, 2.0, torch.float32)))
-    together = torch.cat([norm.to(home, non_blocking=True) for norm in norms])
+    all_norms = torch.cat([norm.to(first_device, non_blocking=True) for norm in norms])
     # a CPU sums sequentially: thousands of row norms are combined in fp64, which is free
-    dtype = torch.float64 if home.type == "cpu" else torch.float32
-    return torch.linalg.vector_norm(together, dtype=dtype).float()
+    dtype = torch.float64 if first_device.type == "cpu" else torch.float32
+    return torch.linalg.vector_norm(all_norms, dtype=dtype).float()
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

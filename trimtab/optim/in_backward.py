@@ -23,8 +23,8 @@ class OptimizerInBackward:
     """Makes `optimizer` update every parameter during `backward()`, as long as this object is alive; call `begin`
     before each backward.
 
-    A layer's backward pass still reads the old weights: a weight is updated when its gradient is complete, after the
-    last use of the weight.
+    A weight is updated when its gradient is complete, which is after its last use in the backward pass: so the backward
+    pass reads only old weights.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -79,8 +79,8 @@ class OptimizerInBackward:
         if self.now is None or name in self.norms:
             raise TrainingError(
                 f"{name} received a second gradient in one step",
-                "call begin() before every backward(); gradient accumulation and an optimizer in backward "
-                "exclude each other",
+                "call begin() before every backward(); an optimizer in the backward pass does not support gradient "
+                "accumulation",
             )
         self._update(name, param, self.now)
         param.grad = None
@@ -110,8 +110,8 @@ def _hook(steps: weakref.ref[OptimizerInBackward], name: str) -> Any:
     collector: a strong reference to the optimizer would keep all weights alive forever."""
 
     def update(param: torch.Tensor) -> None:
-        alive = steps()
-        if alive is not None:
-            alive._apply_gradient(name, param)
+        optimizer = steps()
+        if optimizer is not None:
+            optimizer._apply_gradient(name, param)
 
     return update

@@ -54,7 +54,7 @@ def _warmup_stable_decay(step: int, total: int, warmup: int, decay: int, min_rat
         return step / max(1, warmup) * (1.0 - min_ratio) + min_ratio
     if step < stable_end:
         return 1.0
-    # a warm-up that overlaps with the decay phase removes the plateau and delays the decay
+    # if the warm-up overlaps with the decay phase, there is no plateau and the decay starts after the warm-up
     start = max(stable_end, warmup)
     if step < start + decay:
         factor = 0.5 * (1.0 + math.cos(math.pi * (step - start) / max(1, decay)))

@@ -29,7 +29,7 @@ def state_bytes(name: str, shape: tuple[int, ...], weight_dtype: str) -> int:
     if name == "adamw_bf16":
         return 2 * BYTES["bf16"] * count
     if name == "adamw_8bit":
-        small = count < adamw8bit.SMALL
+        small = count < adamw8bit.MIN_8BIT_SIZE
         return 2 * BYTES["fp32"] * count if small else adamw8bit.state_bytes(shape)
     raise ValueError(f"unknown optimizer {name!r}; use one of {', '.join(OPTIMIZERS)}")
 
@@ -64,7 +64,7 @@ def scratch_bytes(
     count = math.prod(shape)
     if name == "adamw_torch_fused" or (name == "adamw_torch" and weight_dtype == "fp32"):
         return 0
-    if name == "adamw_8bit" and (count >= adamw8bit.SMALL or impl != "reference"):
+    if name == "adamw_8bit" and (count >= adamw8bit.MIN_8BIT_SIZE or impl != "reference"):
         return adamw8bit.scratch_bytes(shape, device, BYTES[weight_dtype], impl)
     piece = min(count, adamw8bit.CHUNK[device])
     kept = 0 if device == "cpu" else piece * BYTES[weight_dtype] + state_bytes(name, (piece,), weight_dtype)

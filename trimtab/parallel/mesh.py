@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Mesh:
-    """The data-parallel rank of this process and the collectives that the training loop needs.
+    """The data-parallel rank of this process, and the collectives that the training loop calls.
 
-    The loop always calls these; on a mesh of size 1 they return their argument.
+    On a mesh of size 1 they return their argument, so the loop needs no special case.
 
     Example:
         >>> Mesh.single().sum_int(3)
@@ -67,15 +67,15 @@ class Mesh:
         """Returns on every process the text of the lowest rank that has one; None if none has."""
         if self.size == 1:
             return text
-        mine = (text or "").encode()
+        own_bytes = (text or "").encode()
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = len(mine)
+        lengths[self.rank] = len(own_bytes)
         dist.all_reduce(lengths, group=self.group)
         source = next((rank for rank, length in enumerate(lengths.tolist()) if length), None)
         if source is None:
             return None
-        letters = torch.zeros(int(lengths[source]), dtype=torch.uint8)
+        encoded = torch.zeros(int(lengths[source]), dtype=torch.uint8)
         if source == self.rank:
-            letters.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        dist.broadcast(letters, group_src=source, group=self.group)
-        return bytes(letters.tolist()).decode()
+            encoded.copy_(torch.frombuffer(bytearray(own_bytes), dtype=torch.uint8))
+        dist.broadcast(encoded, group_src=source, group=self.group)
+        return bytes(encoded.tolist()).decode()

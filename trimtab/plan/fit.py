@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
-from trimtab.facts.phases import OWN_STEP, RunPhase
+from trimtab.facts.phases import STEP_PHASES, RunPhase
 from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.plan.changes import Change, savings
 from trimtab.plan.job import Job
@@ -140,7 +140,7 @@ def _check_host(plan: Plan, device: DeviceFacts) -> None:
 def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
     """Raise a ResourceError for a phase other than the training step that needs more than is available."""
     phase = plan.phases.peak
-    if phase.phase in OWN_STEP or phase.needed <= available:
+    if phase.phase in STEP_PHASES or phase.needed <= available:
         return
     needs = f"{phase.phase.value} needs {format_bytes(phase.needed, up=True)} ({phase.note})"
     raise ResourceError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trimtab.adapt.spec_recompute import POLICIES, recomputation
+from trimtab.adapt.spec_recompute import POLICIES, recompute_cost
 from trimtab.facts.devices import DeviceFacts
 from trimtab.plan import memory_search
 from trimtab.plan.device_rates import rates_of
@@ -63,7 +63,7 @@ def policy_costs(job: Job, device: DeviceFacts) -> list[PolicyCost]:
     rows = []
     for policy in POLICIES:
         memory = layer_memory(job, block, policy)
-        recomputed = recomputation(block, policy, num_tiles(job))
+        recomputed = recompute_cost(block, policy, num_tiles(job))
         rows.append(
             PolicyCost(
                 policy,

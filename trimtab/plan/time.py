@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.adapt.spec_recompute import recomputation
+from trimtab.adapt.spec_recompute import recompute_cost
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.operations import Kind
 from trimtab.model.spec_block import DeclaredBlock
@@ -107,7 +107,7 @@ def flops_per_token(job: Job) -> float:
     for block, layers in declared_blocks(job):
         total += len(layers) * training_flops([block])
         for layer in layers:
-            recomputed = recomputation(block, job.layer_policies[layer], num_tiles(job))
+            recomputed = recompute_cost(block, job.layer_policies[layer], num_tiles(job))
             total += recomputed.products + recomputed.attention
     return head + total / (job.batch * job.tokens)
 

@@ -166,7 +166,7 @@ def trainable_parameters(
         )
     adapters = [
         Parameter(name, dims, dtype, "fp32" if dtype == "fp32" else gradient_dtype)
-        for name, dims, dtype in adapt_spec.trained(shape, lora, weights_dtype)
+        for name, dims, dtype in adapt_spec.trainable_parameters(shape, lora, weights_dtype)
     ]
     return TrainableParameters(
         tuple(adapters),

@@ -23,13 +23,13 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from trimtab.facts.dtypes import dtype_alias
 from trimtab.facts.names import unusable_name
-from trimtab.recipe.rules import problems
+from trimtab.recipe.rules import find_violations
 
 Attention = Literal[
     "auto", "reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton"
 ]
 Optimizer = Literal["adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit"]
-OptimizerCode = Literal["auto", "reference", "triton", "triton_exact"]
+OptimizerImplementation = Literal["auto", "reference", "triton", "triton_exact"]
 Schedule = Literal["cosine", "linear", "constant", "constant_with_warmup", "warmup_stable_decay"]
 Documents = Literal["file", "blank-lines", "lines"]
 RowFormat = Literal["auto", "text", "messages", "sharegpt", "prompt-completion", "alpaca"]
@@ -40,16 +40,16 @@ Tracker = Literal["tensorboard", "wandb"]
 Policy = Literal["none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload"]
 
 
-def _validate_name(text: str | None, *, names_text: bool = False) -> str | None:
+def _validate_name(text: str | None, *, is_text_file: bool = False) -> str | None:
     """Validates a string that names a file, a folder or a repository."""
-    wrong = None if text is None else unusable_name(text, names_text=names_text)
+    wrong = None if text is None else unusable_name(text, is_text_file=is_text_file)
     if wrong is not None:
         raise PydanticCustomError("unusable_name", "{cause}", {"cause": wrong[0], "remedy": wrong[1]})
     return text
 
 
 def _validate_source(text: str) -> str | None:
-    return _validate_name(text, names_text=True)
+    return _validate_name(text, is_text_file=True)
 
 
 FileName = AfterValidator(_validate_name)
@@ -254,7 +254,7 @@ class Lora(Section):
     modules_to_save: Annotated[list[str], Field(examples=[["embed_tokens", "lm_head"]])] = []
     """Modules that are trained in full, in the model's dtype: embeddings and head for added tokens, norms."""
     dtype: Annotated[Literal["fp32", "bf16"], TorchDtypeName, Field(examples=["fp32"])] = "fp32"
-    """Dtype of the adapter weights. Matrix products run in the recipe's `dtype` either way."""
+    """Dtype of the adapter weights. Matrix products run in the recipe's `dtype` in both cases."""
     adapter: Annotated[str | None, Field(min_length=1, examples=["./my-adapter"]), FileName] = None
     """Continue training an existing adapter: a folder written by peft or `trimtab export peft`. Rank, modules and all
     other settings come from it, and no other key may be set in `lora`."""
@@ -275,7 +275,7 @@ class Recipe(Section):
     """Run folder, for recipe, plan, metrics, checkpoints and report. Default: `runs/` and the name of the recipe
     file."""
     seed: Annotated[int, Field(ge=0, lt=2**63, examples=[42])] = 42
-    """Seed of everything random: data order, dropout, stochastic rounding, weight initialization."""
+    """Random seed of data order, dropout, stochastic rounding and weight initialization."""
 
     max_seq_length: Annotated[int, Field(ge=4, examples=[1024])] = 1024
     """Sequence length in tokens. Default: 1024, or the model's maximum context length if that is shorter."""
@@ -286,13 +286,13 @@ class Recipe(Section):
     """With `packing: false`: put documents of similar length into the same microbatch and pad it to its own longest
     document, rounded up to a multiple of 8, instead of to `max_seq_length`. Documents are shuffled first and sorted
     by length within mega-batches of 50 steps, then the microbatches are shuffled, so the order stays random and
-    depends on the seed alone. Memory is planned for the longest microbatch. Microbatches of many lengths rule out
-    CUDA graphs."""
+    depends on the seed alone. Memory is planned for the longest microbatch. CUDA graphs are not used, because
+    microbatches have many lengths."""
     per_device_train_batch_size: Annotated[Count, Field(examples=[4])] = 4
     """Microbatch size: sequences per forward and backward pass on each device. Activation memory grows with it."""
     gradient_accumulation_steps: Annotated[Count, Field(examples=[4])] = 4
     """Microbatches per optimizer step. The loss is normalized over all of them, so batch sizes 1×16, 4×4 and 16×1
-    train the same."""
+    give the same loss and gradients, up to rounding."""
     num_train_epochs: Annotated[float | None, Field(gt=0, le=1e6, examples=[1.0])] = None
     """Epochs over the training data. Default: 1, unless `max_steps` is set."""
     max_steps: Annotated[int, Field(ge=-1, le=10**12, examples=[1000])] = -1
@@ -317,7 +317,7 @@ class Recipe(Section):
     apply stochastic rounding to bf16 weights. `adamw_torch_fused` is torch's own kernel: states in the dtype of the
     weights (8 bytes per parameter with fp32, 4 with bf16), bf16 weights rounded to nearest, so small updates are
     lost."""
-    optim_implementation: Annotated[OptimizerCode, Field(examples=["auto"])] = "auto"
+    optim_implementation: Annotated[OptimizerImplementation, Field(examples=["auto"])] = "auto"
     """Implementation of `adamw_8bit`: `reference` uses torch operations on any device, `triton` is one kernel for all
     parameters on a CUDA GPU, `triton_exact` is bitwise identical to the reference and slower. `auto` selects one when
     the run starts, prints it and records it in the run folder. The states are the same for all."""
@@ -406,13 +406,13 @@ class Recipe(Section):
     torch_compile: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
     """Compile each layer with torch.compile. The first step then takes some tens of seconds longer, less from the
     second run on (compiled code is cached in the user's cache folder). `auto` does not compile: on top of
-    `cuda_graphs` and trimtab's own kernels it was measured to gain nothing. The choice is recorded in the run
-    folder."""
+    `cuda_graphs` and trimtab's own kernels, compilation gave no speedup in measurements. The choice is recorded in the
+    run folder."""
 
     cuda_graphs: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
     """On a CUDA device, capture forward and backward of a microbatch as a CUDA graph and replay it: steps of small
     models, which are bound by launch overhead, take a fraction of the time, with the same memory and identical
-    results. `auto` captures if a microbatch takes less than about two seconds and nothing rules it out."""
+    results. `auto` captures if a microbatch takes less than about two seconds and the run supports it."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Number of steps between two logged training losses."""
@@ -441,7 +441,7 @@ class Recipe(Section):
     probe: Annotated[bool, Field(examples=[True])] = True
     """At each evaluation, score minimal pairs of grammar, transitivity and arithmetic by likelihood."""
     answers_field: Annotated[MathField, Field(examples=["calculus"])] = "math"
-    """Field of mathematics of the problems that `answers` counts; `math` is all fields."""
+    """Area of mathematics of the problems that `answers` counts; `math` is all areas."""
     answers: Annotated[int, Field(ge=0, examples=[100])] = 0
     """Number of held-out problems whose generated answers are checked for exact match before and after training; 0
     disables it."""
@@ -457,7 +457,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_constraints(self) -> Recipe:
-        found = problems(self)
+        found = find_violations(self)
         if found:
             raise PydanticCustomError("recipe_rules", "{text}", {"text": "; ".join(found), "problems": found})
         return self

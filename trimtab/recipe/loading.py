@@ -16,7 +16,7 @@ from trimtab.facts.run_layout import CHECKPOINTS
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
 from trimtab.recipe.renamed import current_path, rename_keys
-from trimtab.recipe.shipped import shipped
+from trimtab.recipe.shipped import shipped_recipes
 from trimtab.recipe.yaml_text import Path, read, write
 
 PAIRS = {
@@ -30,14 +30,14 @@ NULLS = ("null", "~")
 
 
 def load(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
-    """Read and validate a recipe file, or a recipe that ships with trimtab, given by name (`own-text`).
+    """Reads and validates a recipe file, or a recipe that ships with trimtab, given by name (`own-text`).
 
     The error lists all mistakes, each with its line and the nearest key.
 
     Example:
         >>> recipe = load("recipes/smollm2-135m-math.yaml", ["learning_rate=1e-4"])  # doctest: +SKIP
     """
-    file, ours = path_of(path, "the recipe"), shipped()
+    file, ours = path_of(path, "the recipe"), shipped_recipes()
     if not file.exists() and str(path) in ours:
         file = ours[str(path)]
     try:
@@ -87,7 +87,7 @@ def loads(text: str, overrides: Sequence[str] = (), *, name: str = "recipe.yaml"
 
 
 def build(data: dict[str, Any], *, where: dict[Path, str] | None = None, name: str = "the recipe") -> Recipe:
-    """Build a recipe from plain data, with the same checks and messages as for a file.
+    """Builds a recipe from plain data, with the same checks and messages as for a file.
 
     Example:
         >>> build({"model": "starter", "data": {"train": ["notes.txt"]}}).model.name
@@ -113,7 +113,7 @@ def _plain(value: Any) -> Any:
 
 
 def dump(recipe: Recipe) -> str:
-    """Dump the complete recipe, including defaults, as YAML that loads to an equal recipe.
+    """Dumps the complete recipe, including defaults, as YAML that loads to an equal recipe.
 
     With `lora.adapter`, rank and modules come from that adapter, so their defaults are omitted.
     """
@@ -124,12 +124,12 @@ def dump(recipe: Recipe) -> str:
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the complete recipe as plain data, for JSON."""
+    """Returns the complete recipe as plain data, for JSON."""
     return recipe.model_dump(mode="json")
 
 
 def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str]) -> None:
-    """Apply one override `a.b.0.c=value` to the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, strings.
+    """Applies one override `a.b.0.c=value` to the data, in place. The value is YAML: `2e-5`, `true`, `[a, b]`, strings.
 
     `null` removes the key, so that its default applies, except for `save_steps`, where null is a valid value.
     """
@@ -184,7 +184,8 @@ def _parse(override: str) -> tuple[Path, str]:
 
 
 def _path(parts: Sequence[str]) -> Path:
-    """The path of a dotted key. After a key with arbitrary names (`lora.rank_pattern`), the rest is one name."""
+    """Returns the path of a dotted key. A mapping with names that users choose (`lora.rank_pattern`) is followed by one
+    name, which may contain dots."""
     path = problems.as_path(".".join(parts))
     for length in range(1, len(path)):
         if problems.values_at(path[:length]) is not None:
@@ -193,7 +194,8 @@ def _path(parts: Sequence[str]) -> Path:
 
 
 def _check_conflicts(overrides: Sequence[str]) -> None:
-    """Raises for conflicting overrides: a key given twice, a key before its whole section, both keys of a pair."""
+    """Raises for conflicting overrides: a key given twice, a key before its whole section, both keys of a `PAIRS`
+    pair."""
     given: dict[Path, str] = {}
     for override in overrides:
         path, text = _parse(override)
@@ -294,6 +296,6 @@ def _index(part: str | int, items: list[Any], path: Path, label: str) -> int:
     if isinstance(part, int) and part < len(items):
         return part
     raise RecipeError(
-        f"{problems.dotted(path[:-1])} is a list of {len(items)} and has no item '{part}' ({label})",
+        f"{problems.dotted(path[:-1])} is a list of length {len(items)} and has no item '{part}' ({label})",
         f"count from 0 to {len(items) - 1}" if items else "give the whole list",
     )

@@ -8,8 +8,8 @@ ATTENTION_IS_AUTOMATIC = (
 
 UNSUPPORTED_NAMES = {
     "trust_remote_code": "code from a model repository is never run; delete the line",
-    "token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
-    "hub_token": "a token does not belong in a recipe, which is saved with the run; log in with `hf auth login`",
+    "token": "an access token must not be in a recipe, which is saved with the run; log in with `hf auth login`",
+    "hub_token": "an access token must not be in a recipe, which is saved with the run; log in with `hf auth login`",
     "bf16": "write dtype: bf16",
     "fp16": "write dtype: fp16",
     "fp32": "write dtype: fp32",

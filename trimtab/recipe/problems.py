@@ -31,12 +31,13 @@ _MESSAGES = {
 
 
 def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -> RecipeError:
-    """Convert pydantic's errors into one RecipeError. `where` maps paths to their places in the input."""
+    """Converts pydantic's errors into one RecipeError. `where` maps paths to their places in the input, for
+    messages."""
     details = error.errors()
     # A misspelt required key is reported once, not as an unknown key and a missing one.
     found = [nearest_key(d["loc"]) for d in details if d["type"] == "extra_forbidden"]
-    meant = {path[:length] for path in found if path for length in range(1, len(path) + 1)}
-    details = [d for d in details if d["type"] != "missing" or d["loc"] not in meant]
+    misspelt = {path[:length] for path in found if path for length in range(1, len(path) + 1)}
+    details = [d for d in details if d["type"] != "missing" or d["loc"] not in misspelt]
     alternatives = {_key_of(d["loc"]): d["input"] for d in reversed(details) if _key_of(d["loc"]) != d["loc"]}
     problems = [problem for d in details if _key_of(d["loc"]) == d["loc"] for problem in _problem(d, where)]
     problems += [_no_matching_type(path, value, where) for path, value in alternatives.items()]
@@ -44,7 +45,7 @@ def as_recipe_error(error: ValidationError, where: dict[Path, str], name: str) -
 
 
 def _key_of(path: Path) -> Path:
-    """The path of the key itself: pydantic appends the types that it tried for the value."""
+    """Returns the path of the key itself, without the names of the types that pydantic tried, which it appends."""
     for length, part in enumerate(path):
         last = length == len(path) - 1 > 0
         if isinstance(part, str) and (
@@ -72,9 +73,9 @@ def _no_matching_type(path: Path, value: Any, where: dict[Path, str]) -> tuple[s
         return _missing_value(path, where)
     field = _field(path)
     examples = (field.examples if field else None) or []
-    shown = " or ".join(f"`{path[-1]}: {_as_yaml(example)}`" for example in examples)
+    formatted = " or ".join(f"`{path[-1]}: {_as_yaml(example)}`" for example in examples)
     cause = f"{dotted(path)} cannot be {_as_yaml(value)[:80]}{_place(path, where)}"
-    return cause, f"write it like {shown}" if shown else None
+    return cause, f"write it like {formatted}" if formatted else None
 
 
 def _missing_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
@@ -82,10 +83,10 @@ def _missing_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
     field = _field(path)
     example = f", for example `{path[-1]}: {_as_yaml(field.examples[0])}`" if field and field.examples else ""
     if field is not None and field.is_required():
-        leave = ""
+        omit = ""
     else:
-        leave = ", or leave it out" + (f" ({dotted(path)}=null)" if is_default_null(path) else "")
-    return f"{dotted(path)} has no value{_place(path, where)}", f"give one{example}{leave}"
+        omit = ", or leave it out" + (f" ({dotted(path)}=null)" if is_default_null(path) else "")
+    return f"{dotted(path)} has no value{_place(path, where)}", f"give one{example}{omit}"
 
 
 def combine(found: list[tuple[str, str | None]], name: str) -> RecipeError:
@@ -118,8 +119,8 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         choices = [word.strip("'") for word in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         choices = [word.lower() if word in ("True", "False") else word for word in choices]
         cause = f"{dotted(path)}: {_inline(value)} is not one of {', '.join(choices)}{place}"
-        near = difflib.get_close_matches(str(value), choices, n=1)
-        yield cause, f"did you mean '{near[0]}'?" if near else None
+        similar = difflib.get_close_matches(str(value), choices, n=1)
+        yield cause, f"did you mean '{similar[0]}'?" if similar else None
     else:
         sentence = _MESSAGES.get(kind) or detail["msg"].replace("Input should", "must")
         yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
@@ -134,14 +135,14 @@ def unknown_key(path: Path, place: str) -> tuple[str, str]:
     typed_as_override = place.startswith(" (from ")
     if "." in key and as_path(key) in all_keys():
         return cause, f"write `{nested(as_path(key))}`; dots are for the command line"
-    near = nearest_key(path)
-    if near is not None:
-        if near[:-1] == parent:
-            return cause, f"did you mean '{near[-1]}'?"
-        if len(near) > 1 and not typed_as_override:
-            return cause, f"write `{nested(near)}`"
-        top = " at the top level of the recipe" if len(near) == 1 else ""
-        return cause, f"did you mean '{dotted(near)}'{top}?"
+    similar = nearest_key(path)
+    if similar is not None:
+        if similar[:-1] == parent:
+            return cause, f"did you mean '{similar[-1]}'?"
+        if len(similar) > 1 and not typed_as_override:
+            return cause, f"write `{nested(similar)}`"
+        top = " at the top level of the recipe" if len(similar) == 1 else ""
+        return cause, f"did you mean '{dotted(similar)}'{top}?"
     model = section_at(parent)
     here = list(model.model_fields) if model else []
     if 0 < len(here) < 12:
@@ -158,11 +159,11 @@ def nearest_key(path: Path) -> Path | None:
         target = as_path(OTHER_NAMES[key])
         # Items of `data.replay.sources` and `data.eval.domain` have the keys of `data.train.0` too.
         return (*parent, target[-1]) if target[-1] in here else target
-    elsewhere = [full for full in all_keys() if full[-1] == key]
-    if elsewhere:
-        return min(elsewhere, key=len)
-    near = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
-    return (*parent, near[0]) if near else None
+    same_name = [full for full in all_keys() if full[-1] == key]
+    if same_name:
+        return min(same_name, key=len)
+    similar = difflib.get_close_matches(key, here, n=1, cutoff=0.6)
+    return (*parent, similar[0]) if similar else None
 
 
 def nested(path: Path) -> str:

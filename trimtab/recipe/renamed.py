@@ -14,7 +14,8 @@ RENAMED: dict[tuple[str, ...], str] = {
 }
 """Maps the path of the former name to the last part of the new one."""
 _DEFAULTS: dict[tuple[str, ...], object] = {("unpacked_layers",): "auto", ("data", "eval_windows"): 64}
-"""Defaults that earlier versions wrote into recipe.yaml of every run folder; no warning is issued for them."""
+"""Default values under the former names. Earlier versions wrote them into each run folder's recipe.yaml, so they give
+no warning."""
 
 
 def current_path(path: Path) -> Path:
@@ -33,7 +34,7 @@ def rename_keys(data: dict[str, Any], where: dict[Path, str]) -> dict[str, Any]:
 
     Args:
         data: the recipe as plain data.
-        where: the place of each key, for messages; changed in place.
+        where: the place of each key in the input, for messages; former names in it are replaced too.
 
     Raises:
         RecipeError: both names of a key are given.

@@ -1,7 +1,7 @@
 """Which keys may change when a run is resumed.
 
-A resumed run continues exactly: same data order, same arithmetic, same schedule. Keys that affect none of these may
-change; a change of any other key is an error.
+A resumed run continues with the same data order, arithmetic and schedule. `CHANGEABLE_ON_RESUME` lists the keys that
+may change, each with the reason; changing any other key is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WITH_DEVICE = ("model.attn_implementation", "optim_implementation", "torch_compi
 
 
 def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Sequence[str] = ()) -> None:
-    """Raise a RecipeError that lists every changed key that may not change on resume.
+    """Raises a RecipeError that lists every changed key that may not change on resume.
 
     `run` and `overrides` are what the user gave; the error uses them in the suggested command.
 
@@ -64,7 +64,7 @@ def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Seque
     changed = [
         key
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not _covered(key, allowed)
+        if before.get(key) != after.get(key) and not _is_allowed(key, allowed)
     ]
     if not changed:
         return
@@ -72,11 +72,11 @@ def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Seque
     remedy = "set it back" if len(changed) == 1 else "set them back"
     raise RecipeError(
         f"a resumed run may not change {listed}",
-        f"{remedy}, or start a new run from this one's weights: {_anew(old, run, overrides)}",
+        f"{remedy}, or start a new run from this one's weights: {_new_run_command(old, run, overrides)}",
     )
 
 
-def _anew(old: Recipe, run: str, overrides: Sequence[str]) -> str:
+def _new_run_command(old: Recipe, run: str, overrides: Sequence[str]) -> str:
     """The command that starts a new run with other settings from the weights of a run."""
     words = [f"{run}/recipe.yaml", f"output_dir={run}-2"]
     first = ""
@@ -98,7 +98,7 @@ def _anew(old: Recipe, run: str, overrides: Sequence[str]) -> str:
     return f"{first}`{shlex.join(['trimtab', 'train', *words, *overrides])}`"
 
 
-def _covered(key: str, allowed: set[str]) -> bool:
+def _is_allowed(key: str, allowed: set[str]) -> bool:
     return any(key == name or key.startswith(f"{name}.") for name in allowed)
 
 

@@ -16,7 +16,8 @@ FLAT_SCHEDULES = ("constant", "constant_with_warmup")
 MAX_TOKENS = 10**15
 """Maximum number of tokens per optimizer step; integers up to it are exact in a double."""
 MAX_WEIGHT = 1000
-"""Maximum passes over a source per epoch. The order of an epoch is stored in memory, and a larger weight is a typo."""
+"""Maximum passes over a source per epoch. The order of an epoch is stored in memory, and a larger weight is most likely
+a typing error."""
 
 TEMPLATE_NAMES = (
     "messages",
@@ -31,7 +32,7 @@ TEMPLATE_NAMES = (
 """Variables that every chat template receives from the rows, from trimtab or from Jinja."""
 
 
-def problems(recipe: Recipe) -> list[str]:
+def find_violations(recipe: Recipe) -> list[str]:
     """Returns one sentence, `cause; remedy`, for each violated constraint."""
     return [
         *_num_steps(recipe),
@@ -183,10 +184,10 @@ def _memory(recipe: Recipe) -> Iterator[str]:
     if limit is not None and not parse_bytes(limit) and parse_share(limit) is None:
         yield _not_a_limit(limit)
     if recipe.gradient_checkpointing is not None and recipe.recompute != "auto":
-        wish = "block" if recipe.gradient_checkpointing else "none"
-        how = "are both given" if named == [wish] else "contradict each other"
+        same = "block" if recipe.gradient_checkpointing else "none"
+        how = "are both given" if named == [same] else "contradict each other"
         yield (
-            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} (recompute: {wish}) and recompute: "
+            f"gradient_checkpointing: {str(recipe.gradient_checkpointing).lower()} (recompute: {same}) and recompute: "
             f"{recipe.recompute} {how}; keep one of them: set gradient_checkpointing=null or recompute=null"
         )
     yield from _tiles(recipe)

@@ -7,11 +7,11 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[1]
 
 
-def shipped() -> dict[str, Path]:
-    """Maps names to files of the shipped recipes: inside an installed package, next to it in a clone.
+def shipped_recipes() -> dict[str, Path]:
+    """Returns the shipped recipes, name to file: inside an installed package, or next to the package in a clone.
 
     Example:
-        >>> "own-text" in shipped(), "qwen3-8b-qlora" in shipped()
+        >>> "own-text" in shipped_recipes(), "qwen3-8b-qlora" in shipped_recipes()
         (True, True)
     """
     inside = PACKAGE / "recipes"

@@ -97,7 +97,7 @@ def _reject_unsupported(text: str, name: str) -> None:
         if isinstance(event, DocumentStartEvent) and (event.version or event.tags):
             raise RecipeError(f"{name} has a YAML directive (line {line})", "delete it; recipes are YAML 1.2")
         if isinstance(event, AliasEvent) or (isinstance(event, NodeEvent) and event.anchor):
-            raise RecipeError(f"{name} uses an anchor or alias (line {line})", "write the value out")
+            raise RecipeError(f"{name} uses an anchor or alias (line {line})", "repeat the value instead")
         tag = getattr(event, "ctag", None)
         if tag is not None:
             raise RecipeError(
@@ -107,7 +107,7 @@ def _reject_unsupported(text: str, name: str) -> None:
             depth += 1
             if depth > MAX_DEPTH:
                 raise RecipeError(
-                    f"{name} is nested more than {MAX_DEPTH} deep (line {line})", "write it flat"
+                    f"{name} is nested more than {MAX_DEPTH} deep (line {line})", "reduce the nesting"
                 )
         elif type(event).__name__ in ("MappingEndEvent", "SequenceEndEvent"):
             depth -= 1
@@ -128,8 +128,8 @@ def _plain(node: Node, path: Path, lines: dict[Path, int], name: str) -> Any:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, ScalarNode):
             raise RecipeError(
-                f"{name} has a key that is not a word (line {line})",
-                "write keys as words, such as `optim: adamw_8bit`",
+                f"{name} has a key that is not a string (line {line})",
+                "write keys as plain strings, such as `optim: adamw_8bit`",
             )
         key = _join_surrogates(key_node.value)
         if key in mapping:
@@ -156,5 +156,5 @@ def _scalar(node: ScalarNode) -> Any:
 
 
 def _join_surrogates(text: str) -> str:
-    """Joins surrogate pairs, as JSON escapes characters beyond U+FFFF, into one character."""
+    """Joins each surrogate pair, which is JSON's escape of a character beyond U+FFFF, into that character."""
     return _PAIR.sub(lambda pair: pair[0].encode("utf-16", "surrogatepass").decode("utf-16"), text)

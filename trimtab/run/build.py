@@ -29,7 +29,7 @@ from trimtab.adapt import (
     set_dequantized_copies,
     trained_parameters,
 )
-from trimtab.adapt.lora import set_masks
+from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.peft_files import copy_adapter_tensors
 from trimtab.adapt.step_resources import StepResources
@@ -403,7 +403,7 @@ def _dropout_masks(
     recipe: Recipe, decoder: Decoder, device: torch.device, mesh: Mesh, *, by_sequence: bool
 ) -> Callable[[int, int, Batch], None] | None:
     """Returns a function that sets the adapters' dropout mask keys before each microbatch; None without dropout."""
-    masks = set_masks(decoder, device)
+    masks = create_dropout_masks(decoder, device)
     if masks is None:
         return None
     if not by_sequence:

@@ -188,7 +188,7 @@ def open_for_eval(
     cache_dir: Path | None = None,
 ) -> list[Batch]:
     """Batches of one source by name, without a recipe."""
-    path_of(name, "the text to measure on", DataError, names_text=True)
+    path_of(name, "the text to measure on", DataError, is_text_file=True)
     corpus = _SourceOpener(None, tokenizer, watcher, cache_dir=cache_dir).cached(Source(source=name))
     return list(
         data.eval_batches(

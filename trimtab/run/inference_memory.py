@@ -104,10 +104,8 @@ def _quantization(decoder: Decoder, dtype: str) -> Quantization | None:
     """The quantization of the packed layers; None if there are none, or if they have dequantized copies."""
     for module in decoder.modules():
         if isinstance(module, QuantizedLinear) and module.dequantized_copy is None:
-            packing = module.packing
-            return Quantization(
-                packing.kind, packing.block, packing.nested_block > 0, dtype, impl=packing.impl
-            )
+            layout = module.packed_layout
+            return Quantization(layout.kind, layout.block, layout.nested_block > 0, dtype, impl=layout.impl)
     return None
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trimtab.facts.phases import OWN_STEP, RunPhase
+from trimtab.facts.phases import STEP_PHASES, RunPhase
 from trimtab.facts.units import format_bytes
 from trimtab.plan.fit import Remedy, remedies
 from trimtab.plan.make import Plan
@@ -94,7 +94,7 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
         found = [Suggestion("probe: false", ("probe=false",))]
     elif phase is RunPhase.EVALUATION:  # its batches are those of training
         found = [_suggestion(remedy) for remedy in remedies(plan) if _BATCH in remedy.change]
-    elif phase in (*OWN_STEP, RunPhase.LOAD):
+    elif phase in (*STEP_PHASES, RunPhase.LOAD):
         found = _sufficient_first(report, plan)
     else:
         found = []

@@ -13,7 +13,7 @@ from trimtab import text
 from trimtab.adapt import active_adapters, load_adapter, trained_parameters, use_adapters
 from trimtab.adapt.peft_config import read_adapter_folder
 from trimtab.adapt.saved_modules import store_modules
-from trimtab.adapt.spec import DEFAULT, LoraSettings, trained
+from trimtab.adapt.spec import DEFAULT, LoraSettings, trainable_parameters
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.tokens import load_with_new_tokens
 from trimtab.checkpoint import SavedCheckpoint, Store, read_manifest
@@ -179,7 +179,7 @@ def _open_run(
         decoder = new_decoder()
     else:
         assert base is not None, f"{found.path} contains adapters and names no base"
-        wanted = {name: dims for name, dims, _ in trained(shape, settings, "fp32")}
+        wanted = {name: dims for name, dims, _ in trainable_parameters(shape, settings, "fp32")}
         _check_stored(wanted, 0, found)
         weights = None
         if not base.is_random:

@@ -17,7 +17,7 @@ from trimtab.facts.units import format_bytes
 from trimtab.kernels.triton_support import runs_triton
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
-from trimtab.model.weights import packed_names, stored_packing
+from trimtab.model.weights import packed_names, stored_quantization
 
 
 def quantize_linear_layers(
@@ -34,7 +34,7 @@ def quantize_linear_layers(
     if quantization is None:
         return
     kind, double, block = quantization.kind, quantization.double, quantization.block_size
-    stored = None if weights is None else stored_packing(weights)
+    stored = None if weights is None else stored_quantization(weights)
     if stored is not None:
         _check_stored(stored.kind, stored.double, kind, double, weights)
         block = stored.block

@@ -10,7 +10,7 @@ from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
 from trimtab.facts.units import format_bytes
 from trimtab.model import read_generation_config, read_shape, read_token_ids, save_folder
-from trimtab.model.weights import changed_weight
+from trimtab.model.weights import find_changed_weight
 from trimtab.recipe import Recipe
 from trimtab.run.locate import START_FOLDER
 from trimtab.run.models import OpenedModel
@@ -69,7 +69,7 @@ def start_from(recipe: Recipe, opened: OpenedModel, folder: Path, on_event: Call
 
 def _is_source(opened: OpenedModel) -> bool:
     return read_shape(opened.folder) == opened.decoder.shape and (
-        changed_weight(opened.decoder, opened.folder) is None
+        find_changed_weight(opened.decoder, opened.folder) is None
     )
 
 

@@ -21,12 +21,12 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import parse_bytes
 from trimtab.hub.local_files import looks_local
 from trimtab.model.catalogue import CatalogueEntry, find_model, suggest_models
-from trimtab.model.families import FAMILIES, described_shape
+from trimtab.model.families import FAMILIES, shape_for_planning
 from trimtab.model.families.config_json import read_model_json
-from trimtab.model.source import read_described_shape
+from trimtab.model.source import read_shape_for_planning
 from trimtab.plan import Plan, make_plan
 from trimtab.recipe import Recipe, build, load, loads
-from trimtab.recipe.shipped import shipped
+from trimtab.recipe.shipped import shipped_recipes
 from trimtab.run.device import detect, threads
 from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
 from trimtab.run.prepare import (
@@ -179,7 +179,7 @@ def is_recipe(target: str) -> bool:
     if unusable_name(target) is not None:
         return True  # loading it raises an error that explains the name
     path = Path(target).expanduser()
-    if path.suffix.lower() in (".yaml", ".yml") or target in shipped():
+    if path.suffix.lower() in (".yaml", ".yml") or target in shipped_recipes():
         return True
     if looks_local(target) and not path.exists():
         return path.suffix.lower() not in (".json", ".gguf")
@@ -189,7 +189,9 @@ def is_recipe(target: str) -> bool:
         return path.suffix.lower() != ".json" and not is_gguf(path)
     if "/" in target or find_model(target) is not None:
         return False
-    return bool(difflib.get_close_matches(target, shipped(), n=1, cutoff=0.7)) or not suggest_models(target)
+    return bool(difflib.get_close_matches(target, shipped_recipes(), n=1, cutoff=0.7)) or not suggest_models(
+        target
+    )
 
 
 def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
@@ -197,9 +199,9 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
     path = Path(name).expanduser()
     if name == STARTER or path.exists():
         if path.suffix.lower() == ".json" and path.is_file():
-            shape = described_shape(read_model_json(path), str(path))
+            shape = shape_for_planning(read_model_json(path), str(path))
         else:
-            shape = read_described_shape(model_folder(name, weights=False)[0])
+            shape = read_shape_for_planning(model_folder(name, weights=False)[0])
         return shape, () if shape.family in FAMILIES else (_untrainable(name),)
     entry = find_model(name)
     if entry is not None:

@@ -24,9 +24,9 @@ def choose_adamw8bit(*, device: str, triton: bool = True, requested: str = "auto
             f"unknown 8-bit AdamW implementation {requested!r}", f"choose one of {', '.join(IMPLS)}"
         )
     if requested != "reference" and not available:
-        lacking = "Triton is not installed" if device == "cuda" else f"this run is on {device}"
+        reason = "Triton is not installed" if device == "cuda" else f"this run is on {device}"
         raise RecipeError(
-            f"optim_implementation: {requested} needs a CUDA device and Triton, and {lacking}",
+            f"optim_implementation: {requested} needs a CUDA device and Triton, but {reason}",
             "set optim_implementation: auto",
         )
     return ImplChoice(requested, "set in the recipe")

@@ -23,7 +23,7 @@ from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TOP1, TOP2, peak
 
 
 class Code(Protocol):
-    """A map of 256 entries for a block's values, which are scaled so that the largest is `peak`."""
+    """A quantization map: 256 entries for the values of a block, scaled so that the largest is `peak`."""
 
     @property
     def zero(self) -> int:

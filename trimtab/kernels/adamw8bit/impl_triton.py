@@ -136,8 +136,8 @@ def _updated(weight, first, root, rate, decay, correction, eps, EXACT: tl.conste
     if EXACT:
         return weight * decay - tl.div_rn(first, root * correction + eps) * rate
     # the learning rate goes into the denominator, where it is free; a rate of 0 has no reciprocal and updates nothing
-    stretch = 1.0 / tl.maximum(rate, 1e-30)
-    update = _divided(first, root * (correction * stretch) + eps * stretch, EXACT)
+    inverse_rate = 1.0 / tl.maximum(rate, 1e-30)
+    update = _divided(first, root * (correction * inverse_rate) + eps * inverse_rate, EXACT)
     return weight * decay - tl.where(rate == 0.0, 0.0, update)
 
 
@@ -247,8 +247,8 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
         level1, level2 = _twice(codes1, -TWICE1, ASM), _twice(codes2, TWICE2, ASM)
         square1, square2 = level1 * tl.abs(level1), level2 * level2
         first = square1 * tl.abs(square1) * unit1 + grad * factor1
-        decayed, pulled = square2 * square2 * unit2, grad * factor2
-        second = decayed * decayed + pulled * pulled
+        decayed, scaled_grad = square2 * square2 * unit2, grad * factor2
+        second = decayed * decayed + scaled_grad * scaled_grad
         if not WHOLE:  # elements past the end of a row do not decode to zero, and must not be the maximum
             second = tl.where(mask, second, 0.0)
         root = tl.sqrt_rn(second) if EXACT else tl.sqrt(second)
@@ -293,8 +293,8 @@ def _step32_kernel(  # type: ignore[no-untyped-def]
     grad = _load(grad_address.to(tl.pointer_type(GRAD)) + index, mask, False)
     grad_scale = tl.load(scale_ptr)
     first = tl.load(first_at, mask=mask, other=0.0) * beta1 + grad * (grad_scale * rest1)
-    pulled = grad * (grad_scale * rest2_root)
-    second = tl.load(second_at, mask=mask, other=0.0) * beta2 + pulled * pulled
+    scaled_grad = grad * (grad_scale * rest2_root)
+    second = tl.load(second_at, mask=mask, other=0.0) * beta2 + scaled_grad * scaled_grad
     tl.store(first_at, first, mask=mask)
     tl.store(second_at, second, mask=mask)
     root = tl.sqrt_rn(second) if EXACT else tl.sqrt(second)

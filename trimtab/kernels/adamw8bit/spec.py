@@ -19,7 +19,7 @@ GRID = 65536.0
 """Adding and subtracting this rounds a value below 65536 to a multiple of 1/128."""
 
 TINY = 2.0**-90
-"""A block whose maximum is smaller counts as zero: the scale's reciprocal would not be finite."""
+"""A block whose maximum is smaller is treated as zero: the scale's reciprocal would not be finite."""
 
 GROUP = 8
 """Number of neighbouring elements in a row whose random words derive from one hash."""
@@ -28,7 +28,7 @@ MULTIPLIER = 0x915F77F5
 """The k-th word of a group is hash · MULTIPLIERᵏ mod 2³²: a generator with a good spectrum up to eight dimensions
 (Steele and Vigna, "Computationally easy, spectrally good multipliers", 2021)."""
 
-SMALL = 4096
+MIN_8BIT_SIZE = 4096
 """Tensors of fewer elements have fp32 moments: norms and biases, where 8 bits would save nothing."""
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
@@ -124,7 +124,7 @@ def bytes_moved(shape: tuple[int, ...], weight_bytes: int, grad_bytes: int) -> i
 
 
 def flops(shape: tuple[int, ...]) -> int:
-    """About 70 per element: dequantize 8, moments 7, update 7, quantize 32, random bits and rounding 16."""
+    """FLOPs, about 70 per element: dequantize 8, moments 7, update 7, quantize 32, random bits and rounding 16."""
     return 70 * math.prod(shape)
 
 

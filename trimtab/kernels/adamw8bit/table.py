@@ -44,12 +44,12 @@ class Member:
 
     def record(self) -> list[int]:
         """The table's row: weight, moments, number of blocks (or elements), columns, offset."""
-        places = [t.data_ptr() for t in (self.param, *self.state)]
+        addresses = [t.data_ptr() for t in (self.param, *self.state)]
         rows, columns, blocks = grid(tuple(self.param.shape))
         count = rows * blocks if self.is_8bit else self.param.numel()
-        return [*places, *[0] * (5 - len(places)), count, columns, self.offset]
+        return [*addresses, *[0] * (5 - len(addresses)), count, columns, self.offset]
 
-    def whole(self) -> bool:
+    def is_aligned(self) -> bool:
         """Whether all blocks are full and rows begin at multiples of 16 bytes, so that loads need no masks."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
@@ -109,7 +109,7 @@ class Table:
         self.config = config or configuration(capability_of(members[0].param))
         self.indices = np.array([m.index for m in self.members], np.int64)
         self._unscaled = torch.ones((), device=self.device)
-        self.places: list[int] = []
+        self.addresses: list[int] = []
         self.kinds: list[tuple[torch.dtype, bool] | None] = []
         self.launches: list[Launch] = []
 
@@ -188,16 +188,16 @@ class Table:
 
     def _prepare(self, grads: list[torch.Tensor | None]) -> None:
         """Rebuilds tables and launches when a weight's address or the gradients' dtype changed."""
-        places = [m.param.data_ptr() for m in self.members]
+        addresses = [m.param.data_ptr() for m in self.members]
         kinds = [None if g is None else (g.dtype, g.data_ptr() % 16 == 0) for g in grads]
-        if places == self.places and kinds == self.kinds:
+        if addresses == self.addresses and kinds == self.kinds:
             return
-        self.places, self.kinds = places, kinds
+        self.addresses, self.kinds = addresses, kinds
         self.records = torch.tensor([m.record() for m in self.members], dtype=torch.int64).to(self.device)
         together: dict[tuple[bool, torch.dtype, torch.dtype, bool, int], list[int]] = {}
         for i, (m, kind) in enumerate(zip(self.members, kinds, strict=True)):
             if kind is not None:
-                key = (m.is_8bit, m.param.dtype, kind[0], m.whole() and kind[1], m.width())
+                key = (m.is_8bit, m.param.dtype, kind[0], m.is_aligned() and kind[1], m.width())
                 together.setdefault(key, []).append(i)
         self.launches = [
             Launch(*key, torch.from_numpy(self._tiles(ids, key[4])).to(self.device))

@@ -184,17 +184,17 @@ def _check_supported(
     impl: str, softcap: float | None, causal: bool, at_end: bool, sinks: bool, return_lse: bool
 ) -> None:
     """Raises if a backend does not support a call's arguments."""
-    for asked, able, lack in (
+    for requested, supporting, limitation in (
         (softcap is not None, CAPPED, "does not support softcap"),
         (not causal, BIDIRECTIONAL, "supports causal attention only"),
         (not at_end, WITH_OFFSET, "requires the queries to be the last positions"),
         (sinks, WITH_SINKS, "does not support sinks"),
         (return_lse, WITH_LSE, "does not return a differentiable log-sum-exp"),
     ):
-        if asked and impl in IMPLS and impl not in able:
+        if requested and impl in IMPLS and impl not in supporting:
             from trimtab.facts.errors import ModelError
 
-            raise ModelError(f"{impl} {lack}", f"use one of {', '.join(able)}")
+            raise ModelError(f"{impl} {limitation}", f"use one of {', '.join(supporting)}")
 
 
 def _dispatch(

@@ -119,7 +119,7 @@ def _preference(needs: _Requirements) -> tuple[str, ...]:
         # Training with packed documents or a window: 1.7 times as fast as the next on an H200, in 16 bits.
         own = hopper and needs.training and needs.dtype != "fp32"
         masked = ("triton", "varlen") if own else ("varlen",)
-        # flex comes after sdpa_efficient: it compiles at first use, and again for each new shape.
+        # flex comes after sdpa_efficient: it compiles at first use and recompiles for each new shape.
         return (*first, *masked, "sdpa_efficient", "flex", "sdpa_math", "triton", "reference")
     return ("sdpa_flash", "sdpa_math", "reference")
 

@@ -61,10 +61,10 @@ def attention_flex(
 
 @functools.cache  # one function per cap: a new one per call would recompile
 def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    def bend(score: torch.Tensor, b: Any, h: Any, t: Any, s: Any) -> torch.Tensor:
+    def score_mod(score: torch.Tensor, b: Any, h: Any, t: Any, s: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    return bend
+    return score_mod
 
 
 def block_mask(
@@ -90,7 +90,7 @@ def block_mask(
     whole_BQK = (start_K >= highest_BQ[..., None]) & (start_K + BLOCK - 1 <= (start_Q + shift)[:, None])
     whole_BQK = whole_BQK & (start_Q + BLOCK <= T)[:, None]
 
-    def may_see(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def mask_mod(b: torch.Tensor, h: torch.Tensor, t: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         seen = s <= t + shift
         if window is not None:
             seen = seen & (t + shift - s < window)
@@ -102,7 +102,7 @@ def block_mask(
         *_ordered(seen_BQK & ~whole_BQK),
         *_ordered(whole_BQK),
         BLOCK_SIZE=BLOCK,
-        mask_mod=may_see,
+        mask_mod=mask_mod,
         seq_lengths=(T, S),
     )
 

@@ -96,10 +96,10 @@ def _forward(
         m = q.new_full((batch, q.shape[1]), -math.inf)
         l = q.new_zeros(batch, q.shape[1])  # noqa: E741
         o = torch.zeros_like(q)
-        for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
+        for keys in _tiles(0, _visible_end(queries, n_q, n_k, is_causal)):
             s = q @ K[:, keys].to(accumulate).mT * scale
             if is_causal:
-                s = s.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), -math.inf)
+                s = s.masked_fill(_masked_keys(queries, keys, n_q, n_k, Q.device), -math.inf)
             m_new = torch.maximum(m, s.amax(-1))
             base = m_new.masked_fill(m_new == -math.inf, 0)  # no visible key yet: −∞ − −∞ is NaN
             p = torch.exp(s - base[..., None])
@@ -127,18 +127,18 @@ def _backward(
     n_q, n_k, scale = Q.shape[1], K.shape[1], 1 / math.sqrt(Q.shape[-1])
     accumulate = L.dtype
     D = (O.to(accumulate) * dO.to(accumulate)).sum(-1)
-    blind = L.isneginf()
+    is_fully_masked = L.isneginf()
     if dL is not None:
-        D = D - dL.masked_fill(blind, 0)  # for fully masked queries L is a constant
+        D = D - dL.masked_fill(is_fully_masked, 0)  # for fully masked queries L is a constant
     dQ, dK, dV = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (Q, K, V))
     for queries in _tiles(0, n_q):
         q, do = Q[:, queries].to(accumulate), dO[:, queries].to(accumulate)
-        lse = L[:, queries].masked_fill(blind[:, queries], math.inf)  # then p = exp(−∞) = 0
-        for keys in _tiles(0, _seen_by(queries, n_q, n_k, is_causal)):
+        lse = L[:, queries].masked_fill(is_fully_masked[:, queries], math.inf)  # then p = exp(−∞) = 0
+        for keys in _tiles(0, _visible_end(queries, n_q, n_k, is_causal)):
             k, v = K[:, keys].to(accumulate), V[:, keys].to(accumulate)
             p = torch.exp(q @ k.mT * scale - lse[..., None])
             if is_causal:
-                p = p.masked_fill(_hidden(queries, keys, n_q, n_k, Q.device), 0)
+                p = p.masked_fill(_masked_keys(queries, keys, n_q, n_k, Q.device), 0)
             dV[:, keys] += p.mT @ do
             ds = p * (do @ v.mT - D[:, queries, None]) * scale
             dQ[:, queries] += ds @ k
@@ -151,12 +151,12 @@ def _tiles(start: int, stop: int) -> Iterator[slice]:
         yield slice(i, min(i + TILE, stop))
 
 
-def _seen_by(queries: slice, n_q: int, n_k: int, is_causal: bool) -> int:
+def _visible_end(queries: slice, n_q: int, n_k: int, is_causal: bool) -> int:
     """End of the keys visible to any of these queries: later tiles are skipped."""
     return max(min(queries.stop + n_k - n_q, n_k), 0) if is_causal else n_k
 
 
-def _hidden(queries: slice, keys: slice, n_q: int, n_k: int, device: torch.device) -> torch.Tensor:
+def _masked_keys(queries: slice, keys: slice, n_q: int, n_k: int, device: torch.device) -> torch.Tensor:
     """The mask of a tile: keys after each query."""
     i = torch.arange(queries.start, queries.stop, device=device)[:, None] + n_k - n_q
     return torch.arange(keys.start, keys.stop, device=device) > i

@@ -17,7 +17,7 @@ from trimtab.facts.errors import ModelError
 from trimtab.kernels.attention.layout import Layout
 
 # The kernel supports GQA; from torch 2.12 on, varlen_attn needs a flag for it.
-ASKS_FOR_SHARING = "enable_gqa" in inspect.signature(varlen_attn).parameters
+NEEDS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attention_varlen(
@@ -37,7 +37,7 @@ def attention_varlen(
     B, T, H, _ = q_BTHD.shape
     S, K = k_BSKD.shape[1], k_BSKD.shape[2]
     offsets = layout.prepare("varlen", q_BTHD.device, T, window, S=S, B=B)
-    extra: dict[str, Any] = {"enable_gqa": True} if ASKS_FOR_SHARING and H != K else {}
+    extra: dict[str, Any] = {"enable_gqa": True} if NEEDS_GQA_FLAG and H != K else {}
     o_NHD: Any = varlen_attn(
         q_BTHD.flatten(0, 1),
         k_BSKD.flatten(0, 1),

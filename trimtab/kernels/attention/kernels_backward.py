@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from trimtab.kernels.attention.kernels_forward import (
-    FEW,
-    holds_bad,
+    ROWS_PER_PASS,
+    has_non_finite,
     interval,
     key_tile,
     one_row,
@@ -30,10 +30,10 @@ from trimtab.kernels.attention.kernels_forward import (
 
 @triton.jit
 def weights(s, lse, inner, outer, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """p = exp(score − lse) from raw products, and the factor that a soft cap puts on their gradient."""
+    """p = exp(score − lse) from the raw products q · k, and the soft cap's factor on their gradient (1 without one)."""
     if SOFTCAP:
-        bent = tanh(s * inner)
-        return tl.exp2(bent * outer - lse), 1.0 - bent * bent
+        tanh_s = tanh(s * inner)
+        return tl.exp2(tanh_s * outer - lse), 1.0 - tanh_s * tanh_s
     else:
         return tl.exp2(s * inner - lse), 1.0
 
@@ -57,16 +57,16 @@ def query_gradient(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq += ds · k for one block of keys."""
+    """Returns dq + ds · k for one block of keys."""
     k = key_tile(k_ptr, b, g, n, stride_k, S, D, DP, BN, MASKED, TMA)
     v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    p, bend = weights(s, lse[:, None], inner, outer, SOFTCAP)
+    p, cap_slope = weights(s, lse[:, None], inner, outer, SOFTCAP)
     if MASKED:
         j = n + tl.arange(0, BN)
         p = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < end[:, None]), p, 0.0)
-    ds = p * (dp - delta[:, None]) * bend
+    ds = p * (dp - delta[:, None]) * cap_slope
     return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
 
 
@@ -77,9 +77,9 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes dq of FEW rows, keys low … high one at a time: dq = Σ ds · k over a row's visible keys."""
+    """Recomputes dq of ROWS_PER_PASS rows, keys low … high one at a time: dq = Σ ds · k over a row's visible keys."""
     R = T * G
-    r = r0 + tl.arange(0, FEW)
+    r = r0 + tl.arange(0, ROWS_PER_PASS)
     inside = tl.minimum(r, R - 1)
     q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
     do = row_tile(do_ptr, inside, stride_dt, stride_dh, G, D, DP).to(tl.float32)
@@ -90,13 +90,13 @@ def query_gradient_by_key(  # type: ignore[no-untyped-def]
     first, end = interval(
         inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
     )
-    dq = tl.zeros((FEW, DP), tl.float32)
+    dq = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
         k = one_row(k_ptr + row * stride_k, D, DP)[None, :]
         dp = tl.sum(do * one_row(v_ptr + row * stride_v, D, DP)[None, :], 1)
-        p, bend = weights(tl.sum(q * k, 1), lse, inner, outer, SOFTCAP)
-        ds = p * (dp - delta) * bend
+        p, cap_slope = weights(tl.sum(q * k, 1), lse, inner, outer, SOFTCAP)
+        ds = p * (dp - delta) * cap_slope
         dq += tl.where(((j >= first) & (j < end))[:, None], ds[:, None] * k, 0.0)
     tl.debug_barrier()
     store_rows(dq_ptr, dq * scale, r, R, H * D, G, D, DP)
@@ -112,7 +112,7 @@ def attention_query_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dq and D for a tile of rows; loops over the keys as the forward does."""
+    """Computes dq and D for a tile of rows; loops over the keys as the forward does."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(R, BR)
@@ -170,8 +170,8 @@ def attention_query_kernel(  # type: ignore[no-untyped-def]
     store_rows(dq_ptr + base * D, dq * scale, r, R, H * D, G, D, DP)
 
     if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
-        if holds_bad(dq) != 0:
-            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+        if has_non_finite(dq) != 0:
+            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), ROWS_PER_PASS, num_stages=1):
                 dlse = None if dlse_ptr is None else dlse_ptr + base
                 query_gradient_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
@@ -190,13 +190,13 @@ def key_gradients(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     BR: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """dv += pᵀ · do and dk += dsᵀ · q for one block of rows; scores are transposed, [keys, rows]."""
+    """Returns dk + dsᵀ · q and dv + pᵀ · do for one block of rows; scores are transposed, [keys, rows]."""
     t0 = r0 // G
     r = r0 + tl.arange(0, BR)
     if MASKED:
         near = tl.minimum(r, R - 1) - t0 * G
     else:
-        # where tiles start at a group's first head, these are the same for all blocks
+        # if every tile starts at the first head of a group, these offsets are the same for all blocks
         near = tl.arange(0, BR) if BR % G == 0 else r - t0 * G
     t, h = near // G, near % G
     if TMA:
@@ -215,13 +215,13 @@ def key_gradients(  # type: ignore[no-untyped-def]
     vector = t0.to(tl.int64) * H + (t * H + h)
     lse = load_lse(lse_ptr + vector)
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    p, bend = weights(s, lse[None, :], inner, outer, SOFTCAP)
+    p, cap_slope = weights(s, lse[None, :], inner, outer, SOFTCAP)
     if MASKED:
         i = r // G + shift
         p = tl.where((i[None, :] >= i_first[:, None]) & (i[None, :] <= i_last[:, None]), p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    ds = p * (dp - tl.load(delta_ptr + vector)[None, :]) * bend
+    ds = p * (dp - tl.load(delta_ptr + vector)[None, :]) * cap_slope
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
 
 
@@ -234,7 +234,7 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, TWO_SIDED: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes dk and dv of a program's tile of packed rows: FEW keys at a time against one row after the other.
+    """Recomputes dk and dv of a program's tile of packed rows, ROWS_PER_PASS keys at a time, one row after the other.
 
     Without an offset there are as many queries as keys: `launch_triton.backward` passes one in every other case.
     """
@@ -258,8 +258,8 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
         i_start = tl.maximum(low - window + 1, tl.load(key_first_ptr + low))
     if TWO_SIDED or offset is not None:
         i_start = tl.maximum(i_start, shift)
-    for n0 in tl.range(low, stop, FEW, num_stages=1):
-        n = n0 + tl.arange(0, FEW)
+    for n0 in tl.range(low, stop, ROWS_PER_PASS, num_stages=1):
+        n = n0 + tl.arange(0, ROWS_PER_PASS)
         j = tl.minimum(n, S - 1)
         k = row_tile(k_ptr + b * stride_kb + g * stride_kh, j, stride_kt, 0, 1, D, DP).to(tl.float32)
         v = row_tile(v_ptr + b * stride_vb + g * stride_vh, j, stride_vt, 0, 1, D, DP).to(tl.float32)
@@ -267,16 +267,16 @@ def key_gradients_by_row(  # type: ignore[no-untyped-def]
         if TWO_SIDED:
             i_first = tl.maximum(j - window + 1, tl.load(key_first_ptr + j))
         i_last = tl.minimum(tl.minimum(j + window - 1, i_end - 1), tl.load(last_ptr + j))
-        dk = tl.zeros((FEW, DP), tl.float32)
-        dv = tl.zeros((FEW, DP), tl.float32)
+        dk = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
+        dv = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
         for r in tl.range((i_start - shift) * G, (i_stop - shift) * G, num_stages=1):
             i, h = r // G + shift, r % G
             t = tl.cast(r // G, tl.int64)
             vector = (b * num_queries + t) * H + g * G + h
             q = one_row(q_ptr + t * stride_qt + h * stride_qh, D, DP)[None, :]
             do = one_row(do_ptr + t * stride_dt + h * stride_dh, D, DP)[None, :]
-            p, bend = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
-            ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * bend
+            p, cap_slope = weights(tl.sum(k * q, 1), load_lse(lse_ptr + vector), inner, outer, SOFTCAP)
+            ds = p * (tl.sum(v * do, 1) - tl.load(delta_ptr + vector)) * cap_slope
             seen = ((i >= i_first) & (i <= i_last))[:, None]
             dv += tl.where(seen, p[:, None] * do, 0.0)
             dk += tl.where(seen, ds[:, None] * q, 0.0)
@@ -295,7 +295,7 @@ def attention_key_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv for a tile of keys, accumulated over the rows of all heads of the group."""
+    """Computes dk and dv for a tile of keys, accumulated over the rows of all heads of the group."""
     R = T * G
     H = K * G
     num_tiles = tl.cdiv(S, BN)
@@ -369,7 +369,7 @@ def attention_key_kernel(  # type: ignore[no-untyped-def]
     store_rows(dv_ptr + (b64 * S * K + g) * D, dv, rows, S, K * D, 1, D, DP)
 
     if PACKED:
-        bad = holds_bad(tl.abs(dk) + tl.abs(dv))
+        bad = has_non_finite(tl.abs(dk) + tl.abs(dv))
         if bad != 0:
             # Derived from the program id so that the compiler cannot know its value: else it would keep the values
             # computed so far in registers all through the loops.

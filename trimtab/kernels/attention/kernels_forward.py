@@ -2,9 +2,9 @@
 
 The query heads of a group are rows of one matrix: with G = H/K heads per key/value head, row r is query
 r // G of head r % G, so that a tile of 128 rows and G = 4 spans 32 tokens. Its keys are then read once for
-the whole group, and little is computed outside of short documents. A query's visible keys are an interval,
-[first, end), whatever causes it: causality, a window on one side or both, a document. A tile therefore loops from
-its first row's `first` to its last row's `end`; only blocks that are not visible to all of its rows are masked.
+the whole group, and few masked scores are computed around short documents. A query's visible keys are an interval,
+[first, end), for any combination of causal mask, window and document. A tile therefore loops from its first row's
+`first` to its last row's `end`; only blocks that are not visible to all of its rows are masked.
 
 A NaN or an infinity affects only its own document. In a product a masked weight is 0, and 0 · NaN is NaN, so a
 non-finite value would affect every row of a tile. The loops do not check for that: a tile of packed rows whose result
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FEW = tl.constexpr(16)
+ROWS_PER_PASS = tl.constexpr(16)
 """Rows (or keys) per iteration when a tile with non-finite results is recomputed."""
 
 
@@ -104,7 +104,7 @@ def store_rows(ptr, x, r, R, stride_t, G: tl.constexpr, D: tl.constexpr, DP: tl.
 
 
 @triton.jit
-def holds_bad(x):  # type: ignore[no-untyped-def]
+def has_non_finite(x):  # type: ignore[no-untyped-def]
     """1 if a tile contains NaN or infinity, else 0: a scalar."""
     return tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1))
 
@@ -121,7 +121,7 @@ def one_row(ptr, D: tl.constexpr, DP: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """tanh, by its series near zero: 1 − 2/(1 + e²ˣ) loses precision there that a cap of 50 would expose."""
+    """tanh, near zero by its series: 1 − 2/(1 + e²ˣ) loses precision there, which matters for a soft cap of 50."""
     x2 = x * x
     near = x * (1.0 + x2 * (-0.33333333 + x2 * (0.13333333 - x2 * 0.053968254)))
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))
@@ -142,7 +142,8 @@ def attend(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: scores in units of log 2, running maximum m, sum of exp and output acc."""
+    """Processes one block of keys; returns the updated output acc, running maximum m and sum of exp. Scores are in
+    units of log 2."""
     k = key_tile(k_ptr, b, g, n, stride_k, S, D, DP, BN, MASKED, TMA)
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     v = key_tile(v_ptr, b, g, n, stride_v, S, D, DP, BN, MASKED, TMA)
@@ -173,19 +174,19 @@ def attend_by_key(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes o of FEW rows, keys low … high one at a time: o = Σ p · v over a row's visible keys."""
+    """Recomputes o of ROWS_PER_PASS rows, keys low … high one at a time: o = Σ p · v over a row's visible keys."""
     R = T * G
-    r = r0 + tl.arange(0, FEW)
+    r = r0 + tl.arange(0, ROWS_PER_PASS)
     inside = tl.minimum(r, R - 1)
     q = row_tile(q_ptr, inside, stride_qt, stride_qh, G, D, DP).to(tl.float32)
     first, end = interval(
         inside // G, first_ptr, query_last_ptr, T, S, window, offset, CAUSAL, TWO_SIDED, PACKED
     )
-    m = tl.full((FEW,), float("-inf"), tl.float32)
-    total = tl.zeros((FEW,), tl.float32)
+    m = tl.full((ROWS_PER_PASS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS_PER_PASS,), tl.float32)
     if sinks_ptr is not None:
         m, total = sink_only(sinks_ptr + inside % G)
-    acc = tl.zeros((FEW, DP), tl.float32)
+    acc = tl.zeros((ROWS_PER_PASS, DP), tl.float32)
     for j in tl.range(low, high, num_stages=1):
         row = tl.cast(j, tl.int64)
         s = tl.sum(q * one_row(k_ptr + row * stride_k, D, DP)[None, :], 1) * inner
@@ -215,7 +216,7 @@ def attention_forward_kernel(  # type: ignore[no-untyped-def]
     CAUSAL: tl.constexpr, TWO_SIDED: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """o and its log-sum-exp for a tile of rows of one (batch, key/value head).
+    """Computes o and its log-sum-exp for a tile of rows of one (batch, key/value head).
 
     k_ptr and v_ptr may be descriptors; k_rows_ptr and v_rows_ptr point to the same tensors. sinks_ptr (a logit per
     head), query_last_ptr (the last key of each query's document, where attention is not causal) and offset are None in
@@ -271,16 +272,16 @@ def attention_forward_kernel(  # type: ignore[no-untyped-def]
             inner, outer, True, SOFTCAP, D, DP, BN, PRECISION, TMA,
         )  # fmt: skip
 
-    blind = total == 0.0
-    acc = acc / tl.where(blind, 1.0, total)[:, None]
-    lse = tl.where(blind, float("-inf"), (m + tl.log2(tl.where(blind, 1.0, total))) * 0.6931471805599453)
+    no_keys = total == 0.0
+    acc = acc / tl.where(no_keys, 1.0, total)[:, None]
+    lse = tl.where(no_keys, float("-inf"), (m + tl.log2(tl.where(no_keys, 1.0, total))) * 0.6931471805599453)
     H = K * G
     store_rows(o_ptr + (b64 * T * H + g * G) * D, acc, r, R, H * D, G, D, DP)
     tl.store(lse_ptr + b64 * T * H + g * G + (r // G).to(tl.int64) * H + r % G, lse, mask=r < R)
 
     if PACKED:  # noqa: SIM102  (decided at compile time, the next one not)
-        if holds_bad(acc) != 0:
-            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), FEW, num_stages=1):
+        if has_non_finite(acc) != 0:
+            for r0 in tl.range(tile * BR, tl.minimum(tile * BR + BR, R), ROWS_PER_PASS, num_stages=1):
                 attend_by_key(
                     q_ptr, k_rows_ptr + b64 * stride_kb + g64 * stride_kh,
                     v_rows_ptr + b64 * stride_vb + g64 * stride_vh,

@@ -130,7 +130,7 @@ def backward(
 def _sink_gradient(
     sinks_H: torch.Tensor | None, lse_BTH: torch.Tensor, delta_BTH: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(dsinks_H,) = −Σ exp(sink − lse) · D, where D includes the gradient of lse; () without sinks."""
+    """Returns (dsinks_H,) = −Σ exp(sink − lse) · D, where D includes the gradient of lse; () without sinks."""
     if sinks_H is None:
         return ()
     p_BTH = torch.sub(sinks_H.float(), lse_BTH).exp_()
@@ -162,8 +162,8 @@ def check(q_BTHD: torch.Tensor, k_BSKD: torch.Tensor, v_BSKD: torch.Tensor) -> N
 
 def _with_supported_strides(x: torch.Tensor) -> torch.Tensor:
     """Returns x if the kernels support its strides; a copy if a head is not contiguous or row strides are too large."""
-    walkable = x.stride(-1) == 1 and x.stride(1) < MAX_STRIDE and x.stride(2) < MAX_STRIDE
-    return x if walkable else x.contiguous()
+    is_supported = x.stride(-1) == 1 and x.stride(1) < MAX_STRIDE and x.stride(2) < MAX_STRIDE
+    return x if is_supported else x.contiguous()
 
 
 def _as_kernel_arguments(

@@ -26,7 +26,7 @@ MAX_CACHED_FORMS = 8
 
 @dataclass(frozen=True)
 class Mask:
-    """Form for masked backends. With `bias` None, either plain causal attention or no mask."""
+    """Form for masked backends. If `bias` is None, `is_causal` decides between a causal mask and no mask."""
 
     bias: torch.Tensor | None
     """[B or 1, 1, T, S] in the dtype of the queries: 0 where a key is visible, −∞ elsewhere."""
@@ -50,9 +50,9 @@ class Offsets:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Form for `triton`: the first and the last token of a token's document, counted from the first key.
+    """Form for `triton`: the first and the last token of each token's document, counted from the first key.
 
-    int32 on the device, None if each row is one document. Causal attention reads the first two.
+    int32 on the device, None if each row is one document. Causal attention reads `first_BT` and `last_BS` only.
     """
 
     first_BT: torch.Tensor | None
@@ -65,8 +65,8 @@ class Bounds:
 
 def effective_window(window: int | None, T: int, S: int, offset: int, causal: bool) -> int | None:
     """Returns the window, or None if it masks no key of any query."""
-    reach = offset + T if causal else max(offset + T, S - offset)
-    return None if window is None or window >= reach else window
+    max_distance = offset + T if causal else max(offset + T, S - offset)
+    return None if window is None or window >= max_distance else window
 
 
 class Layout:
@@ -215,12 +215,12 @@ class Layout:
         keys_fit = S == L if self.first_key is None else 0 <= first_key <= L - S
         if not keys_fit or not 0 <= first_key + offset <= L - T:
             raise ModelError(
-                f"documents of {L} tokens do not describe {T} queries from {first_key + offset} on and {S} keys from "
-                f"{first_key} on",
+                f"the layout has documents of {L} tokens, but the call has {T} queries from position "
+                f"{first_key + offset} on and {S} keys from position {first_key} on",
                 "with a key/value cache give the documents of all keys, or Layout.causal()",
             )
 
-    def ready(
+    def as_prepared(
         self,
         impl: str,
         device: torch.device | str,
@@ -237,7 +237,7 @@ class Layout:
         them. A prepared layout is tensors and a flag, so that other lengths and documents do not recompile.
 
         Example:
-            >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).ready("triton", "cpu", 3)
+            >>> ready = Layout.packed(torch.tensor([[0, 0, 1]])).as_prepared("triton", "cpu", 3)
             >>> ready.prepare("triton", "cpu", 3).first_BT
             tensor([[0, 0, 2]], dtype=torch.int32)
         """
@@ -293,8 +293,8 @@ class Layout:
             fully_masked_BT = ~seen_BTS.any(-1)
             seen_BTS = seen_BTS | fully_masked_BT[:, :, None]
         # Rows are padded to 8 elements: otherwise CUDA's memory-efficient kernel would copy the mask in each layer.
-        room_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
-        bias_BTS = room_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
+        padded_BTS = torch.empty(*seen_BTS.shape[:2], -(-S // 8) * 8, device=device, dtype=dtype)
+        bias_BTS = padded_BTS[:, :, :S].fill_(float("-inf")).masked_fill_(seen_BTS, 0.0)
         return Mask(bias_BTS[:, None], is_causal=False, fully_masked_BT=fully_masked_BT)
 
     def _offsets(self, B: int, T: int, S: int, device: torch.device) -> Offsets:
@@ -343,7 +343,7 @@ class Layout:
 
 
 class PreparedLayout(Layout):
-    """A layout with a single prepared form (`Layout.ready`), for one backend, window and length."""
+    """A layout with a single prepared form (`Layout.as_prepared`), for one backend, window and length."""
 
     def __init__(self, form: Any, documents_BT: torch.Tensor | None) -> None:
         super().__init__(documents_BT)

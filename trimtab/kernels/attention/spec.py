@@ -57,13 +57,13 @@ CASES = (
     Case("plain", B=2, T=64, S=64, H=4, K=4, D=32),
     Case("one token", B=1, T=1, S=1, H=1, K=1, D=8),
     Case("odd", B=3, T=37, S=37, H=3, K=1, D=24),
-    Case("past a tile", B=1, T=193, S=193, H=2, K=2, D=64, scale=0.3),
+    Case("longer than a tile", B=1, T=193, S=193, H=2, K=2, D=64, scale=0.3),
     Case("grouped", B=2, T=65, S=65, H=8, K=2, D=16),
     Case("window", B=2, T=70, S=70, H=4, K=2, D=16, window=9),
     Case("window of one", B=1, T=19, S=19, H=2, K=2, D=16, window=1),
-    Case("window past the end", B=1, T=19, S=19, H=2, K=2, D=16, window=50),
+    Case("window longer than the sequence", B=1, T=19, S=19, H=2, K=2, D=16, window=50),
     Case("packed", B=2, T=60, S=60, H=4, K=2, D=16, documents=((60,), (1, 17, 2, 40))),
-    Case("packed ones", B=1, T=9, S=9, H=2, K=1, D=16, documents=((1,) * 9,)),
+    Case("packed documents of one token", B=1, T=9, S=9, H=2, K=1, D=16, documents=((1,) * 9,)),
     Case("packed, window", B=2, T=150, S=150, H=2, K=1, D=32, window=13, documents=((100, 50), (3, 130, 17))),
     Case("decode", B=3, T=1, S=41, H=4, K=2, D=16),
     Case("decode, window", B=2, T=1, S=41, H=4, K=2, D=16, window=7),
@@ -92,11 +92,14 @@ OPTION_CASES = (
     Case("offset, window", B=1, T=20, S=40, H=2, K=2, D=16, offset=3, window=9),
     Case("offset, packed, grouped", B=2, T=12, S=40, H=4, K=2, D=16, offset=17, documents=((40,), (20, 3, 17))),
     Case("packed, queries last", B=1, T=12, S=40, H=2, K=1, D=16, documents=((31, 9),), window=8),
-    Case("before the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=-5),
-    Case("past the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=15),
-    Case("past the keys, window", B=1, T=40, S=20, H=2, K=1, D=16, offset=5, window=6),
-    Case("all past the keys", B=1, T=4, S=20, H=2, K=1, D=16, offset=50, window=6),
-    Case("not causal, blind on both sides", B=1, T=40, S=9, H=2, K=1, D=16, offset=-15, window=5, causal=False),
+    Case("first queries before the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=-5),
+    Case("last queries after the keys", B=1, T=12, S=20, H=2, K=2, D=16, offset=15),
+    Case("last queries after the keys, window", B=1, T=40, S=20, H=2, K=1, D=16, offset=5, window=6),
+    Case("all queries after the keys", B=1, T=4, S=20, H=2, K=1, D=16, offset=50, window=6),
+    Case(
+        "not causal, first and last rows fully masked", B=1, T=40, S=9, H=2, K=1, D=16, offset=-15, window=5,
+        causal=False,
+    ),
     Case("sinks", B=2, T=21, S=21, H=3, K=1, D=16, sinks=True),
     Case("sinks, more keys", B=1, T=4, S=37, H=2, K=2, D=8, window=20, sinks=True),
     Case(
@@ -105,7 +108,10 @@ OPTION_CASES = (
     ),
     Case("sinks, soft cap", B=1, T=12, S=12, H=2, K=1, D=16, scale=0.5, softcap=2.0, sinks=True),
     Case("sinks, queries before any key", B=1, T=12, S=7, H=2, K=1, D=16, sinks=True),
-    Case("sinks, not causal, blind", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5, causal=False, sinks=True),
+    Case(
+        "sinks, not causal, rows fully masked", B=1, T=30, S=9, H=2, K=1, D=16, offset=-9, window=5,
+        causal=False, sinks=True,
+    ),
 )  # fmt: skip
 """Arguments that a decoder in training does not use: small shapes, since the interpreter is slow."""
 

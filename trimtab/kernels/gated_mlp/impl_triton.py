@@ -24,8 +24,8 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     else:
         share = 1.0 / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
         # for large x the polynomial overflows while the slope is 0: keep their product finite
-        near = tl.minimum(tl.maximum(x, -64.0), 64.0)
-        slope = share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * near * near)
+        clamped = tl.minimum(tl.maximum(x, -64.0), 64.0)
+        slope = share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * clamped * clamped)
     return x * share, share + x * slope
 
 
@@ -148,8 +148,8 @@ def _can_overwrite(gate: torch.Tensor, up: torch.Tensor) -> bool:
     """Whether each owns its storage and is contiguous; False for parameters and for tensors that are being traced."""
     if type(gate) is not torch.Tensor:
         return False
-    apart = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
-    return apart and gate.is_contiguous() and up.is_contiguous()
+    separate_storages = gate.untyped_storage().data_ptr() != up.untyped_storage().data_ptr()
+    return separate_storages and gate.is_contiguous() and up.is_contiguous()
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]

@@ -19,7 +19,7 @@ TILE = 4096
 
 
 @triton.jit
-def rounded(value):  # type: ignore[no-untyped-def]
+def round_to_nearest(value):  # type: ignore[no-untyped-def]
     """Rounds to the nearest integer, half to even, for |value| < 2²²: the sum has no mantissa bits for a fraction."""
     return (value + 12582912.0) - 12582912.0
 
@@ -45,13 +45,13 @@ def parameters(low, high, AFFINE: tl.constexpr):  # type: ignore[no-untyped-def]
     tiny = scale < SMALLEST_NORMAL
     scale = tl.where(tiny, 0.0, scale)
     inverse = tl.where(tiny, 0.0, tl.div_rn(tl.zeros_like(scale) + 1.0, tl.where(tiny, 1.0, scale)))
-    zero = rounded(-low * inverse) - 128.0 if AFFINE else scale * 0.0
+    zero = round_to_nearest(-low * inverse) - 128.0 if AFFINE else scale * 0.0
     return scale, inverse, zero
 
 
 @triton.jit
-def coded(value, inverse, zero, AFFINE: tl.constexpr):  # type: ignore[no-untyped-def]
-    code = rounded(value * inverse) + zero
+def encode(value, inverse, zero, AFFINE: tl.constexpr):  # type: ignore[no-untyped-def]
+    code = round_to_nearest(value * inverse) + zero
     lowest = -128.0 if AFFINE else -127.0
     return tl.minimum(tl.maximum(code, lowest), 127.0).to(tl.int8)
 
@@ -74,7 +74,7 @@ def _groups_kernel(  # type: ignore[no-untyped-def]
     # groups past the end have no extremes
     low, high = tl.where(inside_S, low, 0.0), tl.where(inside_S, high, 0.0)
     scale, inverse, zero = parameters(low, high, AFFINE)
-    tl.store(codes_ptr + at, coded(x, inverse[:, None], zero[:, None], AFFINE), mask=inside)
+    tl.store(codes_ptr + at, encode(x, inverse[:, None], zero[:, None], AFFINE), mask=inside)
     tl.store(scale_ptr + s, scale, mask=inside_S)
     if AFFINE:
         tl.store(zero_ptr + s, zero.to(tl.int8), mask=inside_S)
@@ -105,7 +105,7 @@ def _long_kernel(  # type: ignore[no-untyped-def]
     for done in range(0, count, TILE):
         inside = done + lane < count
         x = tl.load(x_ptr + start + done + lane, mask=inside, other=0.0).to(tl.float32)
-        tl.store(codes_ptr + start + done + lane, coded(x, inverse, zero, AFFINE), mask=inside)
+        tl.store(codes_ptr + start + done + lane, encode(x, inverse, zero, AFFINE), mask=inside)
     one = tl.arange(0, 1)
     tl.store(scale_ptr + s + one, scale)
     if AFFINE:
@@ -123,7 +123,7 @@ def _tensor_kernel(  # type: ignore[no-untyped-def]
     scale, inverse, zero = parameters(
         tl.load(low_ptr + one).to(tl.float32), tl.load(high_ptr + one).to(tl.float32), AFFINE
     )
-    tl.store(codes_ptr + at, coded(x, inverse, zero, AFFINE), mask=at < count)
+    tl.store(codes_ptr + at, encode(x, inverse, zero, AFFINE), mask=at < count)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr + one, scale)
         if AFFINE:

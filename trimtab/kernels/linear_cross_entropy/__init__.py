@@ -73,11 +73,11 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(hidden, head, torch.tensor([1, -100, 7]), reduction="sum")  # 2 · log 8
         tensor(4.1589)
     """
-    from trimtab.kernels.linear_cross_entropy.inputs import check_inputs, gradient_dtype, under_autocast
+    from trimtab.kernels.linear_cross_entropy.inputs import cast_for_autocast, check_inputs, gradient_dtype
     from trimtab.kernels.linear_cross_entropy.objective import Objective
 
-    hidden_NC, weight_VC = under_autocast(hidden_NC), under_autocast(weight_VC)
-    bias_V = None if bias_V is None else under_autocast(bias_V)
+    hidden_NC, weight_VC = cast_for_autocast(hidden_NC), cast_for_autocast(weight_VC)
+    bias_V = None if bias_V is None else cast_for_autocast(bias_V)
     check_inputs(hidden_NC, weight_VC, bias_V, labels_N, token_weights_N, ignore_index)
     assert reduction in REDUCTIONS, f"reduction must be one of {REDUCTIONS}, not {reduction!r}"
     objective = Objective(label_smoothing, z_loss, softcap or 0.0)

@@ -60,7 +60,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _Rows:
+class _LogProbabilities:
     """Computes log-probabilities chunk by chunk, in buffers that all chunks share.
 
     On a CPU, newly allocated memory for every chunk would cost page faults, as much time as its softmax.
@@ -167,11 +167,13 @@ def _losses(
     rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns (weight · loss, 0 where ignored; the label's log-probability; the log-sum-exp)."""
-    walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
+    log_probabilities = _LogProbabilities(hidden_NC, weight_VC, bias_V, objective, rows)
     found_3N = hidden_NC.new_empty(3, hidden_NC.shape[0], dtype=_wide(hidden_NC))
     for part in _parts(hidden_NC.shape[0], rows):
         for place_N, value_n in zip(
-            found_3N, walk.statistics(*walk(hidden_NC[part]), labels_N[part]), strict=True
+            found_3N,
+            log_probabilities.statistics(*log_probabilities(hidden_NC[part]), labels_N[part]),
+            strict=True,
         ):
             place_N[part] = value_n
     losses_N, logp_N, lse_N = found_3N
@@ -202,14 +204,14 @@ class _Summed(torch.autograd.Function):
         grad_weight_VC = hidden_NC.new_zeros(V, C, dtype=wide) if needs_weight else None
         grad_bias_V = hidden_NC.new_zeros(V, dtype=wide) if needs_bias else None
         losses_N = hidden_NC.new_empty(N, dtype=wide)
-        walk = _Rows(hidden_NC, weight_VC, bias_V, objective, rows)
+        log_probabilities = _LogProbabilities(hidden_NC, weight_VC, bias_V, objective, rows)
         for part in _parts(N, rows):
             # An ignored token is masked by its hidden state: n × C elements instead of n × V. Before the logits, since
             # a gradient that overflowed would give NaN even times zero.
             h_nC = hidden_NC[part].masked_fill(~kept_N[part, None], 0.0)
-            raw_nV, logp_nV = walk(h_nC)
+            raw_nV, logp_nV = log_probabilities(h_nC)
             kept_n, scale_n = kept_N[part], None if weights_N is None else weights_N[part]
-            loss_n, logp_n, lse_n = walk.statistics(raw_nV, logp_nV, labels_N[part])
+            loss_n, logp_n, lse_n = log_probabilities.statistics(raw_nV, logp_nV, labels_N[part])
             losses_N[part] = torch.where(kept_n, loss_n if scale_n is None else loss_n * scale_n, 0.0)
             at_label_n = _at_label(objective, V, logp_n, lse_n)
             d_nV = _gradient_(raw_nV, logp_nV, objective, V, lse_n, labels_N[part], at_label_n, scale_n)

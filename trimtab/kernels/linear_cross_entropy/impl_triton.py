@@ -23,10 +23,11 @@ from trimtab.kernels.linear_cross_entropy.schedule import MAX_CHUNKS, blocks, ro
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 PROGRAMS = 264
-"""Fewer rows are split into parts, so that every multiprocessor of a large GPU (132 here) has two programs."""
-HALF_GROWTH = 1024.0
+"""If there are fewer rows, each is split into parts, so that every multiprocessor of a large GPU (132) has two
+programs."""
+FP16_GRADIENT_SCALE = 1024.0
 """Factor on gradients of logits while they are stored in fp16."""
-LARGEST_HALF_SCALE = 32.0
+MAX_FP16_TOKEN_WEIGHT = 32.0
 """Largest token weight in fp16: 32 · 1024 leaves a factor of two below fp16's 65,504, for a z-loss."""
 GRADIENT_BLOCKS = 4
 """Blocks of a row per program of the gradient kernel."""
@@ -34,7 +35,7 @@ GRADIENT_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Configuration:
-    """L lanes of E entries are read at once by `warps` warps."""
+    """Launch configuration: `warps` warps read L lanes of E entries at once."""
 
     L: int
     E: int
@@ -42,14 +43,17 @@ class Configuration:
 
 
 def configuration(kernel: str, width: int, columns: int) -> Configuration:
-    """Launch configuration of kernel "rows", "numbers" or "gradient", for rows of `columns` elements of `width` bytes.
+    """Returns the launch configuration of a kernel for rows of `columns` elements of `width` bytes.
+
+    kernel: "rows" (`loss_and_gradient_kernel`), "statistics" or "gradient".
 
     The same on every GPU (32 to 64 registers, hardly any shared memory). Measured on an H200 in bf16, of eight
     pairs of lanes and warps: "rows" at 49,152 entries 0.52 ms against 0.58 with 512 lanes, at 128,256 entries 0.80
-    against 0.82 with 1024; "numbers" and "gradient" reach 4.2 and 3.9 TB/s, the copy bandwidth, with many pairs.
+    against 0.82 with 1024; "statistics" and "gradient" reach 4.2 and 3.9 TB/s, the copy bandwidth, with many pairs.
     """
-    lanes = {"rows": 1024 if columns * width <= 128 * 1024 else 512, "numbers": 512, "gradient": 256}[kernel]
-    warps = {"rows": 16, "numbers": 8, "gradient": 4}[kernel]
+    row_lanes = 1024 if columns * width <= 128 * 1024 else 512
+    lanes = {"rows": row_lanes, "statistics": 512, "gradient": 256}[kernel]
+    warps = {"rows": 16, "statistics": 8, "gradient": 4}[kernel]
     return Configuration(lanes, 16 // width, warps)
 
 
@@ -127,8 +131,8 @@ def row_statistics(
     """partials_4nS of rows whose column 0 is entry `first` of the vocabulary."""
     n, v = logits_nv.shape
     partials_4nS = torch.empty(4, n, parts, dtype=torch.float32, device=logits_nv.device)
-    chosen = configuration("numbers", logits_nv.element_size(), v)
-    kernels.row_numbers_kernel[(n, parts)](
+    chosen = configuration("statistics", logits_nv.element_size(), v)
+    kernels.row_statistics_kernel[(n, parts)](
         logits_nv,
         labels_n,
         partials_4nS,
@@ -183,7 +187,7 @@ def gradient_(
 
 
 def scale_(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """x ← x · factor, a device scalar; costs only the launch where it is 1."""
+    """x ← x · factor, a device scalar; if the factor is 1, only the launch takes time."""
     assert x.is_contiguous(), x.stride()
     check_device(kernels.scale_kernel, x)
     if x.numel():
@@ -221,20 +225,20 @@ def summed(
         grad_weight_VC.zero_()
     losses_N = hidden_NC.new_empty(N, dtype=torch.float32)
     # fp16 cannot represent p = 1e-5 accurately: gradients of logits are stored times 1024, and the products, which
-    # accumulate in fp32, divide by it. `operators.triton_loss` keeps scales within `LARGEST_HALF_SCALE` for it.
-    grown = HALF_GROWTH if hidden_NC.dtype == torch.float16 else 1.0
+    # accumulate in fp32, divide by it. `operators.triton_loss` keeps scales within `MAX_FP16_TOKEN_WEIGHT` for it.
+    gradient_scale = FP16_GRADIENT_SCALE if hidden_NC.dtype == torch.float16 else 1.0
     buffer = hidden_NC.new_empty(min(rows, N), row_stride(V))
     for part in _parts(N, rows):
         h_nC = hidden_NC[part]
         d_nV = buffer[: h_nC.shape[0], :V]
         _logits(h_nC, weight_VC, bias_V, d_nV)
-        loss_and_gradient_(d_nV, labels_N[part], scale_N[part], losses_N[part], objective, grown)
+        loss_and_gradient_(d_nV, labels_N[part], scale_N[part], losses_N[part], objective, gradient_scale)
         if wanted[0]:
-            _product_(grad_hidden_NC[part], d_nV, weight_VC, beta=0.0, alpha=1 / grown)
+            _product_(grad_hidden_NC[part], d_nV, weight_VC, beta=0.0, alpha=1 / gradient_scale)
         if wanted[1]:
-            _product_(grad_weight_VC, d_nV.t(), h_nC, beta=float(part.start > 0), alpha=1 / grown)
+            _product_(grad_weight_VC, d_nV.t(), h_nC, beta=float(part.start > 0), alpha=1 / gradient_scale)
         if wanted[2]:
-            grad_bias_V.add_(d_nV.sum(0, dtype=torch.float32), alpha=1 / grown)
+            grad_bias_V.add_(d_nV.sum(0, dtype=torch.float32), alpha=1 / gradient_scale)
     if wanted[1]:
         grad_weight_VC = grad_weight_VC.to(weight_gradient_dtype)
     return losses_N.sum(), grad_hidden_NC, grad_weight_VC, grad_bias_V
@@ -250,10 +254,10 @@ def partials(
     first: int = 0,
 ) -> torch.Tensor:
     """partials_4NS of all rows, the input of `objective.combine`; weight's entries start at `first`."""
-    check_device(kernels.row_numbers_kernel, hidden_NC)
+    check_device(kernels.row_statistics_kernel, hidden_NC)
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
     rows = max(min(rows, N), 1)
-    parts = _num_parts(rows, V, configuration("numbers", hidden_NC.element_size(), V))
+    parts = _num_parts(rows, V, configuration("statistics", hidden_NC.element_size(), V))
     buffer = hidden_NC.new_empty(rows, row_stride(V))
     out_4NS = torch.empty(4, N, parts, dtype=torch.float32, device=hidden_NC.device)
     for part in _parts(N, rows):

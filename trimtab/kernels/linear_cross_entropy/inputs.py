@@ -37,7 +37,7 @@ def check_inputs(
     check_labels(labels_N, weight_VC.shape[0], ignore_index)
 
 
-def under_autocast(tensor: torch.Tensor) -> torch.Tensor:
+def cast_for_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """Casts the tensor to autocast's dtype if autocast is enabled, as for any other matrix product."""
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:

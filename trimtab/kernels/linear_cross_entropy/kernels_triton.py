@@ -36,7 +36,7 @@ def _expm1(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _seen(z_LE, m_L, s_L, t_L, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _update_statistics(z_LE, m_L, s_L, t_L, SUMMED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Updates running maximum and sums per lane: one exponential per E entries to rescale, no synchronization."""
     new_L = tl.maximum(m_L, tl.max(z_LE, axis=1))
     s_L = s_L * tl.exp(m_L - new_L) + tl.sum(tl.exp(z_LE - new_L[:, None]), axis=1)
@@ -46,7 +46,7 @@ def _seen(z_LE, m_L, s_L, t_L, SUMMED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def _row_numbers(  # type: ignore[no-untyped-def]
+def _row_statistics(  # type: ignore[no-untyped-def]
     row_ptr,
     start,
     stop,
@@ -67,7 +67,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
         z_LE = tl.load(row_ptr + _block(at, L, E)).to(tl.float32)
         if CAPPED:
             z_LE = softcap * _tanh(z_LE / softcap)
-        m_L, s_L, t_L = _seen(z_LE, m_L, s_L, t_L, SUMMED)
+        m_L, s_L, t_L = _update_statistics(z_LE, m_L, s_L, t_L, SUMMED)
     if whole < stop:
         column_LE = _block(whole, L, E)
         z_LE = tl.load(row_ptr + column_LE, mask=column_LE < stop, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
         if SUMMED:  # not accumulated into t_L: Triton 3.6 does not compile a loop's sum that is used twice
             tail_L = tl.sum(z_LE, axis=1)
         z_LE = tl.where(column_LE < stop, z_LE, -float("inf"))
-        m_L, s_L, tail_L = _seen(z_LE, m_L, s_L, tail_L, False)
+        m_L, s_L, tail_L = _update_statistics(z_LE, m_L, s_L, tail_L, False)
     m = tl.max(m_L, axis=0)
     return m, tl.sum(s_L * tl.exp(m_L - m), axis=0), tl.sum(t_L, axis=0) + tl.sum(tail_L, axis=0)
 
@@ -85,7 +85,7 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 def _gradient(  # type: ignore[no-untyped-def]
     raw_LE, column_LE, label, at_label, lse, slope, flat, scale, softcap, CAPPED: tl.constexpr
 ):
-    """scale · ∂loss/∂raw: p · slope − flat, with the label's own value at the label."""
+    """Returns scale · ∂loss/∂raw: p · slope − flat, and `at_label` at the label."""
     z_LE = raw_LE
     if CAPPED:
         t_LE = _tanh(raw_LE / softcap)
@@ -173,7 +173,7 @@ def loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
     live = scale != 0.0
     z_label = _label_logit(row_ptr, label, live, softcap, CAPPED)
     stop = tl.where(live, columns, 0)
-    m, s, t = _row_numbers(row_ptr, 0, stop, softcap, CAPPED, SMOOTHED, L, E)
+    m, s, t = _row_statistics(row_ptr, 0, stop, softcap, CAPPED, SMOOTHED, L, E)
     log = tl.log(tl.where(live, s, 1.0))
     m = tl.where(live, m, 0.0)
     lse = m + log
@@ -201,7 +201,7 @@ def loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["part_blocks", "first", "parts", "plane"])
-def row_numbers_kernel(  # type: ignore[no-untyped-def]
+def row_statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     labels_ptr,
     partials_ptr,
@@ -225,7 +225,7 @@ def row_numbers_kernel(  # type: ignore[no-untyped-def]
     label = (tl.load(labels_ptr + row) - first).to(tl.int32)
     inside = (label >= start) & (label < stop)
     z_label = _label_logit(row_ptr, label, inside, softcap, CAPPED)
-    m, s, t = _row_numbers(row_ptr, start, stop, softcap, CAPPED, True, L, E)
+    m, s, t = _row_statistics(row_ptr, start, stop, softcap, CAPPED, True, L, E)
     out_ptr = partials_ptr + row * parts + part
     tl.store(out_ptr, m)
     tl.store(out_ptr + plane, s)
@@ -276,7 +276,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x ← x · factor; x is not read where the factor is 1, the usual case. Few programs that stride."""
+    """x ← x · factor; x is not read if the factor is 1, the usual case. A fixed number of programs loops over x."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK

@@ -1,8 +1,8 @@
 """The Triton implementation as torch operators, and the function behind impl="triton".
 
 linear_cross_entropy_summed     Σ scale · loss with its gradients; differentiable: its backward scales them
-linear_cross_entropy_losses     scale · loss per token, and lse and nll; differentiable through …
-linear_cross_entropy_gradients  … this one
+linear_cross_entropy_losses     scale · loss per token, and lse and nll; its backward is the next operator
+linear_cross_entropy_gradients  gradients of hidden, weight and bias for known lse and nll
 linear_cross_entropy_partials   the row statistics of a vocabulary shard (`shards.py`)
 linear_cross_entropy_scale_     x ← x · factor
 """
@@ -306,4 +306,4 @@ def _overflow_factor(scale_N: Tensor) -> Tensor:
     """
     sizes_N = scale_N.abs().nan_to_num(nan=0.0, posinf=0.0)
     largest = torch.cat((sizes_N, sizes_N.new_zeros(1))).amax()
-    return (largest / impl_triton.LARGEST_HALF_SCALE).clamp(min=1.0)
+    return (largest / impl_triton.MAX_FP16_TOKEN_WEIGHT).clamp(min=1.0)

@@ -1,6 +1,6 @@
 """Vocabulary-parallel cross-entropy: per-shard statistics, their combination, and per-shard gradients.
 
-    partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank; logits are not sent
+    partials_4N = shard_partials(hidden, weight_shard, labels, first=…)         on every rank; logits stay there
     statistics  = combine_partials(torch.stack(all ranks' partials))            16 bytes per token and rank, gathered
     losses_N    = statistics.losses(objective)
     gradients   = shard_gradients(upstream_N, hidden, weight_shard, labels, statistics, …)
@@ -9,7 +9,7 @@ The gradient of hidden is that of one shard: sum it over ranks. Weight's and bia
 the same values in the same order, so their losses are bitwise identical.
 
 For authors of vocabulary-parallel (tensor-parallel) training loops, who gather the partials with their own process
-group. No recipe splits the vocabulary, and trimtab's decoder does not use this module.
+group. No recipe shards the vocabulary, and trimtab's decoder does not use this module.
 """
 
 # N tokens, C hidden size, V entries of the shard, S shards

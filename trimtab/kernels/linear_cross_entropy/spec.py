@@ -68,7 +68,7 @@ class Case:
     bias: bool = False
     chunk_tokens: int | None = None
     spread: float = 1.0
-    """Standard deviation of the logits: 1 is flat, 20 puts all probability on one entry."""
+    """Standard deviation of the logits: 1 gives flat probabilities, 20 puts nearly all probability on one entry."""
     aligned: float = 0.0
     """Alignment of hidden states with their label: 1 raises the label's logit by `spread`²."""
     label_smoothing: float = 0.0
@@ -83,22 +83,22 @@ class Case:
 
 CASES = (
     Case("plain", N=64, C=32, V=96),
-    Case("one of each", N=1, C=1, V=1),
+    Case("one token, one feature, one entry", N=1, C=1, V=1),
     Case("one token", N=1, C=16, V=33),
     Case("odd, a ragged last chunk", N=37, C=19, V=53, ignored=0.3, chunk_tokens=8),
     Case("chunks of one", N=5, C=8, V=17, chunk_tokens=1),
-    Case("a chunk past the end", N=5, C=8, V=17, chunk_tokens=100),
+    Case("a chunk longer than the input", N=5, C=8, V=17, chunk_tokens=100),
     Case("bias", N=33, C=16, V=40, ignored=0.2, bias=True, chunk_tokens=10),
     Case("all ignored", N=12, C=8, V=20, ignored=1.0, bias=True, chunk_tokens=5),
     Case("peaked", N=48, C=32, V=64, spread=20.0, chunk_tokens=16),
-    Case("pointing at the label", N=40, C=32, V=70, spread=2.5, aligned=1.0, chunk_tokens=16),
+    Case("logits aligned with the label", N=40, C=32, V=70, spread=2.5, aligned=1.0, chunk_tokens=16),
     Case("large vocabulary", N=24, C=16, V=5000, ignored=0.5, chunk_tokens=7),
     Case("smoothed", N=30, C=16, V=45, ignored=0.2, bias=True, chunk_tokens=11, label_smoothing=0.1),
     Case("z-loss", N=30, C=16, V=45, ignored=0.2, chunk_tokens=11, z_loss=0.01),
     Case("capped", N=30, C=16, V=45, spread=8.0, ignored=0.2, chunk_tokens=11, softcap=10.0),
     Case("weighted", N=30, C=16, V=45, ignored=0.2, chunk_tokens=11, weighted=True),
     Case(
-        "all at once",
+        "all options",
         N=21,
         C=9,
         V=75,

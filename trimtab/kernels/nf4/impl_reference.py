@@ -17,19 +17,19 @@ CHUNK = 1 << 22  # values per chunk: 50 MB of fp32 copies and indices
 CACHED = 1 << 18  # the same for cheap loops, where a CPU's cache size matters
 
 
-def flushed(value: torch.Tensor) -> torch.Tensor:
+def flush_subnormals(value: torch.Tensor) -> torch.Tensor:
     """Flushes subnormal fp32 values to zeros of their sign, as in code compiled with fast math."""
     return torch.where(value.abs() < spec.SMALLEST_NORMAL, value * 0.0, value)
 
 
 def reciprocal(absmax_K: torch.Tensor) -> torch.Tensor:
     """1 / absmax [K], with subnormals flushed to zero."""
-    return flushed(absmax_K.reciprocal())
+    return flush_subnormals(absmax_K.reciprocal())
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a · b with subnormal factors and results flushed to zero."""
-    return flushed(flushed(a) * flushed(b))
+    return flush_subnormals(flush_subnormals(a) * flush_subnormals(b))
 
 
 def quantize_blocks(
@@ -47,9 +47,9 @@ def quantize_blocks(
         values = flat_N[first * block : (first + step) * block].float()
         size = values.numel()
         values_KB = torch.nn.functional.pad(values, (0, -size % block)).view(-1, block)
-        largest_K = flushed(values_KB.abs().amax(1))
+        largest_K = flush_subnormals(values_KB.abs().amax(1))
         # a subnormal product needs no flushing: it is between the same thresholds as 0
-        scaled_KB = flushed(values_KB) * reciprocal(largest_K).unsqueeze(1)
+        scaled_KB = flush_subnormals(values_KB) * reciprocal(largest_K).unsqueeze(1)
         codes_KB = torch.bucketize(scaled_KB, thresholds, out_int32=True).to(torch.uint8)
         codes_KB[largest_K == 0] = zero_code
         pairs = codes_KB.view(-1, 2)
@@ -71,7 +71,7 @@ def quantize_scales(
     shifted_K = absmax_K - offset
     count = shifted_K.numel()
     blocks_JB = torch.nn.functional.pad(shifted_K, (0, -count % block)).view(-1, block)
-    largest_J = flushed(blocks_JB.abs().amax(1))
+    largest_J = flush_subnormals(blocks_JB.abs().amax(1))
     x_JB = product(blocks_JB, reciprocal(largest_J).unsqueeze(1))
     even_JB = 2 * torch.bucketize(x_JB, nested_quant_map[1:254:2].contiguous())
     value_JB = nested_quant_map[even_JB]
@@ -131,8 +131,8 @@ def dequantize(
     count = 1
     for size in shape:
         count *= size
-    straight = out is not None and not transposed
-    out_N = out.view(-1) if out is not None and straight else codes.new_empty(count, dtype=dtype)
+    direct = out is not None and not transposed
+    out_N = out.view(-1) if out is not None and direct else codes.new_empty(count, dtype=dtype)
     # Looks up a byte's two values at once: a third of the time of shifting and masking on a CPU.
     pair_256_2 = torch.stack((quant_map.repeat_interleave(16), quant_map.repeat(16)), 1)
     for start in range(0, count, CACHED):
@@ -142,8 +142,8 @@ def dequantize(
         if values_N.numel() % block:
             values_N = torch.nn.functional.pad(values_N, (0, -values_N.numel() % block))
         values_N.view(-1, block).mul_(scale_K[start // block : spec.num_blocks(stop, block)].unsqueeze(1))
-        out_N[start:stop] = flushed(values_N)[: stop - start]
+        out_N[start:stop] = flush_subnormals(values_N)[: stop - start]
     if not transposed:
         return out_N.view(shape) if out is None else out
-    turned = out_N.view(shape).transpose(-1, -2)
-    return turned.contiguous() if out is None else out.copy_(turned)
+    transposed_weight = out_N.view(shape).transpose(-1, -2)
+    return transposed_weight.contiguous() if out is None else out.copy_(transposed_weight)

@@ -22,7 +22,7 @@ from trimtab.kernels.nf4 import spec
 SMALLEST_NORMAL = tl.constexpr(spec.SMALLEST_NORMAL)
 
 
-TURNED = 64
+TRANSPOSE_TILE = 64
 """Rows and columns of a tile of the transposing kernel."""
 
 
@@ -46,7 +46,7 @@ def quantize_configuration(block: int) -> Configuration:
 
 
 @triton.jit
-def flushed(value):  # type: ignore[no-untyped-def]
+def flush_subnormals(value):  # type: ignore[no-untyped-def]
     return tl.where(tl.abs(value) < SMALLEST_NORMAL, value * 0.0, value)
 
 
@@ -58,7 +58,7 @@ def product(a, b, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
             "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return flushed(flushed(a) * flushed(b))
+        return flush_subnormals(flush_subnormals(a) * flush_subnormals(b))
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def reciprocal(value, ON_GPU: tl.constexpr):  # type: ignore[no-untyped-def]
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return flushed(1.0 / value)
+        return flush_subnormals(1.0 / value)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 @triton.jit
 def largest_magnitude(value, axis: tl.constexpr):  # type: ignore[no-untyped-def]
     """max |value| along an axis; NaN propagates, so that a later check detects it; subnormals count as zero."""
-    return flushed(tl.reduce(tl.abs(value), axis, _maximum))
+    return flush_subnormals(tl.reduce(tl.abs(value), axis, _maximum))
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def nibbles_at(codes_ptr, position, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def looked_up(table, nibbles):  # type: ignore[no-untyped-def]
+def look_up(table, nibbles):  # type: ignore[no-untyped-def]
     """table[nibbles] through shared memory: 16 words are in 16 banks, so there are no bank conflicts."""
     flat = tl.gather(table, tl.reshape(nibbles, (nibbles.numel,)), 0)
     return tl.reshape(flat, nibbles.shape)
@@ -138,7 +138,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
         offset = tl.load(offset_ptr)
     # its barrier is between the loads above and the look-up that waits for one of them; without it the
     # compiler issues the loads of codes only after the scales have arrived
-    value = looked_up(table, nibbles)
+    value = look_up(table, nibbles)
     if NESTED:
         scale = product(tl.load(nested_map_ptr + scale.to(tl.int32)), nested_scale, ON_GPU) + offset
     value = product(value, tl.broadcast_to(scale[:, None], (WORDS, 8)), ON_GPU).to(out_ptr.dtype.element_ty)
@@ -177,9 +177,9 @@ def _dequantize_transposed_kernel(  # type: ignore[no-untyped-def]
     if BY_WORD:
         words = tl.load(codes_ptr + (position >> 3), mask=inside, other=0)
         shift = (tl.arange(0, 8) ^ 1) * 4
-        value = looked_up(table, (words[:, :, None] >> shift[None, None, :]) & 15)
+        value = look_up(table, (words[:, :, None] >> shift[None, None, :]) & 15)
     else:
-        value = looked_up(table, nibbles_at(codes_ptr, position, inside))
+        value = look_up(table, nibbles_at(codes_ptr, position, inside))
     if NESTED:
         scale = product(tl.load(nested_map_ptr + scale.to(tl.int32)), nested_scale, ON_GPU) + offset
     if BY_WORD:
@@ -197,7 +197,7 @@ def nearest_code(x, threshold_table, below_table):  # type: ignore[no-untyped-de
     a neighbouring bin; thresholds are far enough from the edges for either to be correct.
     """
     bin = (x * 15.0 + 12582928.0).to(tl.int32, bitcast=True) & 31  # 1.5 · 2²³ + 16
-    return looked_up(below_table, bin) + (x > looked_up(threshold_table, bin)).to(tl.int32)
+    return look_up(below_table, bin) + (x > look_up(threshold_table, bin)).to(tl.int32)
 
 
 @triton.jit
@@ -260,13 +260,13 @@ def _quantize_scales_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Makes the tensor's device current: Triton launches on the current device."""
+    """Returns a context in which the tensor's device is current, since Triton launches on the current device."""
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
 
 
-def from_block(
+def nested_scales_from(
     nested_absmax_J: torch.Tensor | None, nested_block: int, first_block: int
 ) -> tuple[torch.Tensor | None, int]:
     """The nested scales of a slice that begins with `first_block` of its tensor, and the slice's start within the first
@@ -355,15 +355,23 @@ def dequantize(
     # the codes are loaded as 32-bit words; an unaligned tensor (a view into a file) is read by bytes
     by_word = (shape[-2] if transposed else count) % 8 == 0 and codes.data_ptr() % 4 == 0
     packed = codes.view(torch.int32) if by_word else codes
-    nested_absmax_J, nested_start = from_block(nested_absmax_J, nested_block, first_block)
+    nested_absmax_J, nested_start = nested_scales_from(nested_absmax_J, nested_block, first_block)
     arguments = (packed, absmax_K, quant_map, nested_absmax_J, nested_quant_map, offset, out)
     logs = (block.bit_length() - 1, nested_block.bit_length() - 1, nested_absmax_J is not None, nested_start)
     with on_device_of(codes):
         if transposed:
             columns, rows = shape[-2:]
-            grid = (-(-rows // TURNED), -(-columns // TURNED), count // (rows * columns))
+            grid = (-(-rows // TRANSPOSE_TILE), -(-columns // TRANSPOSE_TILE), count // (rows * columns))
             _dequantize_transposed_kernel[grid](
-                *arguments, rows, columns, *logs, TURNED, TURNED, by_word, codes.is_cuda, num_warps=4
+                *arguments,
+                rows,
+                columns,
+                *logs,
+                TRANSPOSE_TILE,
+                TRANSPOSE_TILE,
+                by_word,
+                codes.is_cuda,
+                num_warps=4,
             )
         else:
             tile = dequantize_configuration().tile

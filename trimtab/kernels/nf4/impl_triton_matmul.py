@@ -12,8 +12,8 @@ import triton.language as tl
 
 from trimtab.kernels.nf4 import impl_triton, spec
 from trimtab.kernels.nf4.impl_triton import (  # noqa: F401 (device functions that the kernel's own call)
-    flushed,
-    looked_up,
+    flush_subnormals,
+    look_up,
     product,
 )
 
@@ -65,7 +65,7 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
         if NESTED:
             at_nested_W = (block_W + NESTED_START) >> LOG_NESTED
             nested_W = tl.load(nested_absmax_ptr + at_nested_W, mask=inside_W, other=0.0)
-        value_W8 = looked_up(table, (words_W[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15)
+        value_W8 = look_up(table, (words_W[:, None] >> ((lane ^ 1) * 4)[None, :]) & 15)
         if NESTED:
             coded_W = tl.load(nested_map_ptr + scale_W.to(tl.int32))
             scale_W = product(coded_W, nested_W, ON_GPU) + tl.load(offset_ptr)
@@ -108,7 +108,7 @@ def matmul(
     if x_MK.stride(1) != 1:
         x_MK = x_MK.contiguous()
     out_MN = torch.empty((rows, num_n), dtype=x.dtype, device=x.device)
-    nested_absmax, nested_start = impl_triton.from_block(nested_absmax, nested_block, first_block)
+    nested_absmax, nested_start = impl_triton.nested_scales_from(nested_absmax, nested_block, first_block)
     with impl_triton.on_device_of(x):
         _rows_kernel[(-(-num_n // NUM_N[rows]),)](
             x_MK,

@@ -65,7 +65,7 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
     absmax = _check_tensor(f"{name}.absmax", _get_entry(state, f"{name}.absmax"), kind, blocks)
     quant_map = _check_tensor(f"{name}.quant_map", _get_entry(state, f"{name}.quant_map"), torch.float32, 16)
     if not torch.equal(quant_map.cpu(), torch.tensor(spec.TABLE)):
-        raise ModelError(f"{name}.quant_map holds other values than NF4's", "convert it with bitsandbytes")
+        raise ModelError(f"{name}.quant_map contains other values than NF4's", "convert it with bitsandbytes")
     dtype = DTYPES[facts["dtype"]]
     if not double:
         return NF4Weight(codes, absmax, quant_map, tuple(shape), dtype, block)
@@ -78,7 +78,7 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
     offset = facts.get("nested_offset")
     if not isinstance(offset, float | int) or not abs(offset) <= torch.finfo(torch.float32).max:
         raise ModelError(
-            f"{name}.{STATE} has no numeric nested_offset", "the file is incomplete: fetch it again"
+            f"{name}.{STATE} has no numeric nested_offset", "the file is incomplete: download it again"
         )
     scales = _get_entry(state, f"{name}.nested_absmax")
     table = _get_entry(state, f"{name}.nested_quant_map")
@@ -98,7 +98,7 @@ def read(state: Mapping[str, torch.Tensor], name: str) -> NF4Weight:
 
 def _get_entry(state: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     if key not in state:
-        raise ModelError(f"{key} is missing from the entries of a 4-bit weight", "fetch the file again")
+        raise ModelError(f"{key} is missing from the entries of a 4-bit weight", "download the file again")
     return state[key]
 
 
@@ -106,7 +106,7 @@ def _check_tensor(key: str, tensor: torch.Tensor, dtype: torch.dtype, count: int
     if tensor.dtype != dtype or tensor.numel() != count:
         got = f"{tensor.numel()} of {str(tensor.dtype).removeprefix('torch.')}"
         wanted = f"{count} of {str(dtype).removeprefix('torch.')}"
-        raise ModelError(f"{key} has {got}, but its shape requires {wanted}", "fetch the file again")
+        raise ModelError(f"{key} has {got}, but its shape requires {wanted}", "download the file again")
     return tensor.reshape(-1).contiguous()
 
 
@@ -117,14 +117,14 @@ def read_metadata(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any
         raise ModelError(f"{name} is in FP4, not NF4", "quantize it again with quant_type nf4")
     packed = _get_entry(state, f"{name}.{STATE}")
     if packed.dtype != torch.uint8 or packed.numel() > JSON_LIMIT:
-        raise ModelError(f"{name}.{STATE} is not metadata written by bitsandbytes", "fetch the file again")
+        raise ModelError(f"{name}.{STATE} is not metadata written by bitsandbytes", "download the file again")
     try:
         facts = json.loads(bytes(packed.reshape(-1).tolist()))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name}.{STATE} is not valid JSON: {error}", "fetch the file again") from error
+        raise ModelError(f"{name}.{STATE} is not valid JSON: {error}", "download the file again") from error
     shape = facts.get("shape") if isinstance(facts, dict) else None
     if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise ModelError(f"{name}.{STATE} has no shape", "fetch the file again")
+        raise ModelError(f"{name}.{STATE} has no shape", "download the file again")
     if facts.get("quant_type") != "nf4":
         raise ModelError(
             f"{name} has quant_type {facts.get('quant_type')!r}, not nf4",
@@ -137,6 +137,7 @@ def read_metadata(state: Mapping[str, torch.Tensor], name: str) -> dict[str, Any
         )
     if not isinstance(facts.get("dtype"), str) or facts["dtype"] not in DTYPES:
         raise ModelError(
-            f"{name} was {facts.get('dtype')!r}", f"quantize it again from {' or '.join(DTYPES)}"
+            f"{name} was quantized from dtype {facts.get('dtype')!r}",
+            f"quantize it again from {' or '.join(DTYPES)}",
         )
     return facts

@@ -134,9 +134,10 @@ _constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] 
 
 
 def constants(like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The 16 values, the 256 of scales, and the quantizer's bins, created once per device (a copy synchronizes).
+    """Returns the tables: the 16 values, the 256 of scales, and the quantizer's bins; created once per device, since a
+    copy to the device synchronizes.
 
-    Created anew for a traced tensor: fake tensors may not mix with real ones, nor be cached.
+    Created again for each traced tensor: fake tensors may not mix with real ones, nor be cached.
     """
     plain = type(like) is torch.Tensor
     if plain and like.device in _constants:

@@ -119,8 +119,11 @@ def bins() -> tuple[float, ...]:
         >>> len(values), values[17], values[32 + 17]  # 1/30 to 3/30: codes 7 and 8 at either side of 0.0398
         (64, 0.03979014977812767, 7.0)
     """
-    home = [round(15 * threshold) + 16 for threshold in THRESHOLDS]
-    index = [max([0, *(k for k, at in enumerate(home) if at <= place)]) for place in range(NUM_BINS)]
+    bin_of_threshold = [round(15 * threshold) + 16 for threshold in THRESHOLDS]
+    index = [
+        max([0, *(k for k, threshold_bin in enumerate(bin_of_threshold) if threshold_bin <= bin_index)])
+        for bin_index in range(NUM_BINS)
+    ]
     return (*(THRESHOLDS[k] for k in index), *(float(k) for k in index))
 
 

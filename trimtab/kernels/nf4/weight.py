@@ -127,7 +127,7 @@ def check_finite(weights: Mapping[str, NF4Weight]) -> None:
             )
         raise ModelError(
             f"{named}: NaN or infinity in a weight to be quantized to 4 bits",
-            "get the weights again, or load them in bf16 or fp32 if they overflow in fp16",
+            "download the weights again, or load them in bf16 or fp32 if they overflow in fp16",
         )
 
 

@@ -149,17 +149,17 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def place(x: torch.Tensor) -> torch.Tensor:
+    def to_dtype(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
     inputs = {
-        "x": place(draw(case.N, case.D) * case.scale),
-        "weight": place(1 - case.offset + 0.3 * draw(case.D)),
+        "x": to_dtype(draw(case.N, case.D) * case.scale),
+        "weight": to_dtype(1 - case.offset + 0.3 * draw(case.D)),
     }
     if case.residual:
-        inputs["residual"] = place(draw(case.N, case.D) * case.scale)
+        inputs["residual"] = to_dtype(draw(case.N, case.D) * case.scale)
     if case.next_norm:
-        inputs["next_weight"] = place(1 - case.offset + 0.3 * draw(case.D))
+        inputs["next_weight"] = to_dtype(1 - case.offset + 0.3 * draw(case.D))
     return inputs
 
 

@@ -82,7 +82,7 @@ def _angles(cos_ptr, sin_ptr, n, f, F, ROTATED: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit
-def _weigh(  # type: ignore[no-untyped-def]
+def _apply_norm_weights(  # type: ignore[no-untyped-def]
     a, b, scale, w_ptr, head, H, F,
     OFFSET: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +109,7 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, w_ptr, stride_h, cos, sin, eps, H, F,
     NORM: tl.constexpr, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
@@ -123,10 +123,10 @@ def _turn(  # type: ignore[no-untyped-def]
             squares = tl.sum(a * a + b * b, axis=1)
             if ALL_HEADS:
                 scale = tl.rsqrt(tl.sum(squares, axis=0) / (2 * F * H) + eps)
-                a, b = _weigh(a, b, scale, w_ptr, head, H, F, OFFSET, ROTATED, INTERLEAVED, BF)
+                a, b = _apply_norm_weights(a, b, scale, w_ptr, head, H, F, OFFSET, ROTATED, INTERLEAVED, BF)
             else:
                 scale = tl.rsqrt(squares / (2 * F) + eps)[:, None]
-                a, b = _weigh(a, b, scale, w_ptr, 0, 1, F, OFFSET, ROTATED, INTERLEAVED, BF)
+                a, b = _apply_norm_weights(a, b, scale, w_ptr, 0, 1, F, OFFSET, ROTATED, INTERLEAVED, BF)
         row_ptr = out_ptr + head * (2 * F)
         if INTERLEAVED:
             _store_interleaved(row_ptr, head < H, a * cos - b * sin, b * cos + a * sin, F, BF)
@@ -150,11 +150,11 @@ def _rope_kernel(  # type: ignore[no-untyped-def]
     if BACK:
         sin = -sin
     D = 2 * F
-    _turn(
+    _rotate(
         q_ptr + n * stride_qn, q_out_ptr + n * H * D, qw_ptr, stride_qh, cos, sin, eps, H, F,
         NORM, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF,
     )  # fmt: skip
-    _turn(
+    _rotate(
         k_ptr + n * stride_kn, k_out_ptr + n * K * D, kw_ptr, stride_kh, cos, sin, eps, K, F,
         NORM, OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BK, BF,
     )  # fmt: skip
@@ -182,7 +182,7 @@ def _load_weights(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_back(  # type: ignore[no-untyped-def]
+def _rotate_backward(  # type: ignore[no-untyped-def]
     g_ptr, x_ptr, cos_ptr, sin_ptr, w_ptr, out_ptr, part_ptr, stride_gn, stride_gh, stride_xn, stride_xh, eps,
     program, P, N, H, F, OFFSET: tl.constexpr, ALL_HEADS: tl.constexpr, ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr, BH: tl.constexpr, BF: tl.constexpr,
@@ -269,13 +269,13 @@ def _normed_backward_kernel(  # type: ignore[no-untyped-def]
         q_part_ptr = parts_ptr + (tl.program_id(1) * P + program) * (2 * F)
         k_part_ptr = q_part_ptr
     if tl.program_id(1) == 0:
-        _turn_back(
+        _rotate_backward(
             gq_ptr, q_ptr, cos_ptr, sin_ptr, qw_ptr, q_out_ptr, q_part_ptr,
             stride_gqn, stride_gqh, stride_qn, stride_qh, eps, program, P, N, H, F,
             OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BH, BF,
         )  # fmt: skip
     else:
-        _turn_back(
+        _rotate_backward(
             gk_ptr, k_ptr, cos_ptr, sin_ptr, kw_ptr, k_out_ptr, k_part_ptr,
             stride_gkn, stride_gkh, stride_kn, stride_kh, eps, program, P, N, K, F,
             OFFSET, ALL_HEADS, ROTATED, INTERLEAVED, BK, BF,

@@ -69,7 +69,7 @@ class Case:
 CASES = (
     Case("plain", B=2, T=5, H=4, K=2, D=16),
     Case("plain with norms", B=2, T=5, H=4, K=2, D=16, norm=True),
-    Case("the smallest", B=1, T=1, H=1, K=1, D=2),
+    Case("smallest sizes", B=1, T=1, H=1, K=1, D=2),
     Case("odd", B=1, T=3, H=9, K=3, D=80),
     Case("odd with norms", B=3, T=3, H=9, K=3, D=96, norm=True),
     Case("more heads than a tile", B=1, T=2, H=20, K=20, D=256, norm=True),
@@ -79,7 +79,9 @@ CASES = (
 OPTION_CASES = (
     Case("norms with an offset", B=2, T=5, H=4, K=2, D=16, norm=True, offset=1.0),
     Case("one norm over all heads", B=2, T=5, H=4, K=2, D=16, norm=True, all_heads=True),
-    Case("one norm over all odd heads", B=1, T=3, H=9, K=3, D=96, norm=True, all_heads=True, offset=1.0),
+    Case(
+        "one norm over all heads, odd sizes", B=1, T=3, H=9, K=3, D=96, norm=True, all_heads=True, offset=1.0
+    ),
     Case("partial", B=2, T=5, H=4, K=2, D=16, R=8),
     Case("partial, a quarter and odd", B=1, T=3, H=9, K=3, D=80, R=22),
     Case("partial with norms", B=3, T=3, H=3, K=1, D=96, R=72, norm=True, offset=1.0),
@@ -99,9 +101,9 @@ OPTION_CASES = (
         interleaved=True,
     ),
     Case(
-        "all of it", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, offset=1.0, all_heads=True, interleaved=True
+        "all options", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, offset=1.0, all_heads=True, interleaved=True
     ),
-    Case("all of it in halves", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, all_heads=True),
+    Case("all options, not interleaved", B=2, T=3, H=5, K=3, D=24, R=16, norm=True, all_heads=True),
     Case("one norm over all heads, no tokens", B=1, T=0, H=2, K=1, D=8, norm=True, all_heads=True),
 )
 LARGE_CASES = (
@@ -130,7 +132,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    def place(x: torch.Tensor) -> torch.Tensor:
+    def to_dtype(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16().to(getattr(torch, TORCH_NAMES[dtype]))
 
     B, T, D, R = case.B, case.T, case.D, case.R or case.D
@@ -138,8 +140,8 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     angles_BTF = (torch.arange(T)[None, :, None] + 3 * torch.arange(B)[:, None, None]) * inverse_F
     wide = torch.float64 if dtype == "fp64" else torch.float32
     inputs = {
-        "q": place(draw(B, T, case.H, D)),
-        "k": place(draw(B, T, case.K, D)),
+        "q": to_dtype(draw(B, T, case.H, D)),
+        "k": to_dtype(draw(B, T, case.K, D)),
         # rounded to fp32 in every dtype, so that the fp64 truth starts from the same values
         "cos": angles_BTF.cos().float().to(device, wide),
         "sin": angles_BTF.sin().float().to(device, wide),
@@ -147,7 +149,7 @@ def make_inputs(case: Case, dtype: str, device: str = "cpu", seed: int = 0) -> d
     if case.norm:
         for name, heads in (("q_weight", case.H), ("k_weight", case.K)):
             weight = 1 - case.offset + 0.3 * draw(heads * D if case.all_heads else D)
-            inputs[name] = place(weight)
+            inputs[name] = to_dtype(weight)
     return inputs
 
 

@@ -14,7 +14,7 @@ from trimtab.kernels.weighted_sum.spec import COLUMNS, ROWS, chunk_rows
 
 @triton.jit
 def _forward_kernel(x_ptr, w_ptr, y_ptr, N, D, stride, R: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
-    """y of R rows: loops over tiles of C columns and accumulates in fp32."""
+    """Computes y for R rows: loops over tiles of C columns and accumulates in fp32."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     # 64 bits: row · stride exceeds 2³¹ in a tensor of 4 GiB
     starts = x_ptr + rows.to(tl.int64)[:, None] * stride
@@ -42,7 +42,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     R: tl.constexpr,
     C: tl.constexpr,
 ):
-    """C columns of CHUNK rows: writes x's gradient, and one row of partial sums of w's, which are reduced later."""
+    """Processes C columns of CHUNK rows: writes x's gradient, and one row of partial sums of w's, reduced later."""
     chunk = tl.program_id(0)
     columns = tl.program_id(1) * C + tl.arange(0, C)
     w = tl.load(w_ptr + columns, mask=columns < D, other=0.0).to(tl.float32)

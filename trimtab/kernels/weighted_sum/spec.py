@@ -37,9 +37,9 @@ CASES = (
     Case("one wide row", N=1, D=1000),
     Case("many narrow rows", N=700, D=3),
     Case("no rows", N=0, D=8),
-    Case("rows of nothing", N=5, D=0),
+    Case("empty rows", N=5, D=0),
 )
-LARGE_CASES = (Case("model sized", N=8192, D=4096), Case("past 2^31 numbers", N=70_000, D=32_768))
+LARGE_CASES = (Case("model sized", N=8192, D=4096), Case("more than 2^31 elements", N=70_000, D=32_768))
 """For a GPU."""
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.model.families import llama, mistral, qwen2, qwen3
 from trimtab.model.families.base import Family
 from trimtab.model.families.config_json import HARMLESS, ConfigValues, check_supported, common_keys
-from trimtab.model.families.planned import PLANNED, planned_shape
+from trimtab.model.families.plan_only import PLAN_ONLY, plan_only_shape
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)}
 """Families by transformers' `model_type`."""
@@ -38,8 +38,8 @@ def shape_from_config(config: Mapping[str, Any], where: str = "config.json") -> 
     return _described(config, where)[0]
 
 
-def described_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """Returns the shape that a `config.json` describes, for planning; also of families that cannot be trained yet.
+def shape_for_planning(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+    """Returns the shape that a `config.json` describes, for planning: of trainable families and of plan-only ones.
 
     Args:
         config: the parsed file.
@@ -49,18 +49,18 @@ def described_shape(config: Mapping[str, Any], where: str = "config.json") -> Mo
         ModelError: an unknown family, or invalid values.
 
     Example:
-        >>> tiny = described_shape({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16,
+        >>> tiny = shape_for_planning({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16,
         ...     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2})
         >>> tiny.blocks[0].feed_forward.count
         8
     """
     name = config.get("model_type")
-    if isinstance(name, str) and name in PLANNED:
-        return planned_shape(config, where)
+    if isinstance(name, str) and name in PLAN_ONLY:
+        return plan_only_shape(config, where)
     if not isinstance(name, str) or name not in FAMILIES:
         raise ModelError(
             f"{where} describes a model of type {name!r}, which trimtab does not support",
-            f"use one of {', '.join([*FAMILIES, *PLANNED])}",
+            f"use one of {', '.join([*FAMILIES, *PLAN_ONLY])}",
         )
     return shape_from_config(config, where)
 
@@ -82,16 +82,16 @@ def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, Confi
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         known = ", which trimtab does not support"
-        if isinstance(name, str) and name in PLANNED:
+        if isinstance(name, str) and name in PLAN_ONLY:
             known = f": trimtab can plan {name} models but not train them yet"
         raise ModelError(
             f"{where} describes a model of type {name!r}{known}",
-            f"supported are {', '.join(FAMILIES)} (SmolLM2 is a llama)",
+            f"supported are {', '.join(FAMILIES)} (SmolLM2 models have type llama)",
         )
     found = FAMILIES[name]
     values = ConfigValues({**found.defaults, **config}, where)
     check_supported(values)
-    return check(found.describe(values)), values, found
+    return check_shape(found.describe(values)), values, found
 
 
 def config_from_shape(
@@ -122,11 +122,11 @@ def config_from_shape(
 
 __all__ = [
     "FAMILIES",
-    "PLANNED",
+    "PLAN_ONLY",
     "Family",
     "config_from_shape",
-    "described_shape",
     "family",
+    "shape_for_planning",
     "shape_from_config",
     "unknown_keys",
 ]

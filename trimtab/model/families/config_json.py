@@ -46,7 +46,7 @@ HARMLESS = frozenset(
 )
 """Keys that affect neither parameters nor results, in all families. trimtab trains without `attention_dropout`."""
 MAX_LAYERS = 10_000
-"""Upper bound on the number of layers, so that a damaged file does not make trimtab build a billion of them."""
+"""Maximum number of layers: a damaged file that declares a billion of them is rejected before they are built."""
 _MAX_CONFIG_BYTES = 64 * 2**20
 
 
@@ -197,7 +197,7 @@ def decoder_shape(
     fused_qkv: bool = False,
     fused_gate_up: bool = False,
 ) -> ModelShape:
-    """The shape of a Llama-like decoder, from the keys of all families and family-specific arguments.
+    """Returns the shape of a Llama-like decoder, from the keys of all families and family-specific arguments.
 
     Args:
         config: its values.
@@ -332,7 +332,10 @@ def scaling_from_values(
     elif rope.get("mscale") and rope.get("mscale_all_dim"):
         below = _mscale(factor, inner.number("mscale_all_dim", 1.0))
         if below == 0:
-            raise ModelError(f"{where}: mscale_all_dim is {rope['mscale_all_dim']}", "leave both mscales out")
+            raise ModelError(
+                f"{where}: mscale_all_dim is {rope['mscale_all_dim']}",
+                "remove mscale and mscale_all_dim from the RoPE settings",
+            )
         attention = _mscale(factor, inner.number("mscale", 1.0)) / below
     return RopeScaling(
         "yarn",

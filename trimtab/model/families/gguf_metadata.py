@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.facts.blocks import RopeScaling
 from trimtab.facts.errors import ModelError
-from trimtab.facts.shapes import ModelShape, check, uniform_shape
+from trimtab.facts.shapes import ModelShape, check_shape, uniform_shape
 from trimtab.model.families import FAMILIES
 from trimtab.model.families.config_json import MAX_LAYERS, scaling_from_values
 
@@ -41,7 +41,7 @@ def shape_from_gguf(
         )
         raise ModelError(
             f"{where} has a model of architecture {arch!r}, which trimtab does not support",
-            f"supported are {', '.join(known)} (Mistral and SmolLM2 files are llama)",
+            f"supported are {', '.join(known)} (Mistral and SmolLM2 files have architecture llama)",
         )
     keys = GGUFKeys(metadata, arch, where)
     if keys.integer("expert_count", 0):
@@ -63,7 +63,7 @@ def shape_from_gguf(
     window = keys.integer("attention.sliding_window", 0) or None
     max_positions, theta = keys.integer("context_length"), keys.number("rope.freq_base", 10_000.0)
     names = set(tensor_names)
-    return check(
+    return check_shape(
         uniform_shape(
             next((family for family in families if family.gguf_windowed == bool(window)), families[0]).name,
             vocab_size=vocab_size,

@@ -7,7 +7,7 @@ import dataclasses
 from trimtab.facts.blocks import BlockShape, ExpertsShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
@@ -23,7 +23,7 @@ def _describe(config: ConfigValues) -> ModelShape:
     return base.assemble(config, [full if kind == base.FULL else sliding for kind in kinds])
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "gpt_oss",
     _describe,
     gguf_architecture="gpt-oss",

@@ -11,7 +11,7 @@ from trimtab.facts.blocks import AttentionShape, BlockShape, Rope
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues, read_rope
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 262_208,
@@ -77,5 +77,5 @@ def _describe_text(config: ConfigValues) -> ModelShape:
     return _describe(ConfigValues(whole, f"{config.where} (text_config)"))
 
 
-FAMILY = base.PlannedFamily("gemma3_text", _describe, gguf_architecture="gemma3", defaults=DEFAULTS)
-WITH_VISION = base.PlannedFamily("gemma3", _describe_text)
+FAMILY = base.PlanOnlyFamily("gemma3_text", _describe, gguf_architecture="gemma3", defaults=DEFAULTS)
+WITH_VISION = base.PlanOnlyFamily("gemma3", _describe_text)

@@ -15,9 +15,9 @@ from trimtab.facts.blocks import AttentionShape, ExpertsShape, FeedForwardShape,
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model import build
-from trimtab.model.families import FAMILIES, PLANNED, described_shape, shape_from_config
-from trimtab.model.families.planned.gguf import described_from_gguf
-from trimtab.model.source import read_described_shape, read_shape
+from trimtab.model.families import FAMILIES, PLAN_ONLY, shape_for_planning, shape_from_config
+from trimtab.model.families.plan_only.gguf import gguf_shape_for_planning
+from trimtab.model.source import read_shape, read_shape_for_planning
 
 TINY: dict[str, Any] = {
     "vocab_size": 96,
@@ -100,7 +100,7 @@ def renamed(name: str) -> str:
 @pytest.mark.parametrize("case", CASES)
 def test_a_shape_has_the_parameters_of_transformers_model(case: str) -> None:
     """All of them in number; and with the same sizes where the names are the same, as most are."""
-    shape = described_shape(config_of(case))
+    shape = shape_for_planning(config_of(case))
     theirs = {renamed(name): tuple(p.shape) for name, p in oracle(case).named_parameters()}
     ours = dict(shape.parameters())
     assert shape.num_parameters == sum(math.prod(dims) for dims in theirs.values())
@@ -113,7 +113,7 @@ def test_a_shape_has_the_parameters_of_transformers_model(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_can_be_planned_but_not_trained(case: str) -> None:
+def test_a_plan_only_family_raises_for_training(case: str) -> None:
     config = config_of(case)
     name = config["model_type"]
     with pytest.raises(ModelError, match=f"trimtab can plan {name} models but not train them yet"):
@@ -121,20 +121,20 @@ def test_it_can_be_planned_but_not_trained(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("phi3")])
-def test_its_shape_cannot_be_built(case: str) -> None:
+def test_the_shape_of_a_plan_only_family_cannot_be_built(case: str) -> None:
     """For Phi-3 the decoder lacks only its family and LongRoPE."""
     with pytest.raises(ModelError, match=r"can be planned but not trained"):
-        build(described_shape(config_of(case)), dtype="fp32", device="meta")
+        build(shape_for_planning(config_of(case)), dtype="fp32", device="meta")
 
 
 def test_trainable_families_have_the_same_shape() -> None:
     config = {"model_type": "llama", **TINY}
-    assert described_shape(config) == shape_from_config(config)
-    assert not FAMILIES.keys() & PLANNED.keys()
+    assert shape_for_planning(config) == shape_from_config(config)
+    assert not FAMILIES.keys() & PLAN_ONLY.keys()
 
 
 def blocks(case: str, **changes: Any) -> ModelShape:
-    return described_shape({**config_of(case), **changes})
+    return shape_for_planning({**config_of(case), **changes})
 
 
 def test_what_distinguishes_families() -> None:
@@ -183,10 +183,10 @@ def test_longrope_and_partial_rotation() -> None:
 
 def test_gemma3_is_planned_as_its_text_model_and_rotary_settings_differ_between_layers() -> None:
     text = config_of("gemma3_text")
-    whole = described_shape(
+    whole = shape_for_planning(
         {"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 9}}
     )
-    assert whole == described_shape(text)
+    assert whole == shape_for_planning(text)
     rope: dict[str, dict[str, Any]] = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     }
@@ -282,7 +282,7 @@ def from_gguf(case: str, **changes: Any) -> ModelShape:
     metadata = {f"{arch}.{key}": value for key, value in {**HEADER, **keys, **changes}.items()}
     names = ["token_embd.weight", *([] if case in TIED else ["output.weight"])]
     names += ["blk.0.attn_q.bias"] if case in BIASED else []
-    return described_from_gguf({"general.architecture": arch, **metadata}, names, vocab_size=96)
+    return gguf_shape_for_planning({"general.architecture": arch, **metadata}, names, vocab_size=96)
 
 
 @pytest.mark.parametrize("case", GGUF)
@@ -295,9 +295,9 @@ def test_a_gguf_header_describes_the_same_model(case: str) -> None:
 
 def test_gguf_headers_that_cannot_be_planned() -> None:
     with pytest.raises(ModelError, match=r"'mamba'.*use one of deepseek2, .*qwen3moe"):
-        described_from_gguf({"general.architecture": "mamba"}, [], vocab_size=96)
+        gguf_shape_for_planning({"general.architecture": "mamba"}, [], vocab_size=96)
     with pytest.raises(ModelError, match="one of 3 parts"):
-        described_from_gguf({"general.architecture": "gemma2", "split.count": 3}, [], vocab_size=96)
+        gguf_shape_for_planning({"general.architecture": "gemma2", "split.count": 3}, [], vocab_size=96)
     with pytest.raises(ModelError, match="8 are rotated"):
         from_gguf("deepseek_v3", **{"attention.key_length_mla": 8})
     with pytest.raises(ModelError, match=r"expected an integer"):
@@ -307,14 +307,14 @@ def test_gguf_headers_that_cannot_be_planned() -> None:
 def test_folders_and_config_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of("mixtral")))
     expected = blocks("mixtral")
-    assert read_described_shape(tmp_path) == expected
-    assert read_described_shape(tmp_path / "config.json") == expected
+    assert read_shape_for_planning(tmp_path) == expected
+    assert read_shape_for_planning(tmp_path / "config.json") == expected
     with pytest.raises(ModelError, match="but not train them yet"):
         read_shape(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **TINY}))
-    assert read_described_shape(tmp_path) == read_shape(tmp_path)
+    assert read_shape_for_planning(tmp_path) == read_shape(tmp_path)
     with pytest.raises(ModelError, match="does not exist"):
-        read_described_shape(tmp_path / "nothing.json")
+        read_shape_for_planning(tmp_path / "nothing.json")
 
 
 VALUES: list[Any] = [
@@ -337,7 +337,7 @@ def test_a_mutated_config_gives_a_shape_or_a_model_error(seed: int) -> None:
             names = [*config, *ROTARY, "layer_types", "sliding_window", "hidden_act", "no_rope_layers"]
             config[rng.choice(names)] = rng.choice(VALUES)
         try:
-            assert described_shape(config).num_parameters > 0
+            assert shape_for_planning(config).num_parameters > 0
             shapes += 1
         except ModelError:
             refused += 1

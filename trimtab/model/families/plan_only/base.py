@@ -17,7 +17,7 @@ DOWNLOAD_AGAIN = "download the model's config.json again"
 
 
 @dataclass(frozen=True)
-class PlannedFamily:
+class PlanOnlyFamily:
     """A family whose models can be planned but not trained yet."""
 
     name: str
@@ -40,12 +40,12 @@ def read_attention(config: ConfigValues, rope: Rope | None = None, **options: An
         heads,
         config.integer("num_key_value_heads", heads, least=1),
         head_dim,
-        rope=rope or read_planned_rope(config, head_dim),
+        rope=rope or read_plan_only_rope(config, head_dim),
         **options,
     )
 
 
-def read_planned_rope(config: ConfigValues, head_dim: int, *, interleaved: bool = False) -> Rope:
+def read_plan_only_rope(config: ConfigValues, head_dim: int, *, interleaved: bool = False) -> Rope:
     """Like `read_rope`, plus features that no trainable family has: LongRoPE and partial RoPE."""
     positions = config.integer("max_position_embeddings", least=1)
     stated = config.get("rope_scaling") or config.get("rope_parameters") or {}

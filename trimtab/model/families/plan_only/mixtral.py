@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.facts.blocks import BlockShape, ExpertsShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
@@ -16,7 +16,7 @@ def _describe(config: ConfigValues) -> ModelShape:
     return base.assemble(config, [block] * config.num_layers)
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "mixtral",
     _describe,
     gguf_architecture="llama",

@@ -7,8 +7,8 @@ from typing import Any
 from cases import case, in_turn, listed
 
 from trimtab.model.catalogue import catalogue_entries, parse_catalogue
-from trimtab.model.families import described_shape
-from trimtab.model.families.planned.gguf import described_from_gguf
+from trimtab.model.families import shape_for_planning
+from trimtab.model.families.plan_only.gguf import gguf_shape_for_planning
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -26,32 +26,32 @@ SIZES: dict[str, Any] = {
     "moe_intermediate_size": 16,
 }
 AGAIN = "download the model's config.json again"
-PLANNED = "model/families/planned"
+PLAN_ONLY = "model/families/plan_only"
 
 
 def described(model_type: str, **changes: Any) -> object:
     config = {"model_type": model_type, **SIZES, **changes}
     if model_type == "gemma3" and "text_config" not in changes:
         config["text_config"] = dict(SIZES)
-    return described_shape(config)
+    return shape_for_planning(config)
 
 
 def refused(key: str, model_type: str, **changes: Any) -> None:
     """A config that is damaged; without the damage it is described."""
     case(
-        f"{PLANNED}/{key}",
+        f"{PLAN_ONLY}/{key}",
         lambda w: described(model_type, **changes),
         lambda w, remedy: described(model_type),
     )
 
 
 case(
-    "model/families/__init__.py:described_shape: use one of {}",
+    "model/families/__init__.py:shape_for_planning: use one of {}",
     lambda w: described("mamba9"),
     lambda w, remedy: in_turn(described, listed(remedy, "one of")),
 )
-refused("base.py:read_planned_rope: download it again: expected an object", "phi3", rope_scaling="far")
-refused(f"base.py:read_planned_rope: {AGAIN}", "phi3", partial_rotary_factor=-1.0)
+refused("base.py:read_plan_only_rope: download it again: expected an object", "phi3", rope_scaling="far")
+refused(f"base.py:read_plan_only_rope: {AGAIN}", "phi3", partial_rotary_factor=-1.0)
 refused(f"base.py:read_layer_kinds: {AGAIN}", "gemma2", layer_types=["full_attention"])
 refused(
     "deepseek.py:_describe: plan a model of this family without biases, as all published ones have none",
@@ -90,22 +90,22 @@ def header(arch: str, **changes: Any) -> object:
         keys[name.replace("__", ".")] = value
     split = {"split.count": keys.pop("split.count")} if "split.count" in keys else {}
     metadata = {f"{arch}.{name}": value for name, value in keys.items()}
-    return described_from_gguf({"general.architecture": arch, **metadata, **split}, [], vocab_size=64)
+    return gguf_shape_for_planning({"general.architecture": arch, **metadata, **split}, [], vocab_size=64)
 
 
 EXPERTS = ("deepseek2", "gpt-oss")
 case(
-    f"{PLANNED}/gguf.py:described_from_gguf: use one of {{}}",
+    f"{PLAN_ONLY}/gguf.py:gguf_shape_for_planning: use one of {{}}",
     lambda w: header("mamba9"),
     lambda w, remedy: in_turn(header, listed(remedy, "one of")),
 )
 case(
-    f"{PLANNED}/gguf.py:described_from_gguf: join them with llama-gguf-split --merge",
+    f"{PLAN_ONLY}/gguf.py:gguf_shape_for_planning: join them with llama-gguf-split --merge",
     lambda w: header("gemma2", split__count=2),
     lambda w, remedy: header("gemma2", split__count=1),
 )
 case(
-    f"{PLANNED}/gguf.py:_latent: download it again: latent attention has dimensions without RoPE",
+    f"{PLAN_ONLY}/gguf.py:_latent: download it again: latent attention has dimensions without RoPE",
     lambda w: header("deepseek2", attention__key_length=2),
     lambda w, remedy: header("deepseek2"),
 )

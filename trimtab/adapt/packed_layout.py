@@ -30,14 +30,14 @@ PLAIN = "plain"
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedLayout:
     """The packed layout of a weight [N, K], and the implementation that reads it.
 
     Example:
-        >>> packing = Packing("nf4", 128, 64, block=64, nested_block=256, impl="reference")
-        >>> packing.text
+        >>> layout = PackedLayout("nf4", 128, 64, block=64, nested_block=256, impl="reference")
+        >>> layout.text
         'nf4 128 64 64 256 reference 0'
-        >>> Packing.from_text(packing.text) == packing
+        >>> PackedLayout.from_text(layout.text) == layout
         True
     """
 
@@ -54,9 +54,9 @@ class Packing:
     """For a slice with nested scales: the index of its first block in the full weight."""
 
     @staticmethod
-    def plain(out_features: int, in_features: int) -> Packing:
-        """The packing of an unquantized weight."""
-        return Packing(PLAIN, out_features, in_features, 0, 0, "torch")
+    def plain(out_features: int, in_features: int) -> PackedLayout:
+        """The layout of an unquantized weight."""
+        return PackedLayout(PLAIN, out_features, in_features, 0, 0, "torch")
 
     @property
     def text(self) -> str:
@@ -74,11 +74,11 @@ class Packing:
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def from_text(text: str) -> Packing:
+    def from_text(text: str) -> PackedLayout:
         """The inverse of `text`."""
         kind, out_features, in_features, block, nested_block, impl, first_block = text.split()
         sizes = (int(out_features), int(in_features), int(block), int(nested_block))
-        return Packing(kind, *sizes, impl, int(first_block))
+        return PackedLayout(kind, *sizes, impl, int(first_block))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,11 +90,11 @@ class Packing:
         """Whether blocks do not span rows, so that each row has its own codes and scales."""
         return self.kind != "nf4" or self.in_features % self.block == 0
 
-    def rows(self, start: int, stop: int) -> Packing:
-        """The packing of rows `start` to `stop`.
+    def rows(self, start: int, stop: int) -> PackedLayout:
+        """The layout of rows `start` to `stop`.
 
         Example:
-            >>> Packing("nf4", 8, 128, 64, 256, "reference").rows(3, 8).text
+            >>> PackedLayout("nf4", 8, 128, 64, 256, "reference").rows(3, 8).text
             'nf4 5 128 64 256 reference 6'
         """
         assert 0 <= start <= stop <= self.out_features, (start, stop, self.out_features)
@@ -103,17 +103,17 @@ class Packing:
         return replace(self, out_features=stop - start, first_block=self.first_block + skipped)
 
 
-def check_rows(packing: Packing, name: str) -> None:
+def check_rows(layout: PackedLayout, name: str) -> None:
     """Raises RecipeError for a layer whose rows cannot be sliced or sharded because blocks span them.
 
     Example:
-        >>> check_rows(Packing("nf4", 8, 128, 64, 256, "reference"), "model.layers.0.mlp.up_proj")
+        >>> check_rows(PackedLayout("nf4", 8, 128, 64, 256, "reference"), "model.layers.0.mlp.up_proj")
     """
-    if packing.by_rows:
+    if layout.by_rows:
         return
-    fitting = [block for block in nf4_spec.BLOCKS if packing.in_features % block == 0]
+    fitting = [block for block in nf4_spec.BLOCKS if layout.in_features % block == 0]
     raise RecipeError(
-        f"{name} has rows of {packing.in_features} elements, and NF4 blocks of {packing.block} span several rows: "
+        f"{name} has rows of {layout.in_features} elements, and NF4 blocks of {layout.block} span several rows: "
         "its rows cannot be sliced or sharded",
         f"quantize to INT8 (load_in_8bit: true), or with quantize_layout(…, block={max(fitting)})"
         if fitting
@@ -121,30 +121,30 @@ def check_rows(packing: Packing, name: str) -> None:
     )
 
 
-def tensor_sizes(packing: Packing) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def tensor_sizes(layout: PackedLayout) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Returns shape and dtype of each packed tensor of a full weight.
 
     Example:
-        >>> {name: size for name, (size, _) in tensor_sizes(Packing("int8", 8, 100, 0, 0, "reference")).items()}
+        >>> {name: size for name, (size, _) in tensor_sizes(PackedLayout("int8", 8, 100, 0, 0, "reference")).items()}
         {'codes': (8, 100), 'scales': (8, 4)}
     """
-    rows, count = packing.out_features, packing.out_features * packing.in_features
-    if packing.kind == "int8":
-        return {"codes": (packing.shape, torch.int8), "scales": ((rows, 4), torch.uint8)}
-    blocks = nf4_spec.num_blocks(count, packing.block)
-    scale_bytes = 1 if packing.nested_block else 4
+    rows, count = layout.out_features, layout.out_features * layout.in_features
+    if layout.kind == "int8":
+        return {"codes": (layout.shape, torch.int8), "scales": ((rows, 4), torch.uint8)}
+    blocks = nf4_spec.num_blocks(count, layout.block)
+    scale_bytes = 1 if layout.nested_block else 4
     code_size: tuple[int, ...] = ((count + 1) // 2,)
     scale_size: tuple[int, ...] = (blocks * scale_bytes,)
-    if packing.by_rows:
-        code_size = (rows, packing.in_features // 2)
-        scale_size = (rows, packing.in_features // packing.block * scale_bytes)
+    if layout.by_rows:
+        code_size = (rows, layout.in_features // 2)
+        scale_size = (rows, layout.in_features // layout.block * scale_bytes)
     sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "codes": (code_size, torch.uint8),
         "scales": (scale_size, torch.uint8),
         "quant_map": ((16,), torch.float32),
     }
-    if packing.nested_block:
-        nested = nf4_spec.num_blocks(blocks, packing.nested_block)
+    if layout.nested_block:
+        nested = nf4_spec.num_blocks(blocks, layout.nested_block)
         sizes |= {
             "nested_absmax": ((nested,), torch.float32),
             "nested_quant_map": ((256,), torch.float32),

@@ -8,7 +8,7 @@ from trimtab.facts.blocks import BlockShape
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
@@ -37,7 +37,7 @@ def _rotated_layers(config: ConfigValues) -> list[int]:
     return stated
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "smollm3",
     _describe,
     gguf_architecture="smollm3",

@@ -5,18 +5,18 @@ from __future__ import annotations
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
-    rope = base.read_planned_rope(config, config.integer("head_dim", least=1), interleaved=True)
+    rope = base.read_plan_only_rope(config, config.integer("head_dim", least=1), interleaved=True)
     attention = base.read_attention(config, rope, qkv_bias=config.flag("attention_bias", True))
     feed_forward = base.read_feed_forward(config, fused_gate_up=True)
     block = BlockShape(attention, feed_forward, base.read_norm(config), "both")
     return base.assemble(config, [block] * config.num_layers)
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "glm4",
     _describe,
     gguf_architecture="glm4",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _block(config: ConfigValues, window: int | None = None) -> BlockShape:
@@ -31,12 +31,12 @@ def _describe_olmo3(config: ConfigValues) -> ModelShape:
     return base.assemble(config, [blocks[kind] for kind in base.read_layer_kinds(config, default)])
 
 
-OLMO3 = base.PlannedFamily(
+OLMO3 = base.PlanOnlyFamily(
     "olmo3",
     _describe_olmo3,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "sliding_window": 4096},
 )
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "olmo2",
     _describe,
     gguf_architecture="olmo2",

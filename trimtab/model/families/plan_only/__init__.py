@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.facts.shapes import ModelShape, check
+from trimtab.facts.shapes import ModelShape, check_shape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import (
+from trimtab.model.families.plan_only import (
     deepseek,
     gemma,
     gemma2,
@@ -21,9 +21,9 @@ from trimtab.model.families.planned import (
     qwen_moe,
     smollm3,
 )
-from trimtab.model.families.planned.base import PlannedFamily
+from trimtab.model.families.plan_only.base import PlanOnlyFamily
 
-PLANNED: dict[str, PlannedFamily] = {
+PLAN_ONLY: dict[str, PlanOnlyFamily] = {
     family.name: family
     for family in (
         gemma.FAMILY,
@@ -47,18 +47,18 @@ PLANNED: dict[str, PlannedFamily] = {
 """Families by transformers' `model_type`."""
 
 
-def planned_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
+def plan_only_shape(config: Mapping[str, Any], where: str = "config.json") -> ModelShape:
     """Returns the shape that a `config.json` of one of these families describes.
 
     Quantized weights (`quantization_config`) are described as unquantized: fine-tuning dequantizes them.
 
     Example:
-        >>> planned_shape({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
+        >>> plan_only_shape({"model_type": "mixtral", "vocab_size": 64, "hidden_size": 16, "intermediate_size": 32,
         ...     "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}).num_active_parameters
         6064
     """
-    family = PLANNED[str(config.get("model_type"))]
-    return check(family.describe(ConfigValues({**family.defaults, **config}, where)))
+    family = PLAN_ONLY[str(config.get("model_type"))]
+    return check_shape(family.describe(ConfigValues({**family.defaults, **config}, where)))
 
 
-__all__ = ["PLANNED", "PlannedFamily", "planned_shape"]
+__all__ = ["PLAN_ONLY", "PlanOnlyFamily", "plan_only_shape"]

@@ -8,7 +8,7 @@ from trimtab.facts.blocks import AttentionShape, BlockShape, ExpertsShape
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe_qwen2(config: ConfigValues) -> ModelShape:
@@ -61,7 +61,7 @@ def _blocks(config: ConfigValues, attention: AttentionShape, experts: ExpertsSha
     return [sparse if has else dense for has in with_experts]
 
 
-QWEN2 = base.PlannedFamily(
+QWEN2 = base.PlanOnlyFamily(
     "qwen2_moe",
     _describe_qwen2,
     gguf_architecture="qwen2moe",
@@ -75,7 +75,7 @@ QWEN2 = base.PlannedFamily(
         "shared_expert_intermediate_size": 5632,
     },
 )
-QWEN3 = base.PlannedFamily(
+QWEN3 = base.PlanOnlyFamily(
     "qwen3_moe",
     _describe_qwen3,
     gguf_architecture="qwen3moe",

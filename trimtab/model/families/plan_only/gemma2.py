@@ -7,7 +7,7 @@ import dataclasses
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
@@ -28,7 +28,7 @@ def _describe(config: ConfigValues) -> ModelShape:
     return base.assemble(config, [blocks[kind] for kind in base.read_layer_kinds(config, default)])
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "gemma2",
     _describe,
     gguf_architecture="gemma2",

@@ -9,8 +9,8 @@ from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families import FAMILIES
 from trimtab.model.families.gguf_metadata import GGUFKeys, shape_from_gguf
-from trimtab.model.families.planned import PLANNED, planned_shape
-from trimtab.model.families.planned.base import PlannedFamily
+from trimtab.model.families.plan_only import PLAN_ONLY, plan_only_shape
+from trimtab.model.families.plan_only.base import PlanOnlyFamily
 
 _WHOLE = {
     "embedding_length": "hidden_size",
@@ -32,7 +32,7 @@ _SIGMOID = 2
 """llama.cpp's `expert_gating_func` of DeepSeek-V3."""
 
 
-def described_from_gguf(
+def gguf_shape_for_planning(
     metadata: Mapping[str, Any],
     tensor_names: Collection[str],
     *,
@@ -46,11 +46,11 @@ def described_from_gguf(
         ModelError: an unknown architecture, or a header without required keys.
     """
     arch = metadata.get("general.architecture")
-    family = _planned_family(arch, metadata)
+    family = _plan_only_family(arch, metadata)
     if family is None:
         trained = {found.gguf_architecture for found in FAMILIES.values()}
         if arch not in trained:
-            known = dict.fromkeys([*trained, *(planned.gguf_architecture for planned in PLANNED.values())])
+            known = dict.fromkeys([*trained, *(other.gguf_architecture for other in PLAN_ONLY.values())])
             raise ModelError(
                 f"{where} has a model of architecture {arch!r}, which trimtab does not support",
                 f"use one of {', '.join(sorted(name for name in known if name))}",
@@ -63,21 +63,21 @@ def described_from_gguf(
             f"{where} is one of {metadata['split.count']} parts", "join them with llama-gguf-split --merge"
         )
     config = _config(family, GGUFKeys(metadata, str(arch), where), tensor_names)
-    return planned_shape({**config, "vocab_size": vocab_size}, where)
+    return plan_only_shape({**config, "vocab_size": vocab_size}, where)
 
 
-def _planned_family(arch: Any, metadata: Mapping[str, Any]) -> PlannedFamily | None:
-    """The planned family of a GGUF architecture; Mixtral's files have architecture "llama" and experts."""
-    found = [family for family in PLANNED.values() if arch and family.gguf_architecture == arch]
+def _plan_only_family(arch: Any, metadata: Mapping[str, Any]) -> PlanOnlyFamily | None:
+    """Returns the plan-only family of a GGUF architecture; Mixtral's files have architecture "llama" and experts."""
+    found = [family for family in PLAN_ONLY.values() if arch and family.gguf_architecture == arch]
     if arch == "llama" and not metadata.get("llama.expert_count"):
         return None
     if arch == "deepseek2":
         sigmoid = metadata.get("deepseek2.expert_gating_func") == _SIGMOID
-        return PLANNED["deepseek_v3" if sigmoid else "deepseek_v2"]
+        return PLAN_ONLY["deepseek_v3" if sigmoid else "deepseek_v2"]
     return found[0] if found else None
 
 
-def _config(family: PlannedFamily, keys: GGUFKeys, tensor_names: Collection[str]) -> dict[str, Any]:
+def _config(family: PlanOnlyFamily, keys: GGUFKeys, tensor_names: Collection[str]) -> dict[str, Any]:
     """The config.json keys equivalent to the header."""
     names = set(tensor_names)
     config: dict[str, Any] = {

@@ -12,7 +12,7 @@ from trimtab.facts.blocks import BlockShape, ExpertsShape, LatentAttentionShape
 from trimtab.facts.errors import ModelError
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues, score: Literal["softmax", "sigmoid"]) -> ModelShape:
@@ -48,7 +48,7 @@ def _attention(config: ConfigValues) -> LatentAttentionShape:
         nope_head_dim=config.integer("qk_nope_head_dim", least=1),
         value_head_dim=config.integer("v_head_dim", least=1),
         q_rank=config.integer("q_lora_rank", 0) or None,
-        rope=base.read_planned_rope(config, rotated, interleaved=True),
+        rope=base.read_plan_only_rope(config, rotated, interleaved=True),
     )
 
 
@@ -67,14 +67,14 @@ _DEFAULTS: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-V2 = base.PlannedFamily(
+V2 = base.PlanOnlyFamily(
     "deepseek_v2",
     partial(_describe, score="softmax"),
     gguf_architecture="deepseek2",
     gguf_keys=_GGUF,
     defaults={**_DEFAULTS, "n_shared_experts": 2, "n_routed_experts": 64},
 )
-V3 = base.PlannedFamily(
+V3 = base.PlanOnlyFamily(
     "deepseek_v3",
     partial(_describe, score="sigmoid"),
     gguf_architecture="deepseek2",

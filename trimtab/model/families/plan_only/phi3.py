@@ -5,7 +5,7 @@ from __future__ import annotations
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.families.config_json import ConfigValues
-from trimtab.model.families.planned import base
+from trimtab.model.families.plan_only import base
 
 
 def _describe(config: ConfigValues) -> ModelShape:
@@ -15,7 +15,7 @@ def _describe(config: ConfigValues) -> ModelShape:
     return base.assemble(config, [block] * config.num_layers)
 
 
-FAMILY = base.PlannedFamily(
+FAMILY = base.PlanOnlyFamily(
     "phi3",
     _describe,
     gguf_architecture="phi3",
