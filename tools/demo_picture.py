@@ -26,7 +26,7 @@ FRAME = re.sub(r"@font-face \{\{.*?\}\}\n?", "", RICHS_FRAME, flags=re.DOTALL)
 
 
 def draw(data: RunData, width: int, command: str) -> str:
-    """The SVG of a run's terminal."""
+    """Returns the SVG of a run's terminal output."""
     console = Console(
         record=True,
         width=width,

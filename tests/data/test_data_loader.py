@@ -144,10 +144,10 @@ def test_a_run_may_continue_on_other_ranks_and_batches(corpora) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"seed": 4}, CheckpointError, "began with seed 3 and now has 4; set seed back"),
+        ({"seed": 4}, CheckpointError, "began with seed 3 and now has 4; restore the former seed"),
         ({"max_seq_length": 32}, CheckpointError, "began with max_seq_length 64"),
         ({"packing": False}, CheckpointError, "began with packing True"),
-        ({"replay_share": 0.5}, DataError, "is not what the run began with"),
+        ({"replay_share": 0.5}, DataError, "has changed since the run began"),
     ],
 )
 def test_a_position_of_another_run_is_refused(change: dict, error: type, message: str, corpora) -> None:

@@ -76,7 +76,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         if not span.startswith("trimtab ") or span in ("trimtab --help", "trimtab --version"):
             continue
         words = shlex.split(span)[1:]
-        if words[0] == "VERB" or (len(words) == 1 and words[0] in GROUPS):
+        if words[0] == "COMMAND" or (len(words) == 1 and words[0] in GROUPS):
             continue
         name = " ".join(words[:2]) if words[0] in GROUPS else words[0]
         assert name in COMMANDS, f"{page.name}: {span}"

@@ -298,7 +298,7 @@ def follow_back(w: World, remedy: str) -> None:
 
 
 case(
-    "data/resume_checks.py:LoaderSettings.check: set {} back, or start a new run",
+    "data/resume_checks.py:LoaderSettings.check: restore the former {}, or start a new run",
     lambda w: go_on(w, MORE, max_seq_length=16),
     follow_back,
 )

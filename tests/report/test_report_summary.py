@@ -112,7 +112,7 @@ def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[
     records = [{**r, "units": few} if r.get("name") == "general" else r for r in learnt]
     found = verdict(changes(read_run(make_run(records))))
     assert [c.name for c in found.untested] == ["general loss"]
-    assert "general loss (fewer than 6 pieces)" in found.explanation()
+    assert "general loss (fewer than 6 pieces of documents)" in found.explanation()
     assert "for 6 comparisons" in found.explanation()
 
 

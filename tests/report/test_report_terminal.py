@@ -284,8 +284,8 @@ def test_evaluations_are_printed_with_their_change() -> None:
         "step  50  probe: grammar 88%",
         "step  50  probe 9 of 12 right",
         "step  50  exact answers 3 of 9",
-        "step   3  memory: predicted 1.00 MiB, measured 2.00 MiB (+100.0 %), in tensors",
-        "step   3  step: measured 231 ms, not predicted",
+        "step   3  memory: predicted 1.00 MiB, measured 2.00 MiB (+100.0 %), tensors only",
+        "step   3  step time: measured 231 ms, not predicted",
         "a file [of yours] vanished",
     ]
 

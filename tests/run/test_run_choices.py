@@ -123,7 +123,9 @@ def test_damage_inside_is_named(folder: RunFolder, key: str, value: object) -> N
     folder.choices.write_text(json.dumps({**CHOICES.to_dict(), key: value}))
     with pytest.raises(CheckpointError, match=r"choices\.json is damaged") as error:
         read_choices(folder, 2)
-    assert error.value.remedy.startswith("restore it from a copy, or train it again: `trimtab train ")
+    assert error.value.remedy.startswith(
+        "restore the file from a copy, or train the recipe again: `trimtab train "
+    )
 
 
 def test_adapters_without_their_base_are_damage(folder: RunFolder) -> None:

@@ -83,7 +83,7 @@ def test_a_csv_file_is_read_as_when_the_run_began(tmp_path: Path, kind: str, str
     assert losses(stopped) == losses(whole)
     # The file is still checked.
     (tmp_path / "rows.csv").write_text(rows(kind) + "one more row\n")
-    with pytest.raises(DataError, match=r"not what the run began with \(changed: rows.csv\)"):
+    with pytest.raises(DataError, match=r"has changed since the run began \(changed: rows.csv\)"):
         launch.resume(stopped, ["max_steps=7"], Silent())
 
 

@@ -286,7 +286,7 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
     ):
         found, said = call(*words)
         assert found == code, said
-        assert "was trained on another base" in said
+        assert "was trained on other base weights" in said
         assert "other content" in said
 
 
@@ -462,7 +462,7 @@ def test_an_adapter_that_makes_the_model_explode_is_refused_as_such(plain: Path,
         for name, parameter in model.opened.decoder.named_parameters():
             if ".lora_B." in name:
                 parameter.fill_(1e30)
-    with pytest.raises(ModelError, match=r"gives NaN or infinity.*earlier checkpoint"):
+    with pytest.raises(ModelError, match=r"is NaN or infinite.*earlier checkpoint"):
         model.save_adapter(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

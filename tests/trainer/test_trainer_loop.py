@@ -98,7 +98,7 @@ def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: boo
     remedy = raised.value.remedy
     assert remedy is not None
     assert ("doc:" in raised.value.cause) is named
-    assert ("look at those documents; " in remedy) is named
+    assert ("check those documents; " in remedy) is named
     assert ("model.name" in remedy) is (step > 0 and not adapters)
     assert ("lora.adapter" in remedy) is ("trimtab export peft" in remedy) is (step > 0 and adapters)
     assert ("learning_rate" in remedy) is (step > 0)

@@ -93,7 +93,7 @@ def exit_now() -> None:
 
 
 def begin_work() -> None:
-    """Declares that a verb is about to write files or start processes: Ctrl-C then waits for the end of an import.
+    """Declares that a command is about to write files or start processes: Ctrl-C then waits for the end of an import.
 
     Has no effect unless `Interrupts` handles SIGINT; a program that calls the command line as a function keeps its own
     handler.

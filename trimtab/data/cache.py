@@ -229,7 +229,7 @@ class TokenCache:
         try:
             return open_entry(path)
         except DamagedEntry as damage:
-            self.on_message(f"the token cache entry {path.name} is damaged ({damage}); building it again")
+            self.on_message(f"the token cache entry {path.name} is damaged ({damage}); it is rebuilt")
             return None
 
     def _build(
@@ -240,7 +240,7 @@ class TokenCache:
         need_bytes: int,
         masked: bool,
     ) -> None:
-        part = path.with_name(f".building-{path.name}")  # only the process that has the lock gets here
+        part = path.with_name(f".building-{path.name}")  # only the process that has the lock builds an entry
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free
         if free < need_bytes:
@@ -343,7 +343,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _close_quietly(writer: Writer) -> None:
-    """Closes the files quietly: closing flushes, which fails again on a full disk after the first error."""
+    """Closes the files and ignores a full disk: closing flushes, which fails again after the first error."""
     try:
         writer.close()
     except OSError as error:

@@ -39,7 +39,7 @@ MIN_PADDING_SAVED = 0.1
 
 
 class CachedLoader(Loader):
-    """Batches from cached corpora, whose sequences are all known; made by `trimtab.data.make_loader`."""
+    """Batches from cached corpora, whose sequences are all known; created by `trimtab.data.make_loader`."""
 
     def __init__(
         self,

@@ -89,7 +89,9 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
         try:
             yield json.dumps(_plain(row))
         except RecursionError:
-            raise DataError(f"row {number} of {label} is nested too deep", "pass flat rows") from None
+            raise DataError(
+                f"row {number} of {label} is nested too deeply", "pass rows with less nesting"
+            ) from None
 
 
 def _described(value: Any) -> str:

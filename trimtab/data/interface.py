@@ -158,7 +158,7 @@ class LoaderFacts:
 class Loader(ABC):
     """Batches of endless epochs, deterministic and restorable at every step.
 
-    Made by `trimtab.data.make_loader`.
+    Created by `trimtab.data.make_loader`.
 
     Example:
         >>> loader = make_loader([corpus], max_seq_length=512, batch_size=4, accumulation=4)  # doctest: +SKIP

@@ -29,7 +29,7 @@ MULTIPLE = 8
 
 
 def scramble(values_N: np.ndarray, key: int) -> np.ndarray:
-    """uint64 [N]: splitmix64 of values under a key, a bijection that looks random."""
+    """uint64 [N]: splitmix64 of values under a key, a pseudorandom bijection."""
     x_N = values_N.astype(np.uint64)
     x_N = (x_N + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

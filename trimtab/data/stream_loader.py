@@ -21,7 +21,7 @@ from trimtab.facts.errors import DataError
 
 
 class StreamLoader(Loader):
-    """Batches from sources that are read while training; made by `trimtab.data.make_loader`."""
+    """Batches from sources that are read while training; created by `trimtab.data.make_loader`."""
 
     num_sequences = None
     num_tokens = None

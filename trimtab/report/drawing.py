@@ -18,7 +18,7 @@ from trimtab.report.charts import Chart, Line
 WIDTH, HEIGHT = 2000, 1000
 """Size of the viewBox; a unit is about half a pixel on a wide screen."""
 LARGEST = 1e307
-"""Larger magnitudes are clamped to this value."""
+"""Values of larger magnitude are clamped to this magnitude."""
 HEADROOM = 0.04
 """Margin above and below the lines, as a fraction of the range of values."""
 

@@ -24,7 +24,11 @@ LABELS = {
     "unchanged": "no measurable change",
     "untested": "not tested",
 }
-PLURALS = {"document": "documents", "piece": "pieces", "group of documents": "groups of documents"}
+PLURALS = {
+    "document": "documents",
+    "piece": "pieces of documents",
+    "group of documents": "groups of documents",
+}
 NO_ITEMS = "metrics.jsonl contains no results by item; older versions did not write them"
 OTHER_ITEMS = "different items were measured before and after"
 

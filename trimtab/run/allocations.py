@@ -1,4 +1,4 @@
-"""Records where tensors are allocated, for reports of running out of memory: `trimtab train --explain-memory`.
+"""Records where tensors are allocated, for out-of-memory reports: `trimtab train --explain-memory`.
 
 It intercepts every operation, which makes steps slower (1.26 to 1.51 s for the starter with 4 × 256 tokens on one CPU
 thread, more with small kernels); therefore it is off by default. It records the outputs of operations; a kernel's own
@@ -27,14 +27,14 @@ _RECORDER_METHODS = ("__torch_dispatch__", "entering")
 _METHODS = ("forward", "forward_group", "save_only", "compute", "attend", "feed")
 """Methods that run a module's operations: `forward`, and others of blocks and of linear layers with adapters."""
 _MAX_FORWARD_OPERATIONS = 100_000
-"""Number of forward operations with a recorded origin for their backward; a step has some thousands."""
+"""Number of forward operations with a recorded origin for their backward; a step has a few thousand."""
 
 
 class AllocationRecorder(TorchDispatchMode):
     """Records the module and line of every storage that is allocated in its context, as long as the storage lives.
 
     In the backward pass an operation gets the origin of its forward operation. Modules are tracked without hooks:
-    adapters and recomputation take another path if a layer has hooks.
+    adapters and recomputation take a different code path if a layer has hooks.
 
     Example:
         >>> with AllocationRecorder() as recorder:

@@ -178,7 +178,7 @@ def make_dequantized_copies(decoder: Decoder, resolved: Resolved) -> None:
 
 
 def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
-    """Accumulate gradients of bf16 weights in fp32 unless the recipe says otherwise."""
+    """Accumulate gradients of bf16 weights in fp32, unless `gradient_dtype` is bf16."""
     precision = resolved.precision
     if precision.weights_dtype == "bf16" and precision.gradient_dtype == "fp32":
         for parameter in model.parameters():
@@ -187,7 +187,7 @@ def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
 
 
 def autocast_of(resolved: Resolved) -> Callable[[], Any]:
-    """A factory of autocast contexts for the run's dtype; of null contexts if the weights have that dtype.
+    """Returns a factory of autocast contexts for the run's dtype, or of null contexts if the weights have that dtype.
 
     Without autocast's weight cache: it would keep the casts of all layers, also of recomputed ones, until the pass
     ends. Only a tiled feed-forward uses a weight more than once.
@@ -314,7 +314,7 @@ def build_run(
         folder: the run folder.
         observers: called with each metrics record.
         on_event: called with one-line messages.
-        resume: resume instead of starting.
+        resume: whether the run is resumed.
         checkpoint: the one to resume from (`resume.find_checkpoint`); None restarts at step 0.
         base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
         callbacks: the user's callbacks (`trainer.callbacks`).
@@ -460,7 +460,9 @@ def _restore(
         return
     scalars = store.load(checkpoint, setup.tensors())
     store.prune(checkpoint)  # a lower save_total_limit frees its space before the next checkpoint is written
-    run.state = TrainState(**{"measured": checkpoint.step, **scalars["state"]})  # not in older checkpoints
+    run.state = TrainState(
+        **{"measured": checkpoint.step, **scalars["state"]}
+    )  # older checkpoints lack `measured`
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     setup.optimizer.restore_scalars(scalars["optimizer"])
     setup.loader.restore(scalars["loader"])

@@ -51,7 +51,7 @@ class PlannedSteps:
 
 @dataclass(frozen=True)
 class DataPins:
-    """The versions of the data that a run started with; a resumed run reads the same."""
+    """The versions of the data that a run started with; a resumed run reads the same versions."""
 
     commits: Mapping[str, str | None]
     """Commits of hub datasets."""
@@ -116,7 +116,7 @@ class Choices:
         """The inverse of `to_dict`; for files of earlier versions too.
 
         Args:
-            data: the content of a file that `damage` found no fault in.
+            data: the content of a file that `damage` has validated.
             num_layers: number of layers of the run's model.
         """
         base, started_from = data.get("base"), data.get("started_from")
@@ -221,7 +221,8 @@ def _wrong_values(folder: RunFolder) -> Iterator[None]:
 
 def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.retrain_command()}"
+        f"{folder.choices} {wrong}",
+        f"restore the file from a copy, or train the recipe again: {folder.retrain_command()}",
     )
 
 

@@ -35,7 +35,7 @@ STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
 """Prefix of the names of rows that were passed from Python (`data.in_memory`)."""
 QUIET_BYTES = 2**27
-"""Progress of reading and verifying files is shown from this size on."""
+"""Progress of reading and verifying is shown for files larger than this."""
 
 
 class Watcher(Protocol):
@@ -83,7 +83,7 @@ class Corpora:
 
     @cached_property
     def _single_process_loader(self) -> Loader:
-        """A single-process loader, for facts and notes; no batches are drawn from it."""
+        """A single-process loader for facts and notes; it yields no batches."""
         return self.loader(Mesh.single())
 
     def total_steps(self, mesh: Mesh) -> int:
@@ -97,7 +97,7 @@ class Corpora:
         return self._single_process_loader.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        """The first training example, as a record for the view; None if the data are plain texts."""
+        """The first training example, as a metrics record; None if the data are plain texts."""
         for corpus, _ in self.train:
             if corpus.form is not None:
                 return data.highlight_example(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
@@ -263,7 +263,7 @@ class _SourceOpener:
         return self._open(source, streaming=False)
 
     def trained(self, source: Source) -> Corpus:
-        """A corpus for training, cached or streamed as in the recipe; shows its beginning."""
+        """A corpus for training, cached or streamed as in the recipe; prints the beginning of its first document."""
         corpus = self._open(source, streaming=self.streaming)
         shown = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
         self.watcher.message(f"{self._shown(source.source)}: {shown}")

@@ -336,7 +336,9 @@ class RunFolder:
         cause = f"{self.path} was trained and lacks {' and '.join(missing)}"
         if len(missing) > 1:
             return CheckpointError(cause, "restore both files from a copy")
-        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.retrain_command()}")
+        return CheckpointError(
+            cause, f"restore the file from a copy, or train the recipe again: {self.retrain_command()}"
+        )
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
@@ -394,5 +396,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
-            f"restore it from a copy, or train it again: {RunFolder(path.parent).retrain_command()}",
+            f"restore the file from a copy, or train the recipe again: {RunFolder(path.parent).retrain_command()}",
         ) from error

@@ -194,7 +194,7 @@ def resume(
         report_threads(resolved.threads, recipe, view.message)
         if not resolved.deterministic and device.kind == "cuda" and not moved:
             view.message(
-                "deterministic is off: on a GPU losses may differ in the last bits from an uninterrupted run"
+                "deterministic: false: on a GPU, losses may differ in the last bits from those of an uninterrupted run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if moved:
@@ -494,6 +494,6 @@ def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
     if shape_of(recipe, weights) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one that the run started from",
-            "put that model back, or start a new run",
+            "restore that model there, or start a new run",
         )
     return weights

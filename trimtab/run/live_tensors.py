@@ -101,7 +101,7 @@ def live_tensors(
         >>> kept.nbytes in [tensor.bytes for tensor in live_tensors(MemoryError())]
         True
     """
-    gc.collect()  # tensors that only reference cycles keep are not live
+    gc.collect()  # tensors that are reachable only from reference cycles are not live
     found = _LiveTensors(origins)
     frames = list(frames_of(error))
     model = model if model is not None else _model_in(frames)
@@ -276,7 +276,7 @@ def _graph(tensors: list[torch.Tensor]) -> list[Any]:
         node = nodes.pop()
         if id(node) in seen or hasattr(node, "variable"):
             continue
-        seen[id(node)] = node  # keeps the wrapper alive: a freed one's id may be reused
+        seen[id(node)] = node  # keeps the wrapper alive: the id of a freed object may be reused
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
     return list(seen.values())
 

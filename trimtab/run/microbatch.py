@@ -39,8 +39,8 @@ class MicrobatchLoss:
 
     def __call__(self, batch: Batch) -> LossSum:
         """Returns the loss, with any attention backend."""
-        # Before the copy to the GPU: a packed layout's offsets are computed on the host. A single document in its
-        # sequence needs none: the padding follows it, where causal attention does not look.
+        # Before the copy to the GPU: a packed layout's offsets are computed on the host. A sequence of one document
+        # needs none: padding follows the document, and causal attention ignores later positions.
         layout = Layout.packed(batch.documents_BT) if self.packing else Layout.causal()
         moved = batch.to(self.device)
         total = self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)

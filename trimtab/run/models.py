@@ -137,7 +137,7 @@ def open_model(
     else:
         for note in model_notes(folder):
             on_event(note)
-        check_weights(stored, folder)  # before tensors of the config's sizes are allocated
+        check_weights(stored, folder)  # before tensors with the sizes in the config are allocated
         decoder = new_decoder()
         read: list[Provenance] = []
         load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
@@ -195,7 +195,7 @@ def _open_run(
 
 
 def _load_base(decoder: Decoder, base: BaseWeights, weights: Path | None) -> None:
-    """Loads the base weights of a run's adapters, which were checked to be those that it was trained on."""
+    """Loads the base weights of a run's adapters; the caller has compared their checksums with the checkpoint's."""
     if weights is None:
         assert base.seed is not None
         init_weights(decoder, base.seed)
@@ -214,7 +214,7 @@ def load_adapter_into(
         check_adapter_base(found.base, opened.folder, folder)
     elif found.base is not None and found.base.files != opened.base.files:
         raise ModelError(
-            f"the adapter {folder} was trained on another base than {opened.name}",
+            f"the adapter {folder} was trained on other base weights than those of {opened.name}",
             f"it was trained on {found.base.source}; load it into that model",
         )
     load_adapter(opened.decoder, folder, adapter=name)
@@ -222,7 +222,9 @@ def load_adapter_into(
     if opened.own_tokenizer and adapter_tokenizer(folder) is not None:
         opened.adapters_with_tokenizer.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
-        on_event(f"the adapter names {found.base_name} as its base; its shapes fit {opened.name}")
+        on_event(
+            f"the adapter's config names {found.base_name} as its base model; the tensor shapes fit {opened.name}"
+        )
 
 
 def _find_checkpoint(
@@ -250,7 +252,7 @@ def _find_checkpoint(
         raise CheckpointError(
             cause, f"restore a checkpoint from a copy, or train the recipe again: {run.retrain_command()}"
         )
-    raise CheckpointError(cause, f"train it until it has saved one: {run.resume_command()}")
+    raise CheckpointError(cause, f"resume it until it has saved one: {run.resume_command()}")
 
 
 def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: SavedCheckpoint) -> None:
@@ -299,7 +301,7 @@ def _load_checkpoint(
 
 
 def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
-    """Writes config.json and tokenizer into a run folder; with a checkpoint that is a complete model."""
+    """Writes config.json and tokenizer into a run folder; together with a checkpoint they are a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
         folder / "config.json",

@@ -1,6 +1,6 @@
-"""The planned lengths of a run: a resume may change the number of steps; steps before it keep their schedule.
+"""The planned numbers of steps of a run: a resume may change the number; steps before it keep their schedule.
 
-The lengths are in choices.json. A run that resumes from a checkpoint before its extension therefore repeats the steps
+They are stored in choices.json. A run that resumes from a checkpoint before its extension therefore repeats the steps
 in between with the same learning rates.
 """
 
@@ -16,7 +16,7 @@ from trimtab.run.choices import PlannedSteps
 
 
 def extend(lengths: Sequence[PlannedSteps], step: int, total: int) -> tuple[PlannedSteps, ...]:
-    """The lengths of a run at `step` that is extended or shortened to `total` steps.
+    """Returns the planned numbers of steps of a run that is extended or shortened to `total` steps at `step`.
 
     Example:
         >>> extend([PlannedSteps(0, 20)], step=10, total=40)
@@ -71,5 +71,5 @@ def describe_change(
     rate, was = learning_rate(recipe, after)(new.step), learning_rate(recipe, before)(new.step)
     return (
         f"{text}: from step {new.step + 1} on, lr_scheduler_type: {recipe.lr_scheduler_type} is computed for "
-        f"{new.total} steps, as in Hugging Face's Trainer; learning rate {rate:.3g} there instead of {was:.3g}"
+        f"{new.total} steps, as in Hugging Face's Trainer; that step has learning rate {rate:.3g} instead of {was:.3g}"
     )

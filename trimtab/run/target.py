@@ -210,8 +210,8 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
     meant = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise ModelError(
         f"{name} is not in trimtab's catalogue of models",
-        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; for a recipe that names "
-        "it, that file is downloaded from the hub",
+        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; or name it in a recipe: its "
+        "config.json is then downloaded from the hub",
     )
 
 

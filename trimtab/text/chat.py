@@ -34,7 +34,7 @@ class Limits:
     output_chars: int = 16 << 20
     """Maximum characters of a rendered conversation, and of any string that a template builds."""
     patience: float = 5.0
-    """Wall-clock seconds in addition to `seconds`, for a busy machine."""
+    """Additional wall-clock seconds before the parent kills the process, for a busy machine."""
 
 
 DEFAULT_LIMITS = Limits()

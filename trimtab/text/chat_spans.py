@@ -113,7 +113,7 @@ def _by_placeholder(
         same = (before, after) == _around(render([*first, placeholders[1], *last], False), _PLACEHOLDERS[1])
         _, closing = _around(render([*first, placeholders[0]], False), _PLACEHOLDERS[0])
     except failures as error:
-        raise NotFound(f"it does not take another answer in place of number {i + 1} ({error})") from error
+        raise NotFound(f"the template rejects a placeholder in place of message {i + 1} ({error})") from error
     if not same:
         raise NotFound(f"the text around message {i + 1} depends on its content")
     end = len(full) - len(after)

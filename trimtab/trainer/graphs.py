@@ -2,7 +2,7 @@
 
 A step of a small model launches a few thousand kernels that take a few microseconds each. Launching them one
 by one takes longer than running them. A graph contains all of them, with the addresses they read and write.
-What changes from step to step is copied into the graph's static input tensors before each replay. A replay
+Inputs that change from step to step are copied into the graph's static input tensors before each replay. A replay
 runs the same kernels as an eager step, and its results are bit-identical.
 
 The first steps run eagerly: kernels are compiled, libraries are initialized, and memory is measured. After
@@ -24,13 +24,13 @@ import torch
 from trimtab.facts.phases import During, RunPhase, no_phase
 
 WARM_UP = 2
-"""Eager steps at the beginning of a session."""
+"""Eager steps after each start or resume of a run."""
 
 Inputs = dict[str, torch.Tensor]
 
 
 class FixedLoss(Protocol):
-    """A loss in two halves: the host prepares the inputs of a microbatch, the device computes the loss."""
+    """A loss in two parts: the host prepares the inputs of a microbatch, the device computes the loss."""
 
     def inputs(self, batch: Any) -> Inputs:
         """Tensors on the host; their names and shapes are the same for every microbatch."""
@@ -67,7 +67,7 @@ class Graphs:
     The model's `CaptureResources`, if it has any, are released or synchronized around each capture.
 
     Args:
-        loss: the loss in two halves.
+        loss: computes the loss from inputs that the host prepares.
         parameters: the trainable parameters, by name.
         device: the device of the parameters.
         on_event: called if capture fails; the run then falls back to eager.

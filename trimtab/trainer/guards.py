@@ -135,10 +135,10 @@ class Watch:
 def remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
     """The remedy for non-finite values; `documents`: whether the error names some."""
     adapters = any(".lora_" in name for name in setup.parameters)
-    look = "look at those documents; " if documents else ""
+    look = "check those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""
-        return f"{look}the run fails from its first step: {lower}set another dtype, or check the weights"
+        return f"{look}{lower}set another dtype, or check the weights: no step was completed yet"
     if adapters:
         way = "`trimtab export peft --checkpoint STEP` writes an adapter that lora.adapter can load"
     else:

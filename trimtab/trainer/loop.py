@@ -25,7 +25,7 @@ from trimtab.trainer.signals import StopSignals
 from trimtab.trainer.step import forward_backward
 
 MEASURED_STEP = 1
-"""Index of the step in a session whose memory is measured: step 0 also allocates one-time buffers."""
+"""Index of the step whose memory is measured, from the start or resume: step 0 also allocates one-time buffers."""
 
 CALLBACK_STOP = 1 << 20
 """Encodes a callback's stop request in a sum over processes; larger than any number of processes."""
@@ -184,7 +184,7 @@ class _Loop:
             if isinstance(error, OutOfMemory):
                 release_frames(error)  # saving needs memory too
             unsaved = self.state.step > self.saved_step and not self.updating
-            # The log may be what failed; its records are not worth losing the weights for.
+            # The log itself may have failed; saving the weights is more important than its records.
             with suppress(TrimtabError, OSError):
                 if unsaved:
                     self.flush()
@@ -368,7 +368,9 @@ class _Loop:
         self.saved_step = state.step
         setup.microstep.release()
         location = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
-        where = location or "each microbatch alone is finite, but not all of them together"
+        where = (
+            location or "each microbatch alone is finite, but the accumulated loss or gradient norm is not"
+        )
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
