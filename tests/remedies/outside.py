@@ -60,7 +60,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "model/families/gguf_metadata.py:shape_from_gguf: join them with llama-gguf-split --merge",
         "run/device.py:check_device: pip install 'trimtab[train]'",
         "run/device.py:require_torch: pip install 'trimtab[train]'",
-        "run/device.py:need_trackers: pip install 'trimtab[{}]'",
+        "run/device.py:require_trackers: pip install 'trimtab[{}]'",
         "run/choices.py:_read: use that version",
         "report/rundata.py:_plan: use a newer trimtab",
         "starter/files.py:base_folder: reinstall trimtab",

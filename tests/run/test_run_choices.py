@@ -43,7 +43,7 @@ CHOICES = Choices(
     data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], train_source_first=True),
     base=BASE,
     started_from=dataclasses.replace(BASE, files={}, seed=3),
-    lengths=(PlannedSteps(0, 20), PlannedSteps(10, 40)),
+    planned_steps=(PlannedSteps(0, 20), PlannedSteps(10, 40)),
 )
 
 
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> RunFolder:
     "choices",
     [
         CHOICES,
-        dataclasses.replace(CHOICES, base=None, started_from=None, lengths=(), logs_checkpoints=False),
+        dataclasses.replace(CHOICES, base=None, started_from=None, planned_steps=(), logs_checkpoints=False),
         dataclasses.replace(CHOICES, dropout_by_sequence=False),
     ],
 )
@@ -66,7 +66,7 @@ def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
     assert found.to_dict() == choices.to_dict()
     assert found.resolved == choices.resolved
     assert (found.data, found.base, found.started_from) == (choices.data, choices.base, choices.started_from)
-    assert found.lengths == choices.lengths
+    assert found.planned_steps == choices.planned_steps
     assert found.recipe == choices.recipe == read_recipe(folder)
 
 
@@ -81,7 +81,7 @@ def test_every_field_is_in_the_file(folder: RunFolder) -> None:
             "data": DataPins({}, []),
             "base": None,
             "started_from": None,
-            "lengths": (PlannedSteps(0, 1),),
+            "planned_steps": (PlannedSteps(0, 1),),
             "logs_checkpoints": False,
             "dropout_by_sequence": False,
         }[field.name]

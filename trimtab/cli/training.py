@@ -40,16 +40,16 @@ def train_and_report(
         RunInputs,  # importing torch takes seconds; until work begins, Ctrl-C ends the process immediately
     )
 
-    given = RunInputs(explain_memory=explain_memory)
+    inputs = RunInputs(explain_memory=explain_memory)
     begin_work()
     with LiveView(console=console, detail=detail) as view:
         if loaded is not None:
             with resume_advised(Path(loaded.output_dir), new=True):
-                finished = launch.train(loaded, view, given=given)
+                finished = launch.train(loaded, view, inputs=inputs)
         else:
             assert resume is not None
             with resume_advised(resume):
-                finished = launch.resume(resume, overrides, view, given=given)
+                finished = launch.resume(resume, overrides, view, inputs=inputs)
     return conclude(finished, console, detail)
 
 

@@ -39,13 +39,13 @@ class AllocationRecorder(TorchDispatchMode):
     Example:
         >>> with AllocationRecorder() as recorder:
         ...     kept = torch.zeros(1000)
-        >>> recorder.of(kept.untyped_storage()) is not None
+        >>> recorder.origin_of(kept.untyped_storage()) is not None
         True
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = Origin()
+        self.last_origin = Origin()
         """Origin of the last operation."""
         self._modules: list[str] = []
         self._made: dict[int, Origin] = {}
@@ -60,7 +60,7 @@ class AllocationRecorder(TorchDispatchMode):
                     inside = self._inside(name, method)
                     self._followed.enter_context(replaced(module, method.__name__, inside))
 
-    def of(self, storage: torch.UntypedStorage) -> Origin | None:
+    def origin_of(self, storage: torch.UntypedStorage) -> Origin | None:
         """The origin of a storage; None if it was allocated before recording."""
         return self._made.get(storage._cdata)
 
@@ -75,7 +75,7 @@ class AllocationRecorder(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs))
             if isinstance(tensor, torch.Tensor)
         }
-        self.last = origin = self._origin()
+        self.last_origin = origin = self._origin()
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

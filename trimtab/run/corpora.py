@@ -153,10 +153,10 @@ def open_corpora(
         for name, sources in (("domain", section.eval.domain), ("general", section.eval.general))
         if sources
     }
-    train = [(opening.trained(source), source.weight) for source in section.train]
+    train = [(opening.for_training(source), source.weight) for source in section.train]
     replay = []
     if section.replay is not None:
-        replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
+        replay = [(opening.for_training(source), source.weight) for source in section.replay.sources]
     train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
@@ -262,7 +262,7 @@ class _SourceOpener:
         """A corpus in the token cache."""
         return self._open(source, streaming=False)
 
-    def trained(self, source: Source) -> Corpus:
+    def for_training(self, source: Source) -> Corpus:
         """A corpus for training, cached or streamed as in the recipe; prints the beginning of its first document."""
         corpus = self._open(source, streaming=self.streaming)
         shown = beginning(corpus.source, template=self.tokenizer.chat_template is not None)

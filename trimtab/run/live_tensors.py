@@ -41,10 +41,10 @@ UNKNOWN = Origin()
 class Origins(Protocol):
     """Recorded origins of allocations (`run.allocations`)."""
 
-    last: Origin
+    last_origin: Origin
     """Origin of the last operation, which is the one that failed."""
 
-    def of(self, storage: torch.UntypedStorage) -> Origin | None: ...
+    def origin_of(self, storage: torch.UntypedStorage) -> Origin | None: ...
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class _LiveTensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.tensors and size and tensor.device.type != "meta":
-                recorded = self._origins.of(storage) if self._origins is not None else None
+                recorded = self._origins.origin_of(storage) if self._origins is not None else None
                 made = _merged(recorded, origin or Origin())
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self.tensors[key] = LiveTensor(

@@ -42,7 +42,7 @@ from trimtab.run.folder import RunFolder, write_json
 from trimtab.run.locate import STARTER, initial_model, model_folder
 from trimtab.run.metrics_summary import has_published
 from trimtab.run.prepare import model_notes
-from trimtab.run.quantizing import requantized
+from trimtab.run.quantizing import quantization_for_device
 from trimtab.run.resolve import resolve_inference
 from trimtab.text import Tokenizer
 
@@ -128,7 +128,9 @@ def open_model(
         quantization: Quantization | None = None,
         weights: Path | None = None,
     ) -> Decoder:
-        adapted = dataclasses.replace(resolved, lora=settings, quantization=requantized(quantization, device))
+        adapted = dataclasses.replace(
+            resolved, lora=settings, quantization=quantization_for_device(quantization, device)
+        )
         return build_model(shape, adapted, Mesh.single(), weights=weights).eval()
 
     opened: OpenedModel
@@ -300,7 +302,9 @@ def _load_checkpoint(
     return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))
 
 
-def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
+def save_config_and_tokenizer(
+    weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str
+) -> None:
     """Writes config.json and tokenizer into a run folder; together with a checkpoint they are a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(

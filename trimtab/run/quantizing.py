@@ -79,7 +79,7 @@ def _check_stored(
         )
 
 
-def requantized(quantization: Quantization | None, device: torch.device) -> Quantization | None:
+def quantization_for_device(quantization: Quantization | None, device: torch.device) -> Quantization | None:
     """Returns a run's quantization with the kernel implementation for this device; the packed weights do not change."""
     if quantization is None:
         return None

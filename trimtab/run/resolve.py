@@ -67,7 +67,7 @@ def resolve_memory(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resol
     return dataclasses.replace(resolved, memory=memory)
 
 
-def resolve_memory_again(
+def resolve_memory_on_resume(
     recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved
 ) -> Resolved:
     """The configuration of an existing run with another memory plan, for a resume that changes memory keys.
