@@ -362,9 +362,9 @@ def test_another_base_raises_with_a_remedy(tmp_path: Path) -> None:
     place = save_base(tmp_path / "base", TIED)
     size = (place / "model.safetensors").stat().st_size
     for files, different in (
-        ({}, "other names"),
-        ({"model.safetensors": FileDigest(size + 1, "")}, "another size"),
-        ({"model.safetensors": FileDigest(size, "")}, "other content"),
+        ({}, "different names"),
+        ({"model.safetensors": FileDigest(size + 1, "")}, "a different size"),
+        ({"model.safetensors": FileDigest(size, "")}, "different content"),
     ):
         record = BaseWeights("some/base", "abc", files)
         with pytest.raises(CheckpointError, match=different) as run:

@@ -225,12 +225,12 @@ def follow_in_use(w: World, remedy: str) -> None:
 def resumed_in_use(w: World) -> None:
     w.kept["lock"] = RunLock(w.tmp / "run")
     w.kept["lock"].acquire()
-    RunLock(w.tmp / "run", elsewhere=None).acquire()
+    RunLock(w.tmp / "run", folder_key=None).acquire()
 
 
 def follow_released(w: World, remedy: str) -> None:
     w.kept["lock"].release()  # it ended, or was stopped
-    with RunLock(w.tmp / "run", elsewhere=None):
+    with RunLock(w.tmp / "run", folder_key=None):
         pass
 
 

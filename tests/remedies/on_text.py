@@ -270,7 +270,7 @@ case(
 
 def endless(w: World) -> object:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with ChatProcess(loop, limits=Limits(seconds=0.3, patience=0.3)) as process:
+    with ChatProcess(loop, limits=Limits(seconds=0.3, grace_seconds=0.3)) as process:
         return process.render([TALK], {})
 
 

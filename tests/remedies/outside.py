@@ -24,8 +24,8 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/store.py:_explain: raise the file size limit (ulimit -f), or move the run folder to another disk, "
         "then resume; the earlier checkpoints are intact",
         "checkpoint/tensors.py:read_back: check the disk; the earlier checkpoints were not touched",
-        "cli/commands.py:_lacking: free some space or check the folder's permissions",
-        "cli/commands.py:_lacking: free some space, or redirect the output elsewhere",
+        "cli/commands.py:_resource_error: free some space or check the folder's permissions",
+        "cli/commands.py:_resource_error: free some space, or redirect the output elsewhere",
         "data/cache.py:TokenCache._build: free some space, or use another folder: data.cache_dir in a recipe, "
         "--cache-dir of `trimtab eval`",
         "data/tokenizer_pool.py:_Worker._died: free some memory or lower num_proc, then try again",
@@ -69,7 +69,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     ),
     GPU: (
         "lab/profiling.py:_Profiling._details: use --nvtx for NVIDIA's own tools, or run `trimtab doctor`",
-        "cli/commands.py:_lacking: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
+        "cli/commands.py:_resource_error: lower per_device_train_batch_size or max_seq_length; see `trimtab plan`",
         "run/device.py:check_device: use one of these; the environment variable CUDA_VISIBLE_DEVICES decides which "
         "GPUs torch sees",
         "kernels/attention/impl_flex.py:attention_flex: use triton or sdpa_flash",

@@ -174,7 +174,7 @@ def test_hostile_text_is_inert_in_the_terminal(
             "\x1b]0;t\x07\u202e[/b]\r",
         ):  # a progress line is truncated, so use a short text too
             for done in (5, 10):
-                view.working(text, done, 10, text)
+                view.progress(text, done, 10, text)
         for rows in data.records.values():
             for row in rows:
                 view.record(row)
@@ -211,7 +211,7 @@ def test_quiet_prints_messages_and_the_run_folder(make_run: MakeRun, learnt: lis
     with LiveView(300, shown, detail="quiet") as view:
         view.plan(data.plan)
         view.message("the checkpoint of step 6 is damaged")
-        view.working("tokenizing corpus", 5, 10, "bytes")
+        view.progress("tokenizing corpus", 5, 10, "bytes")
         for row in learnt:
             view.record(row)
         view.record({"kind": "event", "step": 7, "message": "not finite at step 7"})
@@ -246,9 +246,9 @@ def test_without_a_terminal_preparations_print_progress(monkeypatch: pytest.Monk
     shown = console(80)
     view = LiveView(0, shown)
     for done in range(101):
-        view.working("tokenizing corpus", done * 2**20, 100 * 2**20, "bytes")
+        view.progress("tokenizing corpus", done * 2**20, 100 * 2**20, "bytes")
         now[0] += 0.2
-    view.working("tokenizing corpus", 100 * 2**20, 100 * 2**20, "bytes")
+    view.progress("tokenizing corpus", 100 * 2**20, 100 * 2**20, "bytes")
     lines = text_of(shown).splitlines()
     assert lines[0] == "tokenizing corpus: 0 B of 100.0 MiB"
     assert lines[-1] == "tokenizing corpus: 100.0 MiB"
@@ -294,9 +294,9 @@ def test_on_a_terminal_progress_is_live_and_the_final_state_remains(monkeypatch:
     monkeypatch.setattr(live, "Live", _Still)
     shown = console(80, terminal=True)
     with LiveView(20, shown) as view:
-        view.working("tokenizing corpus", 5, 10, "bytes")
+        view.progress("tokenizing corpus", 5, 10, "bytes")
         assert "tokenizing corpus" in text_of(shown)
-        view.working("tokenizing corpus", 10, 10, "bytes")
+        view.progress("tokenizing corpus", 10, 10, "bytes")
         for step in range(1, 21):
             view.record(record(step, loss=3.0 - step / 10))
         view.message("a checkpoint was written")

@@ -194,5 +194,5 @@ def test_a_base_is_checked_without_reading_it_twice(tmp_path: Path, reads: list[
     note.write_text(note.read_text().replace(sha256(b"weights"), "0" * 64))
     check_base(base, place)  # a wrong note does not lock the run out
     path.write_bytes(b"others!")
-    with pytest.raises(CheckpointError, match="other content"):
+    with pytest.raises(CheckpointError, match="different content"):
         check_base(base, place)

@@ -91,7 +91,7 @@ class DataArgument:
             passed[name] = given
         return build(plain), passed
 
-    def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, PassedRows]:
+    def store_for_resume(self, recipe: Recipe, view: View, folder: Path) -> dict[str, PassedRows]:
         """Stores the rows of a resumed run; raises a DataError unless they equal those of its start."""
         from trimtab.data.in_memory import first_difference, spool_path
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
@@ -180,7 +180,7 @@ class DataArgument:
             memory_folder(cache_folder(recipe.data.cache_dir)),
             label=label,
             key=key,
-            progress=lambda done: view.working(f"reading {label}", done, None, "rows"),
+            progress=lambda done: view.progress(f"reading {label}", done, None, "rows"),
         )
         if spooled.reused:
             view.message(

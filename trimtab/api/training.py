@@ -122,7 +122,7 @@ def resume(
     with _checked_view(view) as shown:
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
-        passed = given.store_again(recipe_of(run, words), shown, run.path)
+        passed = given.store_for_resume(recipe_of(run, words), shown, run.path)
         extra = RunInputs(passed, callbacks, explain_memory=explain_memory)
         return _result(launch.resume(run.path, words, shown, inputs=extra))
 

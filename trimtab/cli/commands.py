@@ -40,7 +40,7 @@ VERBS = {
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 
-MEANT = {
+EQUIVALENTS = {
     "version": "--version",
     "resume": "train --resume RUN",
     "finetune": "train",
@@ -84,7 +84,11 @@ class LazyVerbs(typer.core.TyperGroup):
 
 
 def _unknown_verb(word: str) -> RecipeError:
-    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    near = (
+        [EQUIVALENTS[word]]
+        if word in EQUIVALENTS
+        else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    )
     version = f" (this is trimtab {__version__})" if word == "version" else ""
     cause = f"there is no command '{shortened(word)}'{version}"
     if word.endswith((".yaml", ".yml")):
@@ -136,10 +140,10 @@ def main(arguments: list[str] | None = None) -> int:
         output.drop_output()
         return 128 + 13
     except (OSError, MemoryError, RuntimeError) as error:
-        lacking = _lacking(error)
-        if lacking is None:
+        shortage = _resource_error(error)
+        if shortage is None:
             raise
-        return _fail(str(lacking), lacking.exit_code)
+        return _fail(str(shortage), shortage.exit_code)
     return code
 
 
@@ -189,7 +193,7 @@ def _override(option: str | None, arguments: list[str]) -> str | None:
     return f"{key}=VALUE"
 
 
-def _lacking(error: Exception) -> TrimtabError | None:
+def _resource_error(error: Exception) -> TrimtabError | None:
     """Converts a lack of memory, disk space or permissions into a TrimtabError; None for a bug, which is re-raised."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return RecipeError(

@@ -19,7 +19,7 @@ TODAY = "2024-07-26"
 """The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
 RENDERING_VERSION = 7
 """A version that increases whenever rows become other texts or masks, so that cached tokens are rebuilt."""
-LIMITS = Limits(seconds=30.0, patience=90.0)
+LIMITS = Limits(seconds=30.0, grace_seconds=90.0)
 """Limits for `BATCH_EXAMPLES` conversations while all cores are tokenizing."""
 _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, True),

@@ -42,7 +42,7 @@ class Watcher(Protocol):
     """Receives messages and progress."""
 
     def message(self, text: str) -> None: ...
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
 
 
 @dataclass
@@ -293,7 +293,7 @@ class _SourceOpener:
             what = {"hash": "reading", "tokenize": "tokenizing", "verify": "checking"}.get(
                 progress.stage, progress.stage
             )
-            self.watcher.working(
+            self.watcher.progress(
                 f"{what} {self._shown(progress.source)}", progress.done_bytes, progress.total_bytes, "bytes"
             )
 

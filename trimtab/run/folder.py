@@ -298,9 +298,9 @@ class RunFolder:
         for name in OOM_REPORT:
             (self.path / name).unlink(missing_ok=True)
 
-    def lock(self, elsewhere: str | None = None) -> RunLock:
-        """The lock that one process has at a time: `with folder.lock():`. `elsewhere`: the recipe key of the folder."""
-        return RunLock(self.path, elsewhere=elsewhere)
+    def lock(self, folder_key: str | None = None) -> RunLock:
+        """Returns the lock, for one process at a time: `with folder.lock():`. `folder_key` names the folder in errors."""
+        return RunLock(self.path, folder_key=folder_key)
 
     def open(self) -> None:
         """Raises unless the run can be resumed, or started again from its recipe."""

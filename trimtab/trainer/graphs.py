@@ -29,13 +29,13 @@ WARM_UP = 2
 Inputs = dict[str, torch.Tensor]
 
 
-class FixedLoss(Protocol):
+class TwoPartLoss(Protocol):
     """A loss in two parts: the host prepares the inputs of a microbatch, the device computes the loss."""
 
     def inputs(self, batch: Any) -> Inputs:
         """Tensors on the host; their names and shapes are the same for every microbatch."""
 
-    def of(self, inputs: Inputs) -> torch.Tensor:
+    def compute(self, inputs: Inputs) -> torch.Tensor:
         """The sum of the token losses, from the same tensors on the device, without synchronization."""
 
 
@@ -80,7 +80,7 @@ class Graphs:
 
     def __init__(
         self,
-        loss: FixedLoss,
+        loss: TwoPartLoss,
         parameters: dict[str, torch.nn.Parameter],
         device: torch.device,
         *,
@@ -200,7 +200,7 @@ class Graphs:
     def _run_eager(self, inputs: Inputs, factor: float) -> torch.Tensor:
         with self.during(RunPhase.FORWARD):
             moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-            loss = self.loss.of(moved)
+            loss = self.loss.compute(moved)
         with self.during(RunPhase.BACKWARD):
             (loss * factor).backward()
         return loss.detach()
@@ -243,7 +243,7 @@ class Graphs:
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
         # Other threads (a checkpoint being written) may continue their work.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self.loss.of(static)
+            loss = self.loss.compute(static)
             (loss * factor).backward()
             if self.resources is not None:
                 self.resources.wait_for_copies()

@@ -16,7 +16,7 @@ import torch
 from trimtab.facts.errors import OutOfMemory, TrainingError, TrimtabError, release_frames
 from trimtab.facts.phases import RunPhase
 from trimtab.trainer.early_stopping import is_better
-from trimtab.trainer.guards import FiniteGuard, explain, remedy
+from trimtab.trainer.guards import FiniteGuard, locate_non_finite, non_finite_remedy
 from trimtab.trainer.measured import Stopwatch
 from trimtab.trainer.memory import StepMeter, persistent_bytes, process_bytes, process_memory
 from trimtab.trainer.scaling import LossScaler
@@ -367,7 +367,9 @@ class _Loop:
                 )
         self.saved_step = state.step
         setup.microstep.release()
-        location = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
+        location = locate_non_finite(
+            setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step
+        )
         where = (
             location or "each microbatch alone is finite, but the accumulated loss or gradient norm is not"
         )
@@ -377,7 +379,7 @@ class _Loop:
         setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            remedy(setup, state.step, documents=location is not None),
+            non_finite_remedy(setup, state.step, documents=location is not None),
         )
 
     def evaluate(self) -> bool:
