@@ -97,7 +97,7 @@ def test_digests_are_cached_only_for_files_that_are_not_being_written(
 
     digest(), digest()
     assert len(read) == 2, "a file written a moment ago may still be written to within the clock's grain"
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", -1)
+    monkeypatch.setattr(fingerprints, "MIN_AGE_NS", -1)
     first = digest()
     assert digest() == first
     assert len(read) == 3

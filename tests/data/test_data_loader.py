@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import Batch, CachedCorpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
-from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, train_source_first
+from trimtab.data.sampling import StepShape, epoch_plan, mix, rank_microbatches, train_source_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -213,7 +213,7 @@ def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
 def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation: int, size: int) -> None:
     full = StepShape(batch, accumulation, 0, size)
     items = list(range(min(count, full.num_sequences)))
-    hands = [deal(items, StepShape(batch, accumulation, r, size)) for r in range(size)]
+    hands = [rank_microbatches(items, StepShape(batch, accumulation, r, size)) for r in range(size)]
     assert [item for hand in hands for micro in hand for item in micro] == items
     assert len({len(hand) for hand in hands}) == 1
     assert all(len(micro) <= batch for hand in hands for micro in hand)

@@ -27,16 +27,17 @@ def left(function: str, rows: list[Any], *rights: list[Any], **spec: Any) -> Non
 
 
 left(
-    "nothing_left: repair the rows; the first: {}",
+    "no_documents_error: repair the rows; the first: {}",
     [{"messages": 5}],
     CHATS,
     format="messages",
     bad_rows="skip",
 )
-left("nothing_left: use a source that contains text", [{"text": " "}], GOOD)
+left("no_documents_error: use a source that contains text", [{"text": " "}], GOOD)
 UNANSWERED = [chat(ASK)]
 case(
-    "data/selection.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
+    "data/selection.py:no_documents_error: give conversations with answers, or set train_on: all to train on "
+    "everything",
     lambda w: read(w, "rows.jsonl", UNANSWERED),
     lambda w, remedy: (
         read(w, "rows.jsonl", CHATS),
@@ -150,7 +151,7 @@ def measured_windows(w: World, count: int) -> object:
 
 
 case(
-    "data/selection.py:threshold: set a share between 0 and 1",
+    "data/selection.py:heldout_threshold: set a share between 0 and 1",
     lambda w: threshold(1.0),
     lambda w, remedy: threshold(0.5),
 )
@@ -167,7 +168,7 @@ def packed(w: World, rows: list[Any], length: int) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: raise max_seq_length, or shorten the text before the answers",
+    "data/selection.py:no_sequences_error: raise max_seq_length, or shorten the text before the answers",
     lambda w: packed(w, LONG, 32),
     lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
 )

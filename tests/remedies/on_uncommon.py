@@ -204,7 +204,7 @@ def without_documents(w: World) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: use a source that contains text",
+    "data/selection.py:no_sequences_error: use a source that contains text",
     without_documents,
     lambda w, remedy: packed(w, GOOD, 32),
 )
@@ -216,7 +216,7 @@ GROWING = (
     "{% endfor %}"
 )
 case(
-    "text/chat_worker.py:complaint: use another template",
+    "text/chat_worker.py:describe_error: use another template",
     lambda w: render_chats(GROWING, [TALK], {}, limits=Limits(memory_bytes=1 << 28)),
     lambda w, remedy: render_chats(CHAT, [TALK], {}, limits=Limits(memory_bytes=1 << 28)),
 )

@@ -30,7 +30,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(base_weights, "digest", noted)
     monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 4)
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(fingerprints, "MIN_AGE_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
 
@@ -93,7 +93,7 @@ def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> 
 def test_a_checksum_of_a_new_file_is_not_cached(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
+    monkeypatch.setattr(fingerprints, "MIN_AGE_NS", 2_000_000_000)
     (path,) = weights(tmp_path / "base", b"fresh")
     cached_digests([path])
     assert notes(tmp_path) == []

@@ -273,7 +273,8 @@ class OutputFile:
 
     def _check(self, line: bytes) -> None:
         """Raises a RecipeError unless an existing row belongs to the next prompt and the same settings."""
-        remedy = f"name another {self._argument_name('output')}, or replace the file with {self._argument_name('overwrite')}"
+        output, overwrite = self._argument_name("output"), self._argument_name("overwrite")
+        remedy = f"name another {output}, or replace the file with {overwrite}"
         try:
             row = json.loads(line)
             index, digest = row["index"], row["settings"]

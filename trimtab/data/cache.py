@@ -64,8 +64,8 @@ class EntryMeta:
         skipped: dict[str, Any] = {name: getattr(counts, name) for name in _SKIPPED}
         if self.masked:
             skipped |= {name: getattr(counts, name) for name in _SKIPPED_EXAMPLES}
-        if counts.complaint:
-            skipped["complaint"] = counts.complaint
+        if counts.first_error:
+            skipped["complaint"] = counts.first_error
         return {
             "skipped": skipped,
             "version": VERSION,
@@ -81,13 +81,15 @@ class EntryMeta:
         """The inverse of `to_dict`; raises DamagedEntry for another version."""
         if saved["version"] != VERSION:
             raise DamagedEntry("meta.json has another version")
+        skipped = dict(saved["skipped"])
+        first_error = skipped.pop("complaint", "")
         return EntryMeta(
             saved["dtype"],
             saved["num_tokens"],
             saved["num_documents"],
             saved.get("max_id", 0),
             saved["checksums"],
-            Counts(**saved["skipped"]),
+            Counts(**skipped, first_error=first_error),
         )
 
 

@@ -13,8 +13,8 @@ from trimtab import data, hub, starter
 from trimtab.data import Batch, CachedCorpus, Corpus, Loader, Progress, SourceSpec
 from trimtab.data.caching import default_cache_dir
 from trimtab.data.in_memory import PassedRows, spool_path
-from trimtab.data.preview import beginning
-from trimtab.data.selection import LEFT_OUT, left_out
+from trimtab.data.preview import describe_beginning
+from trimtab.data.selection import LEFT_OUT, left_out_note
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
@@ -210,7 +210,7 @@ def _notes(corpus: Corpus) -> Iterator[str]:
     for why in LEFT_OUT:
         count = getattr(summary, why)
         if count:
-            yield left_out(count, why) + (f"; the first: {summary.complaint}" if why == "bad" else "")
+            yield left_out_note(count, why) + (f"; the first: {summary.first_error}" if why == "bad" else "")
     if summary.repaired:
         what = "document" if summary.repaired == 1 else "documents"
         yield f"in {summary.repaired} {what} unpaired Unicode surrogates were replaced by U+FFFD"
@@ -265,7 +265,7 @@ class _SourceOpener:
     def for_training(self, source: Source) -> Corpus:
         """A corpus for training, cached or streamed as in the recipe; prints the beginning of its first document."""
         corpus = self._open(source, streaming=self.streaming)
-        shown = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
+        shown = describe_beginning(corpus.source, template=self.tokenizer.chat_template is not None)
         self.watcher.message(f"{self._shown(source.source)}: {shown}")
         return corpus
 

@@ -299,7 +299,7 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
 
     def lock(self, folder_key: str | None = None) -> RunLock:
-        """Returns the lock, for one process at a time: `with folder.lock():`. `folder_key` names the folder in errors."""
+        """Returns the lock of the folder: `with folder.lock():`. `folder_key` is its recipe key or flag, for errors."""
         return RunLock(self.path, folder_key=folder_key)
 
     def open(self) -> None:
