@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.report import read_run
 from trimtab.report.buckets import BUCKETS, bucket_bar
-from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, charts, thin_points
+from trimtab.report.charts import MAX_POINTS, Chart, Line, _smoothed, charts, thin_points
 from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
@@ -252,7 +252,7 @@ def test_long_curves_keep_their_spikes() -> None:
     points[54_321] = (54_321, 99.0)
     points[77_777] = (77_777, math.nan)
     thin = thin_points(points)
-    assert len(thin) <= MOST_POINTS + 2
+    assert len(thin) <= MAX_POINTS + 2
     assert (54_321, 99.0) in thin
     assert any(math.isnan(y) for _, y in thin)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)

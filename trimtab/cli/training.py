@@ -79,12 +79,12 @@ def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
 def conclude(finished: Any, console: Console, detail: Detail) -> int:
     """Write the report and print the final lines of a run; return its exit code."""
     from trimtab.report import read_run, write_page
-    from trimtab.report.closing import closing
+    from trimtab.report.closing import closing_summary
     from trimtab.report.plain import as_text
 
     data = read_run(finished.folder)
     write_page(data, finished.folder / "report.html")
-    console.print(closing(data, detail))
+    console.print(closing_summary(data, detail))
     if finished.status == "interrupted":
         folder = shlex.quote(str(finished.folder))
         advice = f"stopped by a signal, a checkpoint is saved; continue with: trimtab train --resume {folder}"
