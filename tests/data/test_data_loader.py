@@ -210,7 +210,9 @@ def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
 
 @given(st.integers(1, 32), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4))
 @settings(deadline=None)
-def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation: int, size: int) -> None:
+def test_microbatches_contain_each_sequence_once(
+    count: int, batch: int, accumulation: int, size: int
+) -> None:
     full = StepShape(batch, accumulation, 0, size)
     items = list(range(min(count, full.num_sequences)))
     hands = [rank_microbatches(items, StepShape(batch, accumulation, r, size)) for r in range(size)]

@@ -41,7 +41,7 @@ def test_the_pages_are_made_without_torch() -> None:
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"https?://", target):
             continue

@@ -39,7 +39,7 @@ def test_module_and_line_of_a_forward_pass() -> None:
     assert made.line.startswith("trimtab/kernels/gated_mlp/impl_reference.py:")
 
 
-def test_backward_is_given_the_place_of_its_forward() -> None:
+def test_backward_operations_get_the_origin_of_their_forward() -> None:
     model = torch.nn.Sequential(Gate(), torch.nn.Tanh())
     recorder = AllocationRecorder()
     recorder.watch(model)
@@ -63,7 +63,7 @@ def test_freed_storages_are_forgotten_and_modules_are_restored() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_module_that_fails_leaves_no_name_behind() -> None:
+def test_a_failing_module_is_removed_from_the_module_stack() -> None:
     class Failing(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError

@@ -51,7 +51,7 @@ def notes(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "home" / ".cache" / "trimtab" / "checksums").glob("*"))
 
 
-def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, reads: list[str]) -> None:
+def test_a_file_is_read_once_and_reread_after_a_write(tmp_path: Path, reads: list[str]) -> None:
     paths = weights(tmp_path / "base", b"first", b"second")
     expected = {path.name: files.FileDigest(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
     assert cached_digests(paths) == expected
@@ -66,7 +66,7 @@ def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, re
     assert reads == [paths[1].name]
 
 
-def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str]) -> None:
+def test_a_write_with_a_restored_mtime_is_detected(tmp_path: Path, reads: list[str]) -> None:
     """As `rsync --times --inplace` and `touch -r` do."""
     (path,) = weights(tmp_path / "base", b"before")
     cached_digests([path])
@@ -78,7 +78,7 @@ def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str
     assert cached_digests([path])[path.name].sha256 == sha256(b"behind")
 
 
-def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> None:
+def test_a_replaced_file_is_detected(tmp_path: Path, reads: list[str]) -> None:
     one, two = weights(tmp_path / "base", b"one of them", b"the other 1")
     link = tmp_path / "base" / "link"
     link.symlink_to(one)

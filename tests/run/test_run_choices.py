@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> RunFolder:
         dataclasses.replace(CHOICES, dropout_by_sequence=False),
     ],
 )
-def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
+def test_choices_round_trip(folder: RunFolder, choices: Choices) -> None:
     write_choices(folder, choices)
     found = read_choices(folder, num_layers=2)
     assert found.to_dict() == choices.to_dict()
@@ -119,7 +119,7 @@ def test_a_model_is_opened_from_a_file_with_the_recipe_alone(folder: RunFolder) 
         ("memory", {"recompute": 5}),
     ],
 )
-def test_damage_inside_is_named(folder: RunFolder, key: str, value: object) -> None:
+def test_invalid_values_are_named(folder: RunFolder, key: str, value: object) -> None:
     folder.choices.write_text(json.dumps({**CHOICES.to_dict(), key: value}))
     with pytest.raises(CheckpointError, match=r"choices\.json is damaged") as error:
         read_choices(folder, 2)

@@ -156,7 +156,7 @@ def test_best_is_tagged_when_the_score_improves() -> None:
     assert outcome.state.best == 1.0
 
 
-def test_fp16_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
+def test_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
     setup = tiny_setup(TinyLoader())
     scaler = LossScaler(scale=2.0**127)
     train(setup, TrainState(), scaler)
@@ -246,7 +246,7 @@ def test_the_state_is_saved_after_any_error(what: str) -> None:
     assert logged == sorted(set(logged))
 
 
-def test_an_unreachable_observer_does_not_stop_training() -> None:
+def test_a_failing_observer_does_not_stop_training() -> None:
     class Gone:
         def record(self, record: dict[str, object]) -> None:
             raise BrokenPipeError
