@@ -14,7 +14,7 @@ from trimtab.data import make_loader, open_corpus
 from trimtab.data.batch import eval_batches
 from trimtab.data.packing import check_length
 from trimtab.data.sampling import StepShape
-from trimtab.data.selection import threshold
+from trimtab.data.selection import heldout_threshold
 
 
 # What is left.
@@ -152,8 +152,8 @@ def measured_windows(w: World, count: int) -> object:
 
 case(
     "data/selection.py:heldout_threshold: set a share between 0 and 1",
-    lambda w: threshold(1.0),
-    lambda w, remedy: threshold(0.5),
+    lambda w: heldout_threshold(1.0),
+    lambda w, remedy: heldout_threshold(0.5),
 )
 case(
     "data/selection.py:heldout_mask: give 1 or more",

@@ -258,7 +258,7 @@ def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path
         "merge", tmp_path / "a" / "model", tmp_path / "merged", "--adapter", tmp_path / "adapter"
     )
     assert code == 4
-    assert "NaN or infinity" in said
+    assert "is NaN or infinite" in said
     assert not (tmp_path / "merged").exists()
 
 

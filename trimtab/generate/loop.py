@@ -95,9 +95,10 @@ def check_prompt(
 ) -> int:
     """Return how many tokens may follow a prompt; ModelError for too long a prompt or unknown token ids."""
     shape = decoder.shape
-    if max(ids) >= shape.vocab_size or min(ids) < 0:
+    unknown = next((token_id for token_id in ids if not 0 <= token_id < shape.vocab_size), None)
+    if unknown is not None:
         raise ModelError(
-            f"{name} has token ids from {min(ids)} to {max(ids)}, and the model's are 0 to {shape.vocab_size - 1}",
+            f"{name} has the token id {unknown}, and the model's vocabulary has {shape.vocab_size} tokens",
             "use the tokenizer that belongs to the model",
         )
     room = shape.max_positions - len(ids)
