@@ -122,13 +122,12 @@ def train(
         recipe = recipe.model_copy(update={"deterministic": True})  # the calling process requires it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
-    if inputs is not None and inputs.model is not None:
+    inputs = inputs or RunInputs()
+    if inputs.model is not None:
         return _train_loaded(recipe, folder, view, inputs, inputs.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), restore_torch_settings():
-        return _execute(
-            prepared, folder, view, saved=None, after_step=after_step, inputs=inputs or RunInputs()
-        )
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, inputs=inputs)
 
 
 def _train_loaded(
