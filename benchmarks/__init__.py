@@ -1,1 +1,1 @@
-"""Each script measures one claim; README.md lists them."""
+"""Benchmarks: each script measures one claim; README.md lists them."""

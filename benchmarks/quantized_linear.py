@@ -1,4 +1,4 @@
-"""The seven projections of a Llama-8B layer over NF4 weights with LoRA, forward and backward, vs. the peers.
+"""Times the seven projections of a Llama-8B layer with NF4 weights and LoRA, forward and backward, and the peers'.
 
     python -m benchmarks.quantized_linear --commit $(git rev-parse --short HEAD)          (a CUDA GPU, a minute)
 

@@ -1,4 +1,4 @@
-"""The reference job on one GPU: memory, time, and the loss that bf16 gradients cost.
+"""Runs the reference job on one GPU: memory, time, and the loss difference caused by bf16 gradients.
 
     python -m benchmarks.reference_job --work work --commit $(git rev-parse --short HEAD)
 

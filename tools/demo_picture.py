@@ -16,7 +16,7 @@ from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 from trimtab.report import LiveView, read_run
-from trimtab.report.closing import closing
+from trimtab.report.closing import closing_summary
 from trimtab.report.progress import Training
 from trimtab.report.rundata import RunData
 
@@ -26,7 +26,7 @@ FRAME = re.sub(r"@font-face \{\{.*?\}\}\n?", "", RICHS_FRAME, flags=re.DOTALL)
 
 
 def draw(data: RunData, width: int, command: str) -> str:
-    """The SVG of a run's terminal."""
+    """Returns the SVG of a run's terminal output."""
     console = Console(
         record=True,
         width=width,
@@ -49,7 +49,7 @@ def draw(data: RunData, width: int, command: str) -> str:
         for record in data.of("train"):
             training.update(record)
         console.print(training)
-    console.print(closing(data))
+    console.print(closing_summary(data))
     return console.export_svg(title=command, theme=DIMMED_MONOKAI, code_format=FRAME, unique_id="trimtab")
 
 

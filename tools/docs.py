@@ -1,7 +1,7 @@
 """Regenerates docs/reference/*.md, docs/recipe.schema.json and the tables in README.md.
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` only reports which are out of date. The command line
-reference is generated from the verbs' docstrings, arguments and options; a test compares. Needs no torch.
+reference is generated from the docstrings, arguments and options of the commands; a test compares them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ README = DOCS.parent / "README.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
 _HEAD = """\
-<!-- Made by `python tools/docs.py` from the verbs' own help in trimtab/cli/; edit the docstrings there. -->
+<!-- Made by `python tools/docs.py` from the commands' help in trimtab/cli/; edit the docstrings there. -->
 # Command line reference
 
-`trimtab VERB --help` prints the same in the terminal. `trimtab --help` lists the verbs, `trimtab --version`
-prints the version. Results go to standard output; errors go to standard error as `error: cause; remedy`,
+`trimtab COMMAND --help` prints the same in the terminal. `trimtab --help` lists the commands, `trimtab
+--version` prints the version. Results go to standard output; errors go to standard error as `error: cause; remedy`,
 without a traceback.
 
-| verb | what it does |
+| command | what it does |
 |---|---|
 """
 
@@ -104,7 +104,7 @@ def exit_codes() -> list[tuple[str, str]]:
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """("train", command), …, ("export hf", command): all verbs and their subcommands."""
+    """("train", command), …, ("export hf", command): all commands and their subcommands."""
     for verb in VERBS:
         command = typer.main.get_command(import_module(f"trimtab.cli.{verb}").app)
         below = getattr(command, "commands", None)

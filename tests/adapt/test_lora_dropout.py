@@ -11,7 +11,7 @@ from lora_cases import IDS_BT, adapted
 from trimtab.adapt import LoraSettings, create_dropout_masks, recompute, trained_parameters
 from trimtab.adapt.lora_dropout import DropoutMasks, _row_numbers, apply_dropout, keep_mask
 from trimtab.adapt.tiled import tiled
-from trimtab.data.sampling import StepShape, deal
+from trimtab.data.sampling import StepShape, rank_microbatches
 from trimtab.facts.randomness import derive
 
 CPU = torch.device("cpu")
@@ -32,7 +32,10 @@ def test_masks_do_not_depend_on_the_split(batch: int, ranks: int) -> None:
     masks = DropoutMasks(["one", "two"], CPU)
     whole_BTC = mask(masks, 0, B)
     split = [
-        micro for rank in range(ranks) for micro in deal(range(B), StepShape(batch, B, rank, ranks)) if micro
+        micro
+        for rank in range(ranks)
+        for micro in rank_microbatches(range(B), StepShape(batch, B, rank, ranks))
+        if micro
     ]
     found = [mask(masks, micro[0], len(micro)) for micro in split]
     assert torch.equal(torch.cat(found), whole_BTC)

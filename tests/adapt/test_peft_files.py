@@ -362,19 +362,19 @@ def test_another_base_raises_with_a_remedy(tmp_path: Path) -> None:
     place = save_base(tmp_path / "base", TIED)
     size = (place / "model.safetensors").stat().st_size
     for files, different in (
-        ({}, "other names"),
-        ({"model.safetensors": FileDigest(size + 1, "")}, "another size"),
-        ({"model.safetensors": FileDigest(size, "")}, "other content"),
+        ({}, "different names"),
+        ({"model.safetensors": FileDigest(size + 1, "")}, "a different size"),
+        ({"model.safetensors": FileDigest(size, "")}, "different content"),
     ):
         record = BaseWeights("some/base", "abc", files)
         with pytest.raises(CheckpointError, match=different) as run:
             check_base(record, place)
         assert run.value.remedy == (
-            "it was trained on some/base at revision abc; put those weights back to that path"
+            "it was trained on some/base at revision abc; restore those weights at that path"
         )
         with pytest.raises(ModelError, match=different) as adapter:
             check_adapter_base(record, place, tmp_path / "adapter")
-        assert adapter.value.remedy == "it was trained on some/base at revision abc; give that model"
+        assert adapter.value.remedy == "it was trained on some/base at revision abc; pass that model"
     check_base(name_base_of(place), place)
 
 

@@ -152,9 +152,15 @@ def test_callbacks_may_be_none(tmp_path: Path) -> None:
     [
         (RecordingCallback(), "callbacks is a RecordingCallback, not a list"),
         (5, "callbacks is an int, not a list"),
-        ([5], "callbacks[0] is an int without such methods"),
-        ([RecordingCallback], "callbacks[0] is the class RecordingCallback; give RecordingCallback()"),
-        ([RecordingCallback(), print], "callbacks[1] is a builtin_function_or_method without such methods"),
+        ([5], "callbacks[0] is an int without callback methods"),
+        (
+            [RecordingCallback],
+            "callbacks[0] is the class RecordingCallback; pass an instance: RecordingCallback()",
+        ),
+        (
+            [RecordingCallback(), print],
+            "callbacks[1] is a builtin_function_or_method without callback methods",
+        ),
         (
             [misspelt("on_logs")],
             "callbacks[0] has a method on_logs, which is never called; did you mean on_log?",

@@ -177,7 +177,7 @@ def test_a_recipe_without_model_or_data_names_the_arguments(folder: Path) -> Non
     assert "'modle'" in said  # a misspelt key is reported instead
     said = refused(lambda: trimtab.train(model="starter", data="once upon a time", view=quiet()))
     assert said == (
-        "data is the string 'once upon a time', but a string names a file, a folder or a data set; give texts to "
+        "data is the string 'once upon a time', but a string names a file, a folder or a dataset; give texts to "
         "train on as a list: data=[text]"
     )
 

@@ -56,7 +56,7 @@ def test_a_changed_model_is_copied_and_resumed_from_the_copy(tmp_path: Path) -> 
     run = trimtab.resume(moved, view=quiet())
     assert run.losses == whole.losses
     shutil.copytree(tmp_path / "model", run.folder / "start", dirs_exist_ok=True)
-    with pytest.raises(trimtab.TrimtabError, match="another base"):
+    with pytest.raises(trimtab.TrimtabError, match="other base weights"):
         trimtab.resume(run.folder, view=quiet())
 
 

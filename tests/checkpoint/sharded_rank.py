@@ -140,7 +140,7 @@ def fail_on_one_rank(store: Store, rank: int, tensors: dict[str, torch.Tensor]) 
     if rank == 1:
         FileSystem.create_stream = full  # type: ignore[method-assign, assignment]
     store.save(2, tensors, {})
-    with pytest.raises(ResourceError, match="no room for the checkpoint of step 2"):
+    with pytest.raises(ResourceError, match="not enough disk space for the checkpoint of step 2"):
         store.wait()
     FileSystem.create_stream = stream  # type: ignore[method-assign]
     # Rank 0 removes what was written after all have failed.

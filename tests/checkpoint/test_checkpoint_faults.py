@@ -182,7 +182,7 @@ def test_a_file_size_limit_fails_the_save_and_nothing_else(tmp_path: Path) -> No
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
         store.save(2, big, {})
-        with pytest.raises(ResourceError, match=r"no room for the checkpoint of step 2.*bytes\)"):
+        with pytest.raises(ResourceError, match=r"cannot write the checkpoint of step 2.*bytes\)"):
             store.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

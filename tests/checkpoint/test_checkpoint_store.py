@@ -54,7 +54,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     return {"model.weight": torch.full((4, 3), float(step)), "exp_avg.model.weight": torch.arange(12) + step}
 
 
-def test_every_dtype_and_shape_comes_back_bit_equal_and_in_place(store: Store) -> None:
+def test_every_dtype_and_shape_loads_bitwise_identical_and_in_place(store: Store) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for dtype in DTYPES:
@@ -137,7 +137,7 @@ def test_a_scalar_among_the_tensors_is_refused_before_anything_is_written(store:
     assert not store.folder.exists()
 
 
-def test_the_copy_is_taken_when_save_is_called(store: Store) -> None:
+def test_the_state_is_copied_when_save_is_called(store: Store) -> None:
     weight = torch.arange(200_000, dtype=torch.float32)
     for step in range(3):
         store.save(step, {"w": weight}, {})
@@ -148,7 +148,7 @@ def test_the_copy_is_taken_when_save_is_called(store: Store) -> None:
     assert torch.equal(target, torch.arange(200_000, dtype=torch.float32) + 2)
 
 
-def test_one_save_in_flight_the_second_waits_and_says_so(
+def test_a_second_save_waits_for_the_first_and_reports_it(
     store: Store, events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, order = threading.Event(), []
@@ -180,7 +180,7 @@ def test_host_buffers_are_reused() -> None:
     assert torch.equal(other["model.weight"], torch.ones(2))
 
 
-def test_keep_last_prunes_and_spares_the_best(store: Store) -> None:
+def test_keep_last_prunes_old_checkpoints_but_not_the_best(store: Store) -> None:
     for step in range(1, 7):
         store.save(step, state_of(step), {}, tags={"best"} if step == 2 else ())
     store.wait()
@@ -305,7 +305,7 @@ def test_errors_of_the_thread_are_reported_and_do_not_prevent_the_next_save(
     assert not [path for path in store.folder.iterdir() if path.name.startswith(".tmp")]
 
 
-def test_a_write_that_lies_is_noticed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_stores_other_bytes_is_detected(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     write = files.write
 
     def flip(folder: Path, *rest: object) -> None:
@@ -321,7 +321,9 @@ def test_a_write_that_lies_is_noticed(store: Store, monkeypatch: pytest.MonkeyPa
     assert store.latest() is None
 
 
-def test_no_room_is_said_before_anything_is_copied(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_before_anything_is_copied(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store.save(1, state_of(1), {}, wait=True)
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
@@ -330,9 +332,7 @@ def test_no_room_is_said_before_anything_is_copied(store: Store, monkeypatch: py
     assert found_latest(store).step == 1
 
 
-def test_a_later_format_is_an_error_and_not_passed_over(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_newer_format_is_an_error_and_not_skipped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(1, state_of(1), {}, wait=True)
     with monkeypatch.context() as patched:
         patched.setattr(manifests, "VERSION", 3)

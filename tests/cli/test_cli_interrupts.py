@@ -118,7 +118,7 @@ def test_ctrl_c_after_work_begins_waits_for_an_import(within: Callable[..., Inte
 
 def test_a_second_ctrl_c_does_not_wait_for_an_import(within: Callable[..., Interrupted]) -> None:
     done = within(
-        "interrupts.IMPATIENT_SECONDS = 0.1; interrupts.begin_work()", f"{PRESS}; time.sleep(0.2); {PRESS}"
+        "interrupts.FORCE_EXIT_SECONDS = 0.1; interrupts.begin_work()", f"{PRESS}; time.sleep(0.2); {PRESS}"
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")
 

@@ -17,8 +17,8 @@ from trimtab.trainer.measured import Measured
 
 Job = Callable[..., Path]
 
-MEMORY = re.compile(r"step +3  memory: predicted (\S+ \S+), measured \S+ \S+ \([+−]\d+\.\d %\), in tensors")
-STEP = re.compile(r"step +3  step: (predicted \S+ \S+, )?measured \S+ m?s")
+MEMORY = re.compile(r"step +3  memory: predicted (\S+ \S+), measured \S+ \S+ \([+−]\d+\.\d %\), tensors only")
+STEP = re.compile(r"step +3  step time: (predicted \S+ \S+, )?measured \S+ m?s")
 
 
 def starts(run: Path) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_a_quiet_run_prints_none_and_saves_the_receipt(job: Job, cli: Call, tmp_
 
 def test_a_short_run_reports_that_its_first_steps_are_included(job: Job, cli: Call, tmp_path: Path) -> None:
     result = cli("train", job(max_steps=2))
-    assert re.search(r"step +2  step: .*measured .*, first steps included", result.out)
+    assert re.search(r"step +2  step time: .*measured .*, first steps included", result.out)
     assert not starts(tmp_path / "run")[0]["measured"]["warm"]
 
 
@@ -91,4 +91,4 @@ def test_an_unwritable_receipt_is_reported_and_training_continues(
     monkeypatch.setattr(PlanReceipt, "__call__", call)
     result = cli("train", job(max_steps=4))
     assert result.code == 0
-    assert "the receipt could not be written" in result.out
+    assert "receipts/plan.json could not be written" in result.out

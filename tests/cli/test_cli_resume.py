@@ -414,7 +414,7 @@ def test_the_checkpoint_that_a_run_started_from_must_stay_the_same(
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    cli("train", "--resume", new).refused(5, "another base")
+    cli("train", "--resume", new).refused(5, "other base weights")
     cli("train", job(), f"model.name={file.parent}", f"output_dir={tmp_path / 'x'}").refused(5, "is damaged")
     cli("train", job(), f"model.name={run}", f"output_dir={run}").refused(5, "already contains a run")
 

@@ -1,4 +1,4 @@
-"""Every verb on a tiny model."""
+"""Every command on a tiny model."""
 
 from __future__ import annotations
 

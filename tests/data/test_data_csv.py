@@ -8,7 +8,7 @@ import pytest
 
 from trimtab.data.detection import detect
 from trimtab.data.fingerprints import content_fingerprint, stamp_files
-from trimtab.data.preview import beginning
+from trimtab.data.preview import describe_beginning
 from trimtab.data.readers import SegmentReader
 from trimtab.data.readers_csv import delimiter_of
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
@@ -29,7 +29,9 @@ def test_another_delimiter_is_detected_and_shown(tmp_path: Path, between: str, n
     rows = [["id", "text"], ["1", "one, two"], ["2", "three"], ["3", '"a ' + between + ' in quotes"']]
     source = source_of(tmp_path / "a.csv", "".join(between.join(row) + "\n" for row in rows))
     assert texts(source) == ["one, two", "three", f"a {between} in quotes"]
-    assert beginning(source) == f"text column 'text', separated by {named}; first document: 'one, two'"
+    assert (
+        describe_beginning(source) == f"text column 'text', separated by {named}; first document: 'one, two'"
+    )
     assert [s.text for s in SegmentReader(source, row=2)] == ["three", f"a {between} in quotes"]
 
 
@@ -132,18 +134,18 @@ def test_the_beginning_of_a_source(tmp_path: Path, name: str, content: str, expe
 
     source = source_of(tmp_path / name, content)
     source = dataclasses.replace(source, form=detect(source))
-    assert beginning(source, template=True) == expected
+    assert describe_beginning(source, template=True) == expected
 
 
 def test_the_beginning_of_a_folder_names_skipped_files(tmp_path: Path) -> None:
     for name in ("b.txt", "c.pdf", "a.md"):
         (tmp_path / name).write_text(f"the text of {name} " * 10)
     source = resolve(SourceSpec(str(tmp_path)))
-    assert beginning(source).startswith(
+    assert describe_beginning(source).startswith(
         "2 files, skipped (not text): c.pdf; first document: 'the text of a.md"
     )
-    assert beginning(source).endswith(" …'")
-    assert len(beginning(source)) < 150
+    assert describe_beginning(source).endswith(" …'")
+    assert len(describe_beginning(source)) < 150
 
 
 def test_the_beginning_of_parquet(tmp_path: Path) -> None:
@@ -151,6 +153,6 @@ def test_the_beginning_of_parquet(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pa.table({"n": [1], "story": ["Once"]}), tmp_path / "a.parquet")
-    assert beginning(resolve(SourceSpec(str(tmp_path / "a.parquet")))) == (
+    assert describe_beginning(resolve(SourceSpec(str(tmp_path / "a.parquet")))) == (
         "text column 'story'; first document: 'Once'"
     )

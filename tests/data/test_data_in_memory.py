@@ -129,7 +129,7 @@ def test_an_error_in_a_generator_propagates_and_leaves_no_file(tmp_path: Path) -
 
 
 def test_a_stream_can_be_read_again_within_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_memory, "WINDOW_BYTES", 80)
+    monkeypatch.setattr(in_memory, "BUFFER_BYTES", 80)
     rows = [f"row {i:03}" for i in range(1, 101)]
     once, many = RowStream(iter(rows)), RowStream(rows)
     assert once.name == many.name != RowStream(rows, key="mine").name == "mine"
@@ -153,7 +153,7 @@ def test_a_stream_checks_the_rows_before_a_position() -> None:
 
 
 def test_an_iterator_of_large_rows_is_read_from_its_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trimtab.data.in_memory.WINDOW_BYTES", 100)
+    monkeypatch.setattr("trimtab.data.in_memory.BUFFER_BYTES", 100)
     stream = RowStream(iter([f"{number} " + "x" * 30 for number in range(1, 41)]))
     assert [value.split()[0] for _, value in stream.values(1)] == [str(number) for number in range(1, 41)]
 

@@ -24,7 +24,7 @@ def corpus(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: Any, corpu
 def test_corpora_have_one_interface(corpus: Corpus, tokenizer: Any) -> None:
     assert isinstance(corpus, Corpus)
     assert corpus.summary.files == len(corpus.source.files) == len(corpus.stamps)
-    assert (corpus.shown, corpus.form) == (corpus.name, None)
+    assert (corpus.display_name, corpus.form) == (corpus.name, None)
     corpus.check(json.loads(json.dumps(corpus.manifest())))
     train, heldout = corpus.split(share=0.2)
     assert type(train) is type(heldout) is type(corpus)

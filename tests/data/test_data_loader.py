@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trimtab.data import Batch, CachedCorpus, SourceSpec, collate, eval_batches, make_loader, open_corpus
-from trimtab.data.sampling import StepShape, deal, epoch_plan, mix, train_source_first
+from trimtab.data.sampling import StepShape, epoch_plan, mix, rank_microbatches, train_source_first
 from trimtab.facts.errors import CheckpointError, DataError
 from trimtab.recipe.resume import CHANGEABLE_ON_RESUME
 
@@ -144,10 +144,10 @@ def test_a_run_may_continue_on_other_ranks_and_batches(corpora) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"seed": 4}, CheckpointError, "began with seed 3 and now has 4; set seed back"),
+        ({"seed": 4}, CheckpointError, "began with seed 3 and now has 4; restore the former seed"),
         ({"max_seq_length": 32}, CheckpointError, "began with max_seq_length 64"),
         ({"packing": False}, CheckpointError, "began with packing True"),
-        ({"replay_share": 0.5}, DataError, "is not what the run began with"),
+        ({"replay_share": 0.5}, DataError, "has changed since the run began"),
     ],
 )
 def test_a_position_of_another_run_is_refused(change: dict, error: type, message: str, corpora) -> None:
@@ -210,10 +210,12 @@ def test_weights_of_one_are_exactly_one_pass_and_two_are_two() -> None:
 
 @given(st.integers(1, 32), st.integers(1, 4), st.integers(1, 8), st.integers(1, 4))
 @settings(deadline=None)
-def test_dealing_loses_and_repeats_nothing(count: int, batch: int, accumulation: int, size: int) -> None:
+def test_microbatches_contain_each_sequence_once(
+    count: int, batch: int, accumulation: int, size: int
+) -> None:
     full = StepShape(batch, accumulation, 0, size)
     items = list(range(min(count, full.num_sequences)))
-    hands = [deal(items, StepShape(batch, accumulation, r, size)) for r in range(size)]
+    hands = [rank_microbatches(items, StepShape(batch, accumulation, r, size)) for r in range(size)]
     assert [item for hand in hands for micro in hand for item in micro] == items
     assert len({len(hand) for hand in hands}) == 1
     assert all(len(micro) <= batch for hand in hands for micro in hand)

@@ -229,7 +229,7 @@ def test_settings_are_part_of_the_cache_key_and_of_a_position(
     assert opened(chatml).entry.path == first.entry.path
     place = make_loader([first], max_seq_length=T, batch_size=2).position()
     for other in others:
-        with pytest.raises(DataError, match="not what the run began with"):
+        with pytest.raises(DataError, match="has changed since the run began"):
             make_loader([other], max_seq_length=T, batch_size=2).restore(place)
     with pytest.raises(DataError, match="it is read with different settings"):
         others[0].check(first.manifest())

@@ -214,7 +214,7 @@ def test_bad_rows_are_skipped_counted_and_reported_on_request(tmp_path: Path, nu
     spec = SourceSpec(str(path), bad_rows="skip")
     corpus = open_corpus(spec, tokenizer, cache_dir=tmp_path / "cache", num_proc=num_proc)
     assert (corpus.summary.documents, corpus.summary.bad) == (3002, 3)
-    assert corpus.summary.complaint == f"{path}:2: messages is a number, not a list of messages"
+    assert corpus.summary.first_error == f"{path}:2: messages is a number, not a list of messages"
     assert [corpus.origin(i) for i in range(3)] == ["a.jsonl:1", "a.jsonl:4", "a.jsonl:6"]
     stream = open_corpus(spec, tokenizer, streaming=True, num_proc=num_proc, progress=reports.append)
     loader = make_loader([stream], max_seq_length=64, batch_size=4096)

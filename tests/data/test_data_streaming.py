@@ -218,7 +218,7 @@ def test_changed_files_are_detected(tokenizer, tmp_path: Path, prose) -> None:
     with pytest.raises(DataError, match=r"changed: a\.txt"):
         after.check(before.manifest())
     loaders = [make_loader([c], max_seq_length=T, batch_size=1) for c in (before, after)]
-    with pytest.raises(DataError, match=r"a\.txt is not what the run began with"):
+    with pytest.raises(DataError, match=r"a\.txt has changed since the run began"):
         loaders[1].restore(loaders[0].position())
     for loader in loaders:
         loader.close()

@@ -50,7 +50,7 @@ def test_the_blocks_of_a_page_run(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_block_is_run_or_says_why_not(page: Path) -> None:
+def test_every_block_is_run_or_has_a_reason(page: Path) -> None:
     for block in blocks(page):
         if block.is_program:
             assert block.marker, f"{block.place}: no marker before the block; tests/docs/pages.py lists them"

@@ -41,7 +41,7 @@ def test_the_pages_are_made_without_torch() -> None:
 
 
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if re.match(r"https?://", target):
             continue
@@ -76,7 +76,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         if not span.startswith("trimtab ") or span in ("trimtab --help", "trimtab --version"):
             continue
         words = shlex.split(span)[1:]
-        if words[0] == "VERB" or (len(words) == 1 and words[0] in GROUPS):
+        if words[0] == "COMMAND" or (len(words) == 1 and words[0] in GROUPS):
             continue
         name = " ".join(words[:2]) if words[0] in GROUPS else words[0]
         assert name in COMMANDS, f"{page.name}: {span}"

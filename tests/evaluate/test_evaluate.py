@@ -132,7 +132,7 @@ def test_losses_of_many_documents_are_added_up(decoder: Decoder, monkeypatch: py
     assert grouped.losses[0] == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_loss_has_the_bits_of_the_summed_loss(decoder: Decoder) -> None:
+def test_the_loss_is_bitwise_identical_to_the_summed_loss(decoder: Decoder) -> None:
     batches = [batch_of([[doc] for doc in DOCUMENTS], 12), batch_of([[DOCUMENTS[0]]], 12)]
     with torch.no_grad():
         sums = [
@@ -274,7 +274,7 @@ def test_exact_answers_of_nothing() -> None:
     assert (result.exact, result.total, result.by_topic, result.examples) == (0, 0, {}, [])
 
 
-def test_the_door_imports_no_torch_and_names_stay_functions() -> None:
+def test_the_package_imports_no_torch_and_names_stay_functions() -> None:
     code = (
         "import sys, trimtab.evaluate as e; assert 'torch' not in sys.modules;"
         "import trimtab.evaluate.perplexity, trimtab.evaluate.likelihood; assert callable(e.loss) and callable(e.probe)"

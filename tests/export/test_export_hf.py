@@ -141,7 +141,7 @@ def test_a_config_of_another_shape_is_caught(tmp_path: Path, monkeypatch: pytest
         return names
 
     monkeypatch.setattr(hf_module, "write_model", write_and_change)
-    with pytest.raises(ModelError, match=r"config\.json describes another architecture"):
+    with pytest.raises(ModelError, match=r"config\.json describes a different architecture"):
         export_hf(decoder(), None, tmp_path / "out", dtype="fp32")
     assert list(tmp_path.iterdir()) == []
 

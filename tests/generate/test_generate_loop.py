@@ -201,8 +201,10 @@ def test_bad_arguments(tokenizer: Tokenizer, decoder: Decoder) -> None:
         generate_many(decoder, tokenizer, "one text")
     with pytest.raises(RecipeError, match="batch_size"):
         generate_many(decoder, tokenizer, ["x"], batch_size=0)
-    with pytest.raises(ModelError, match="token 260"):
+    with pytest.raises(ModelError, match="token id 260, and the model's vocabulary"):
         generate(decoder, tokenizer, [260])
+    with pytest.raises(ModelError, match="token id -1,"):
+        generate(decoder, tokenizer, [5, -1])
     with pytest.raises(ModelError, match="prompt 2 has 120 tokens"):
         generate_many(decoder, tokenizer, ["x", [1] * 120], SamplingOptions(max_new_tokens=9))
 

@@ -72,7 +72,7 @@ class LoopbackHub:
         return self._add("models", repo_id, files, **options)
 
     def add_dataset(self, repo_id: str, files: dict[str, bytes | str], **options) -> str:
-        """Commit files to a data set; the commit's hash."""
+        """Commit files to a dataset; the commit's hash."""
         return self._add("datasets", repo_id, files, **options)
 
     def tag(self, kind: str, repo_id: str, name: str, commit: str) -> None:

@@ -1,4 +1,4 @@
-"""Data sets by name, against a hub on loopback."""
+"""Datasets by name, against a hub on loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ configs:
 - config_name: folder
   data_dir: folder
 ---
-# A data set
+# A dataset
 """
 FILES = {
     "README.md": CARD,
@@ -78,7 +78,9 @@ def test_choices_are_listed(hub: LoopbackHub, get) -> None:
     with pytest.raises(DataError, match=r"`first`"):
         get("owner/data", split="train[:10]")
     hub.add_dataset("owner/several", {**FILES, "README.md": CARD.replace("  default: true\n", "")})
-    with pytest.raises(DataError, match=r"several configs; set config to one of 'easy'"):
+    with pytest.raises(
+        DataError, match=r"several configs, and none is the default; set config to one of 'easy'"
+    ):
         get("owner/several")
 
 
@@ -127,7 +129,7 @@ def test_offline_private_and_missing(hub: LoopbackHub, get) -> None:
         get("owner/nothing")
     hub.close()
     assert get("owner/data", offline=True) == first
-    with pytest.raises(HubError, match="not downloaded completely"):
+    with pytest.raises(HubError, match="is incomplete in the local cache"):
         get("owner/data", config="hard", offline=True)
 
 

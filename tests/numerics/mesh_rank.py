@@ -25,7 +25,7 @@ from trimtab.plan.resolved import ParallelConfig
 from trimtab.recipe import load
 from trimtab.run import RunFolder, build_run
 from trimtab.run.corpora import open_corpora
-from trimtab.run.models import save_skeleton
+from trimtab.run.models import save_config_and_tokenizer
 from trimtab.run.prepare import prepare
 
 
@@ -54,7 +54,7 @@ def train(recipe_path: Path, rank: int) -> dict[str, str]:
     corpora = open_corpora(recipe, tokenizer, Silent())
     if rank == 0:
         folder.path.mkdir()
-        save_skeleton(weights, prepared.shape, tokenizer, folder.model, "fp32")
+        save_config_and_tokenizer(weights, prepared.shape, tokenizer, folder.model, "fp32")
     dist.barrier()
     mesh = Mesh.world()
     run = build_run(

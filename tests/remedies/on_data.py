@@ -95,12 +95,12 @@ def follow_columns(w: World, remedy: str) -> None:
 
 
 case(
-    "data/formats.py:choose_name: set text_column, or format and columns for examples ({})",
+    "data/formats.py:choose_text_column: set text_column, or format and columns for examples ({})",
     lambda w: read(w, "two.jsonl", TWO),
     follow_columns,
 )
 case(
-    'data/formats.py:choose_column: write one {"text": …} object per row',
+    'data/formats.py:detect_text_column: write one {"text": …} object per row',
     lambda w: read(w, "list.jsonl", [[1, 2]]),
     lambda w, remedy: read(
         w, "list.jsonl", remedy.partition("one ")[2].partition(" object")[0].replace("…", '"a cat"')

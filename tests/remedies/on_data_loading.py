@@ -14,7 +14,7 @@ from trimtab.data import make_loader, open_corpus
 from trimtab.data.batch import eval_batches
 from trimtab.data.packing import check_length
 from trimtab.data.sampling import StepShape
-from trimtab.data.selection import threshold
+from trimtab.data.selection import heldout_threshold
 
 
 # What is left.
@@ -27,16 +27,17 @@ def left(function: str, rows: list[Any], *rights: list[Any], **spec: Any) -> Non
 
 
 left(
-    "nothing_left: repair the rows; the first: {}",
+    "no_documents_error: repair the rows; the first: {}",
     [{"messages": 5}],
     CHATS,
     format="messages",
     bad_rows="skip",
 )
-left("nothing_left: use a source that contains text", [{"text": " "}], GOOD)
+left("no_documents_error: use a source that contains text", [{"text": " "}], GOOD)
 UNANSWERED = [chat(ASK)]
 case(
-    "data/selection.py:nothing_left: give conversations with answers, or set train_on: all to train on everything",
+    "data/selection.py:no_documents_error: give conversations with answers, or set train_on: all to train on "
+    "everything",
     lambda w: read(w, "rows.jsonl", UNANSWERED),
     lambda w, remedy: (
         read(w, "rows.jsonl", CHATS),
@@ -150,9 +151,9 @@ def measured_windows(w: World, count: int) -> object:
 
 
 case(
-    "data/selection.py:threshold: set a share between 0 and 1",
-    lambda w: threshold(1.0),
-    lambda w, remedy: threshold(0.5),
+    "data/selection.py:heldout_threshold: set a share between 0 and 1",
+    lambda w: heldout_threshold(1.0),
+    lambda w, remedy: heldout_threshold(0.5),
 )
 case(
     "data/selection.py:heldout_mask: give 1 or more",
@@ -167,7 +168,7 @@ def packed(w: World, rows: list[Any], length: int) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: raise max_seq_length, or shorten the text before the answers",
+    "data/selection.py:no_sequences_error: raise max_seq_length, or shorten the text before the answers",
     lambda w: packed(w, LONG, 32),
     lambda w, remedy: (packed(w, LONG, 4096), packed(w, CHATS, 128)),
 )
@@ -298,7 +299,7 @@ def follow_back(w: World, remedy: str) -> None:
 
 
 case(
-    "data/resume_checks.py:LoaderSettings.check: set {} back, or start a new run",
+    "data/resume_checks.py:LoaderSettings.check: restore the former {}, or start a new run",
     lambda w: go_on(w, MORE, max_seq_length=16),
     follow_back,
 )

@@ -91,7 +91,7 @@ def follow_earlier(w: World, remedy: str) -> None:
 
 
 case(
-    "export/peft.py:_check_logits: export an earlier checkpoint (--checkpoint), or train anew with a lower "
+    "export/peft.py:_check_logits: export an earlier checkpoint (--checkpoint), or train again with a lower "
     "learning_rate",
     lambda w: overflowing(w, 1e38),
     follow_earlier,
@@ -132,7 +132,7 @@ def follow_unmerged(w: World, remedy: str) -> None:
 
 
 case(
-    "export/merged.py:export_merged: nothing was written; merge an earlier checkpoint (--checkpoint), or train anew "
+    "export/merged.py:export_merged: nothing was written; merge an earlier checkpoint (--checkpoint), or train again "
     "with a lower learning_rate",
     lambda w: merged(w, 1e20),
     follow_earlier_merge,
@@ -165,7 +165,7 @@ def loaded(folder: Path, size: int) -> None:
 
 
 case(
-    "checkpoint/store.py:_compare: continue with the recipe that wrote it, or start in another output_dir",
+    "checkpoint/store.py:_compare: resume with the recipe that wrote it, or set another output_dir",
     lambda w: (saved(w.tmp / "c"), loaded(w.tmp / "c", 4)),
     lambda w, remedy: (loaded(w.tmp / "c", 3), saved(w.tmp / "another")),
 )
@@ -225,12 +225,12 @@ def follow_in_use(w: World, remedy: str) -> None:
 def resumed_in_use(w: World) -> None:
     w.kept["lock"] = RunLock(w.tmp / "run")
     w.kept["lock"].acquire()
-    RunLock(w.tmp / "run", elsewhere=None).acquire()
+    RunLock(w.tmp / "run", folder_key=None).acquire()
 
 
 def follow_released(w: World, remedy: str) -> None:
     w.kept["lock"].release()  # it ended, or was stopped
-    with RunLock(w.tmp / "run", elsewhere=None):
+    with RunLock(w.tmp / "run", folder_key=None):
         pass
 
 

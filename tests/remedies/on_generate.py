@@ -111,7 +111,7 @@ case(
     ),
 )
 case(
-    "generate/loop.py:generate_many: give a list of texts, or call generate",
+    "generate/loop.py:generate_many: pass a list of strings, or call generate",
     lambda w: generate_many(*writing(w), "the cat", SamplingOptions(max_new_tokens=2)),
     lambda w, remedy: (
         generate_many(*writing(w), ["the cat"], SamplingOptions(max_new_tokens=2)),

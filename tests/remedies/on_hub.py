@@ -1,4 +1,4 @@
-"""Models and data sets by name, against a hub on loopback."""
+"""Models and datasets by name, against a hub on loopback."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ case(
     good,
 )
 case(
-    "hub/local_files.py:check_name: it leads out of its folder; use another copy of the repository",
+    "hub/local_files.py:check_name: the path is outside the repository's folder; use another copy of the repository",
     lambda w: resolved(
         w, {"config.json": "{}", INDEX: json.dumps({"weight_map": {"a": "../x.safetensors"}})}
     ),
@@ -186,7 +186,9 @@ case(
     later,
 )
 case(
-    f"hub/faults.py:_explain_status: wait some minutes; {LOGIN}, for more", lambda w: answered(w, 429), later
+    f"hub/faults.py:_explain_status: wait a few minutes; for a higher limit, {LOGIN}",
+    lambda w: answered(w, 429),
+    later,
 )
 case("hub/faults.py:_explain_status: try again later", lambda w: answered(w, 500), later)
 
@@ -225,18 +227,18 @@ def follow_once_online(w: World, remedy: str) -> None:
 
 
 case(
-    "hub/repository.py:_from_cache: run it once without offline (HF_HUB_OFFLINE), or name a local folder",
+    "hub/repository.py:_from_cache: run once with offline mode off (HF_HUB_OFFLINE=0), or name a local folder",
     never,
     follow_once_online,
 )
 case(
-    "hub/repository.py:Repository.fetch: run it once without offline (HF_HUB_OFFLINE)",
+    "hub/repository.py:Repository.fetch: run once with offline mode off (HF_HUB_OFFLINE=0)",
     lambda w: (resolved(w, GOOD, weights=False), model(w, offline=True)),
     follow_once_online,
 )
 
 
-# Data sets.
+# Datasets.
 CARD = """---
 configs:
 - config_name: easy
@@ -290,7 +292,7 @@ def scripted(w: World, **options: Any) -> LocalFiles:
 
 
 case(
-    "hub/datasets.py:_no_data: try revision: refs/convert/parquet, the hub's own copy as Parquet",
+    "hub/datasets.py:_no_data: try revision: refs/convert/parquet, the Parquet copy that the hub makes",
     scripted,
     lambda w, remedy: scripted(w, revision=remedy.partition("revision: ")[2].split(",")[0]),
 )
@@ -302,7 +304,7 @@ def follow_suffixes(w: World, remedy: str) -> None:
 
 
 case(
-    "hub/datasets.py:_no_data: name a data set with {} files",
+    "hub/datasets.py:_no_data: name a dataset with {} files",
     lambda w: data(w, {"data.zip": b"x"}),
     follow_suffixes,
 )

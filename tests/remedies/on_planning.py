@@ -68,8 +68,8 @@ case(
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )
 case(
-    "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; for a recipe "
-    "that names it, that file is downloaded from the hub",
+    "run/target.py:model_shape: {}plan it from its config.json: `trimtab plan path/to/config.json`; or name it "
+    "in a recipe: its config.json is then downloaded from the hub",
     lambda w: plan(w, "unknown/nothing", *GPU),
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )

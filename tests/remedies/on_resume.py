@@ -133,7 +133,7 @@ def follow_back_or_again(w: World, remedy: str, *names: str) -> None:
     back(w, *names)
 
 
-AGAIN = "restore it from a copy, or train it again: {}"
+AGAIN = "restore the file from a copy, or train the recipe again: {}"
 case(
     f"run/folder.py:RunFolder._without_choices: {AGAIN}",
     lambda w: without(w, "choices.json"),
@@ -359,7 +359,7 @@ def follow_unsaved(w: World, remedy: str) -> None:
 
 
 case(
-    "run/locate.py:_latest_good: train it until it has saved one ({}), or name another model",
+    "run/locate.py:_latest_good: resume it until it has saved one ({}), or name another model",
     unsaved,
     follow_unsaved,
 )

@@ -186,7 +186,7 @@ def nested(depth: int) -> Any:
 
 
 case(
-    "data/in_memory.py:lines_of: pass flat rows",
+    "data/in_memory.py:lines_of: pass rows with less nesting",
     lambda w: list(lines_of([nested(5000)], "data")),
     lambda w, remedy: list(lines_of([nested(0)], "data")),
 )
@@ -292,7 +292,7 @@ def quoted(remedy: str) -> list[str]:
 
 
 HOOKS = (
-    "trainer/callbacks.py:check_callbacks: give a list of objects with methods such as on_log (see trimtab.Callback): "
+    "trainer/callbacks.py:check_callbacks: pass a list of objects with methods such as on_log (see trimtab.Callback): "
     "{}"
 )
 
@@ -306,9 +306,9 @@ def follow_hooks(w: World, remedy: str) -> None:
 case(HOOKS, lambda w: hooked(w, Listener()), follow_hooks)
 case(HOOKS, lambda w: hooked(w, [5]), lambda w, remedy: hooked(w, [Listener()]))
 case(
-    "trainer/callbacks.py:check_callbacks: give {}()",
+    "trainer/callbacks.py:check_callbacks: pass an instance: {}()",
     lambda w: hooked(w, [Listener]),
-    lambda w, remedy: hooked(w, [eval(remedy.removeprefix("give "), {"Listener": Listener})]),
+    lambda w, remedy: hooked(w, [eval(remedy.removeprefix("pass an instance: "), {"Listener": Listener})]),
 )
 case(
     "api/training.py:_checked_model: give run.model()",

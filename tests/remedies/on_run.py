@@ -164,7 +164,7 @@ def follow_command(w: World, remedy: str) -> None:
 
 
 case(
-    "run/models.py:_find_checkpoint: train it until it has saved one: {}",
+    "run/models.py:_find_checkpoint: resume it until it has saved one: {}",
     unsaved,
     follow_command,
 )
@@ -238,7 +238,7 @@ case(
     lambda w, remedy: trimtab.load(str(w.model), adapter=str(exported(w))),
 )
 case(
-    "run/base_weights.py:check_adapter_base: it was trained on {}; give that model",
+    "run/base_weights.py:check_adapter_base: it was trained on {}; pass that model",
     lambda w: trimtab.load(str(another(w)), adapter=str(exported(w))),
     lambda w, remedy: trimtab.load(named_in(remedy), adapter=str(exported(w))),
 )
@@ -273,7 +273,7 @@ def follow_base_back(w: World, remedy: str) -> None:
 
 
 case(
-    "run/base_weights.py:check_base: it was trained on {}; put those weights back to that path",
+    "run/base_weights.py:check_base: it was trained on {}; restore those weights at that path",
     moved_base,
     follow_base_back,
 )
@@ -324,7 +324,7 @@ def many_tokens(w: World, **model: Any) -> str:
 
 
 case(
-    "run/adapter_tokens.py:check_same_tokens: name the tokenizer that it was trained with as model.tokenizer",
+    "run/adapter_tokens.py:check_same_tokens: set model.tokenizer to the tokenizer that it was trained with",
     many_tokens,
     lambda w, remedy: many_tokens(w, tokenizer=str(w.tmp / "many")),
 )
@@ -434,7 +434,7 @@ def choices_back(w: World, remedy: str) -> None:
     w.cli("train", "--resume", run(w), "max_steps=5")
 
 
-AGAIN = "restore it from a copy, or train it again: {}"
+AGAIN = "restore the file from a copy, or train the recipe again: {}"
 case(f"run/folder.py:read_json: {AGAIN}", damaged_choices("{"), choices_back)
 case(f"run/folder.py:read_json: {AGAIN}", damaged_choices("[]"), choices_back)
 
@@ -457,7 +457,7 @@ def follow_model_back(w: World, remedy: str) -> None:
 
 
 case(
-    "run/lifecycle.py:_resolve_weights: put that model back, or start a new run",
+    "run/lifecycle.py:_resolve_weights: restore that model there, or start a new run",
     other_model,
     follow_model_back,
 )

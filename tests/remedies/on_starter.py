@@ -22,7 +22,7 @@ offers("starter/files.py:data_file: use one of {}", data_file)
 offers("starter/files.py:recipe_file: use one of {}", recipe_file)
 offers("starter/math.py:worked: use one of {}", lambda split: worked("addition", random.Random(0), split))
 case(
-    "starter/math.py:math_problems: ask for at most 1000",
+    "starter/math.py:math_problems: request at most 1000",
     lambda w: math_problems(0, 10**6),
     lambda w, remedy: math_problems(0, int(remedy.split()[-1])),
 )

@@ -228,7 +228,7 @@ case(
     lambda w, remedy: (chat_recipe(w, written(w, CHAT)), follow_jinja(w, remedy)),
 )
 case(
-    "data/rendering.py:no_template: set model.chat_template to a Jinja file or to the template itself, or use a "
+    "data/rendering.py:no_template_error: set model.chat_template to a Jinja file or to the template itself, or use a "
     "tokenizer that has one",
     lambda w: chat_recipe(w, None),
     lambda w, remedy: (follow_jinja(w, remedy), follow_template_file(w)),
@@ -270,7 +270,7 @@ case(
 
 def endless(w: World) -> object:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    with ChatProcess(loop, limits=Limits(seconds=0.3, patience=0.3)) as process:
+    with ChatProcess(loop, limits=Limits(seconds=0.3, grace_seconds=0.3)) as process:
         return process.render([TALK], {})
 
 
@@ -327,17 +327,17 @@ def refused_by(template: str, talk: list[dict[str, Any]] = TALK) -> object:
 FUSSY = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + CHAT
 ADDING = "{% for m in messages %}{{ m.content + '!' }}<|end|>{% endfor %}"
 case(
-    "text/chat_worker.py:complaint: correct the chat template",
+    "text/chat_worker.py:describe_error: correct the chat template",
     lambda w: refused_by("{% for m in messages %}{{ m.content }}"),
     lambda w, remedy: refused_by("{% for m in messages %}{{ m.content }}{% endfor %}"),
 )
 case(
-    "text/chat_worker.py:complaint: see the model's card for the required form of a conversation",
+    "text/chat_worker.py:describe_error: see the model's card for the required form of a conversation",
     lambda w: refused_by(FUSSY, TALK[1:]),
     lambda w, remedy: refused_by(FUSSY, TALK),
 )
 case(
-    "text/chat_worker.py:complaint: check the roles and contents of the messages",
+    "text/chat_worker.py:describe_error: check the roles and contents of the messages",
     lambda w: refused_by(ADDING, [{"role": "user", "content": 5}]),
     lambda w, remedy: refused_by(ADDING, TALK),
 )
@@ -366,7 +366,7 @@ def follow_counting(w: World, remedy: str) -> None:
 
 
 case(
-    "text/chat_worker.py:complaint: set train_on: all, or put {% generation %} … {% endgeneration %} around the "
+    "text/chat_worker.py:describe_error: set train_on: all, or put {% generation %} … {% endgeneration %} around the "
     "answers in the template",
     lambda w: counting(w, chat_templates.COUNTING),
     follow_counting,

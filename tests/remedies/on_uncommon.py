@@ -27,7 +27,7 @@ import trimtab
 from trimtab import text
 from trimtab.adapt import spec_quantized
 from trimtab.checkpoint import manifest as manifests
-from trimtab.cli.commands import _lacking
+from trimtab.cli.commands import _resource_error
 from trimtab.data import make_loader, open_corpus
 from trimtab.data.batch import Batch, collate
 from trimtab.data.packing import Piece
@@ -50,13 +50,13 @@ def report(w: World, name: str) -> str:
             shutil.copytree(w.shared("run") / "run", w.tmp / name)
         return w.cli("report", w.tmp / name)
     except OSError as error:
-        told = _lacking(error)
+        told = _resource_error(error)
         assert told is not None
         raise told from error
 
 
 case(
-    "cli/commands.py:_lacking: give a shorter name",
+    "cli/commands.py:_resource_error: give a shorter name",
     lambda w: report(w, "a" * 300),
     lambda w, remedy: report(w, "a" * 100),
 )
@@ -204,7 +204,7 @@ def without_documents(w: World) -> object:
 
 
 case(
-    "data/selection.py:nothing_packed: use a source that contains text",
+    "data/selection.py:no_sequences_error: use a source that contains text",
     without_documents,
     lambda w, remedy: packed(w, GOOD, 32),
 )
@@ -216,7 +216,7 @@ GROWING = (
     "{% endfor %}"
 )
 case(
-    "text/chat_worker.py:complaint: use another template",
+    "text/chat_worker.py:describe_error: use another template",
     lambda w: render_chats(GROWING, [TALK], {}, limits=Limits(memory_bytes=1 << 28)),
     lambda w, remedy: render_chats(CHAT, [TALK], {}, limits=Limits(memory_bytes=1 << 28)),
 )

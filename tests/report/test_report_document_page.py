@@ -16,13 +16,13 @@ from sample_documents import everything, hostile_document, memory, odd_charts, t
 from test_report_page import Elements
 
 from trimtab.facts.errors import ResourceError
-from trimtab.report.axes import Axis, axis_of, show, show_number, unit_of
+from trimtab.report.axes import Axis, axis_of, format_number, format_value, unit_of
 from trimtab.report.document import Band, Document, LineChart, Section, Series, StackChart, Table, Text
 from trimtab.report.document_page import render_document, write_document_page
 from trimtab.report.draw_lines import draw_lines, spread_ticks
 from trimtab.report.draw_stack import draw_stack, read_stack, thin_moments
 from trimtab.report.roles import ROLES, named_roles, series_role, tones
-from trimtab.report.tables import MOST_COLUMNS, MOST_ROWS, chart_table, numeric_columns
+from trimtab.report.tables import MAX_COLUMNS, MAX_ROWS, chart_table, numeric_columns
 
 
 def document(*blocks: object) -> Document:
@@ -260,8 +260,8 @@ def test_formatted_values() -> None:
     assert Axis(0, 3 * 2**30, unit="bytes").tick_label(2**31) == "2 GiB"
     assert [Axis(0, 2**21, unit="bytes").tick_label(v) for v in (0, 2**20)] == ["0", "1 MiB"]
     assert Axis(1, 2**40, log=True, unit="bytes").tick_label(2**10) == "1 KiB"
-    assert show(math.nan) == "no value"
-    assert show_number(-1e-7) == "−1e-7"
+    assert format_value(math.nan) == "no value"
+    assert format_number(-1e-7) == "−1e-7"
     assert unit_of("time per step, ms") == "ms"
     assert unit_of("") == ""
     assert [t.label for t in spread_ticks([])] == []
@@ -275,12 +275,12 @@ def test_charts_as_tables_have_limits() -> None:
         LineChart("a", "A", "x", "y", (Series("s", tuple((float(i), 1.0) for i in range(500))),))
     )
     assert tall is not None
-    assert len(tall.rows) == MOST_ROWS
+    assert len(tall.rows) == MAX_ROWS
     assert tall.note == "24 of 500 points."
     many = tuple(Series(f"s{i}", tuple((float(j), 1.0) for j in range(100))) for i in range(40))
     both = chart_table(LineChart("a", "A", "x", "y", many))
     assert both is not None
-    assert len(both.head) <= MOST_COLUMNS + 1
+    assert len(both.head) <= MAX_COLUMNS + 1
     stack = chart_table(memory())
     assert stack is not None
     assert stack.rows[-1] == ("total", "16.9 GiB", "16.9 GiB")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab.report.distributions import exact_share_interval, incomplete_beta, t_quantile, t_two_sided
 from trimtab.report.paired import (
     ALPHA,
-    FEWEST,
+    MIN_DOCUMENTS,
     PairedItemTest,
     compare_items,
     compare_losses,
@@ -115,7 +115,10 @@ def test_long_documents_weigh_more_and_a_few_of_them_count_as_few() -> None:
 
 
 def test_too_few_documents_are_not_tested() -> None:
-    assert compare_losses([1.0] * (FEWEST - 1), [0.5] * (FEWEST - 1), [10] * (FEWEST - 1)) is None
+    assert (
+        compare_losses([1.0] * (MIN_DOCUMENTS - 1), [0.5] * (MIN_DOCUMENTS - 1), [10] * (MIN_DOCUMENTS - 1))
+        is None
+    )
 
 
 def test_documents_that_all_change_alike() -> None:

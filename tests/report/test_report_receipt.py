@@ -42,13 +42,13 @@ def entry(**changes: Any) -> dict[str, Any]:
 def test_a_line_for_memory_and_one_for_time() -> None:
     assert receipt_lines(entry()) == [
         "memory: predicted 7.92 GiB, measured 7.90 GiB (−0.3 %)",
-        "step: predicted 231 ms, measured 238 ms (+3.0 %)",
+        "step time: predicted 231 ms, measured 238 ms (+3.0 %)",
     ]
 
 
 def test_unknown_values_are_reported_as_unknown() -> None:
     lines = receipt_lines(entry(predicted={"allocated": GIB, "step_seconds": None}))
-    assert lines[1] == "step: measured 238 ms, not predicted"
+    assert lines[1] == "step time: measured 238 ms, not predicted"
     assert receipt_lines(entry(measured={})) == []
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.facts.errors import CheckpointError
 from trimtab.report import read_run
-from trimtab.report.closing import closing
+from trimtab.report.closing import closing_summary
 from trimtab.report.page import render
 from trimtab.report.rundata import _record
 
@@ -104,9 +104,9 @@ def test_an_empty_checkpoint_folder_does_not_count(make_run: MakeRun) -> None:
     run = make_run([TRAIN])
     checkpoint = run / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
-    assert read_run(run).flaws() == []
+    assert read_run(run).problems() == []
     (checkpoint / "manifest.json").write_text("{}")
-    assert read_run(run).flaws() == ["metrics.jsonl lacks steps 2 to 3 of 3: they are not shown"]
+    assert read_run(run).problems() == ["metrics.jsonl lacks steps 2 to 3 of 3: they are not shown"]
 
 
 def test_bytes_that_are_not_text(make_run: MakeRun) -> None:
@@ -160,7 +160,7 @@ def test_any_plan_is_rendered_or_refused(
     (folder / "plan.json").write_text(json.dumps({"version": 1, group: value}))
     data = read_run(folder)
     assert "Curves" in render(data)
-    closing(data)
+    closing_summary(data)
 
 
 def test_missing_folders_and_files_have_remedies(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_damaged_environment_is_reported(make_run: MakeRun, content: str) -> N
     (folder / "environment.json").write_text(content)
     data = read_run(folder)
     assert data.environment == {}
-    (flaw,) = data.flaws()
+    (flaw,) = data.problems()
     assert "environment.json is damaged" in flaw
     assert flaw.endswith(": versions and machine are not shown")
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trimtab.report import read_run
 from trimtab.report.buckets import BUCKETS, bucket_bar
-from trimtab.report.charts import MOST_POINTS, Chart, Line, _smoothed, charts, thin_points
+from trimtab.report.charts import MAX_POINTS, Chart, Line, _smoothed, charts, thin_points
 from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
@@ -112,7 +112,7 @@ def test_one_part_may_be_tested_and_another_not(make_run: MakeRun, learnt: list[
     records = [{**r, "units": few} if r.get("name") == "general" else r for r in learnt]
     found = verdict(changes(read_run(make_run(records))))
     assert [c.name for c in found.untested] == ["general loss"]
-    assert "general loss (fewer than 6 pieces)" in found.explanation()
+    assert "general loss (fewer than 6 pieces of documents)" in found.explanation()
     assert "for 6 comparisons" in found.explanation()
 
 
@@ -252,7 +252,7 @@ def test_long_curves_keep_their_spikes() -> None:
     points[54_321] = (54_321, 99.0)
     points[77_777] = (77_777, math.nan)
     thin = thin_points(points)
-    assert len(thin) <= MOST_POINTS + 2
+    assert len(thin) <= MAX_POINTS + 2
     assert (54_321, 99.0) in thin
     assert any(math.isnan(y) for _, y in thin)
     assert [x for x, _ in thin] == sorted(x for x, _ in thin)

@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from trimtab.report import LiveView, live, read_run
-from trimtab.report.closing import closing
+from trimtab.report.closing import closing_summary
 from trimtab.report.plan_panel import plan_panel
 
 MakeRun = Callable[..., Path]
@@ -62,7 +62,7 @@ def test_plan_and_closing_fit_the_terminal(
     make_run: MakeRun, learnt: list[dict[str, Any]], width: int
 ) -> None:
     data = read_run(make_run(learnt))
-    for renderable in (plan_panel(data.plan, width), closing(data)):
+    for renderable in (plan_panel(data.plan, width), closing_summary(data)):
         shown = console(width)
         shown.print(renderable)
         lines = text_of(shown).splitlines()
@@ -90,7 +90,7 @@ def test_closing_contains_every_section(
     monkeypatch.chdir(folder.parent)
     (folder / "report.html").write_text("")
     shown = console(80)
-    shown.print(closing(read_run(folder)))
+    shown.print(closing_summary(read_run(folder)))
     text = text_of(shown)
     for words in (
         r"▲ better *\n  domain loss +3\.520 +1\.210 +−2\.310  ± 0\.005, 60 documents",
@@ -114,7 +114,7 @@ def test_closing_of_older_metrics_claims_no_change(
     make_run: MakeRun, learnt_without_items: list[dict[str, Any]]
 ) -> None:
     shown = console(80)
-    shown.print(closing(read_run(make_run(learnt_without_items))))
+    shown.print(closing_summary(read_run(make_run(learnt_without_items))))
     text = text_of(shown)
     assert re.search(r"\? not tested *\n  domain loss +3\.520 +1\.210 +−2\.310 *\n", text)
     assert "no change is claimed" in " ".join(text.split())
@@ -132,14 +132,14 @@ def test_long_completions_are_truncated_to_four_lines(make_run: MakeRun) -> None
         for s in (0, 9)
     ]
     shown = console(80)
-    shown.print(closing(read_run(make_run(records, plan=None))))
+    shown.print(closing_summary(read_run(make_run(records, plan=None))))
     assert re.findall(r"line \d\.\d+", text_of(shown)) == [f"line {s}.{i}" for s in (0, 9) for i in range(4)]
 
 
 @pytest.mark.parametrize("records", [[], ["{"], [{"kind": "event", "step": 0, "message": "stopped"}]])
 def test_closing_of_a_run_without_results(make_run: MakeRun, records: list[Any]) -> None:
     shown = console()
-    shown.print(closing(read_run(make_run(records, plan=None))))
+    shown.print(closing_summary(read_run(make_run(records, plan=None))))
     assert "run folder" in text_of(shown)
     assert ("1 damaged" in text_of(shown)) == (records == ["{"])
 
@@ -149,7 +149,7 @@ def test_a_run_with_nonfinite_losses(make_run: MakeRun, learnt: list[dict[str, A
     rows = [{**r, **{k: v for k, v in words.items() if k in r and r["step"]}} for r in learnt]
     data = read_run(make_run(rows))
     shown = console(80)
-    shown.print(closing(data))
+    shown.print(closing_summary(data))
     assert re.search(r"▼ worse *\n  domain loss +3\.520 +nan +—", text_of(shown))
     for terminal in (False, True):
         shown = console(80, terminal)
@@ -174,11 +174,11 @@ def test_hostile_text_is_inert_in_the_terminal(
             "\x1b]0;t\x07\u202e[/b]\r",
         ):  # a progress line is truncated, so use a short text too
             for done in (5, 10):
-                view.working(text, done, 10, text)
+                view.progress(text, done, 10, text)
         for rows in data.records.values():
             for row in rows:
                 view.record(row)
-    shown.print(closing(data))
+    shown.print(closing_summary(data))
     assert is_inert(text_of(shown))
     assert terminal or "\x1b" not in text_of(shown)
     assert "[/b][red]markup[/red]" in OURS.sub("", text_of(shown))
@@ -211,11 +211,11 @@ def test_quiet_prints_messages_and_the_run_folder(make_run: MakeRun, learnt: lis
     with LiveView(300, shown, detail="quiet") as view:
         view.plan(data.plan)
         view.message("the checkpoint of step 6 is damaged")
-        view.working("tokenizing corpus", 5, 10, "bytes")
+        view.progress("tokenizing corpus", 5, 10, "bytes")
         for row in learnt:
             view.record(row)
         view.record({"kind": "event", "step": 7, "message": "not finite at step 7"})
-    shown.print(closing(data, "quiet"))
+    shown.print(closing_summary(data, "quiet"))
     lines = [line for line in text_of(shown).splitlines() if line.strip()]
     assert lines[:2] == ["the checkpoint of step 6 is damaged", "not finite at step 7"]
     assert lines[2].startswith("run folder")
@@ -228,7 +228,7 @@ def test_the_short_form_has_each_value_once(make_run: MakeRun, learnt: list[dict
     for shown, detail in ((long, "full"), (short, "short")):
         with LiveView(300, shown, detail=detail) as view:  # type: ignore[arg-type]
             view.plan(data.plan)
-        shown.print(closing(data, detail))  # type: ignore[arg-type]
+        shown.print(closing_summary(data, detail))  # type: ignore[arg-type]
     assert "■ weights" in text_of(long)
     assert "■ weights" not in text_of(short)
     assert re.search(r"tensors +\S+ \S+ at the peak: weights", text_of(short))
@@ -246,9 +246,9 @@ def test_without_a_terminal_preparations_print_progress(monkeypatch: pytest.Monk
     shown = console(80)
     view = LiveView(0, shown)
     for done in range(101):
-        view.working("tokenizing corpus", done * 2**20, 100 * 2**20, "bytes")
+        view.progress("tokenizing corpus", done * 2**20, 100 * 2**20, "bytes")
         now[0] += 0.2
-    view.working("tokenizing corpus", 100 * 2**20, 100 * 2**20, "bytes")
+    view.progress("tokenizing corpus", 100 * 2**20, 100 * 2**20, "bytes")
     lines = text_of(shown).splitlines()
     assert lines[0] == "tokenizing corpus: 0 B of 100.0 MiB"
     assert lines[-1] == "tokenizing corpus: 100.0 MiB"
@@ -284,8 +284,8 @@ def test_evaluations_are_printed_with_their_change() -> None:
         "step  50  probe: grammar 88%",
         "step  50  probe 9 of 12 right",
         "step  50  exact answers 3 of 9",
-        "step   3  memory: predicted 1.00 MiB, measured 2.00 MiB (+100.0 %), in tensors",
-        "step   3  step: measured 231 ms, not predicted",
+        "step   3  memory: predicted 1.00 MiB, measured 2.00 MiB (+100.0 %), tensors only",
+        "step   3  step time: measured 231 ms, not predicted",
         "a file [of yours] vanished",
     ]
 
@@ -294,9 +294,9 @@ def test_on_a_terminal_progress_is_live_and_the_final_state_remains(monkeypatch:
     monkeypatch.setattr(live, "Live", _Still)
     shown = console(80, terminal=True)
     with LiveView(20, shown) as view:
-        view.working("tokenizing corpus", 5, 10, "bytes")
+        view.progress("tokenizing corpus", 5, 10, "bytes")
         assert "tokenizing corpus" in text_of(shown)
-        view.working("tokenizing corpus", 10, 10, "bytes")
+        view.progress("tokenizing corpus", 10, 10, "bytes")
         for step in range(1, 21):
             view.record(record(step, loss=3.0 - step / 10))
         view.message("a checkpoint was written")

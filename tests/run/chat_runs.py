@@ -26,7 +26,7 @@ class Watching:
     def message(self, text: str) -> None:
         self.messages.append(text)
 
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
     def record(self, record: dict[str, Any]) -> None:
         self.records.append(record)
 

@@ -82,7 +82,7 @@ def test_a_run_without_its_adapter_is_the_base(name: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["whole", "tokens"])
-def test_another_adapter_on_a_run_is_what_it_is_on_the_base(name: str, home: Path) -> None:
+def test_another_adapter_on_a_run_computes_the_same_as_on_the_base(name: str, home: Path) -> None:
     model = opened(home / name / "run")
     model.add_adapter(home / "plain" / "adapter", "other")
     want = logits(opened(home / "model", adapter=home / "plain" / "adapter"))
@@ -108,7 +108,7 @@ def test_the_adapter_in_use_is_the_one_that_is_saved(home: Path, tmp_path: Path)
             model.save_adapter(tmp_path / "unclear")
 
 
-def test_tokens_go_with_the_adapter_that_has_them(home: Path, tmp_path: Path) -> None:
+def test_added_tokens_are_exported_with_their_adapter(home: Path, tmp_path: Path) -> None:
     model = opened(home / "tokens" / "run")
     model.add_adapter(home / "plain" / "adapter", "other")
     model.save_adapter(tmp_path / "other")
@@ -165,7 +165,7 @@ def test_a_merge_counts_what_the_adapters_in_use_replace(home: Path, tmp_path: P
         model.merge(tmp_path / "nothing", dtype="fp32")
 
 
-def test_modules_that_were_rounded_are_not_written_as_the_run_s(home: Path, tmp_path: Path) -> None:
+def test_rounded_modules_are_refused_on_export(home: Path, tmp_path: Path) -> None:
     for model in (opened(home / "whole" / "run", "bf16"),
                   opened(home / "model", "bf16", adapter=home / "whole" / "adapter")):  # fmt: skip
         with pytest.raises(ModelError, match=r"rounded to bfloat16.*dtype=\"fp32\""):
@@ -173,7 +173,7 @@ def test_modules_that_were_rounded_are_not_written_as_the_run_s(home: Path, tmp_
     opened(home / "plain" / "run", "bf16").save_adapter(tmp_path / "plain")  # A and B are fp32 always
 
 
-def test_an_export_leaves_the_model_as_it_was(home: Path, tmp_path: Path) -> None:
+def test_an_export_does_not_change_the_model(home: Path, tmp_path: Path) -> None:
     for name in ("plain", "whole"):
         decoder = opened(home / name / "run").opened.decoder
         before, learning = logits_of(decoder), set(trained_parameters(decoder))
@@ -189,7 +189,7 @@ def test_an_export_leaves_the_model_as_it_was(home: Path, tmp_path: Path) -> Non
         assert first["logits_sha256"] == second["logits_sha256"], "nothing is dropped in training mode either"
 
 
-def test_a_merge_in_training_mode_drops_nothing(home: Path, tmp_path: Path) -> None:
+def test_a_merge_in_training_mode_applies_no_dropout(home: Path, tmp_path: Path) -> None:
     model = opened(home / "plain" / "run")
     model.opened.decoder.train()
     export_merged(model.opened.decoder, model.opened.tokenizer, tmp_path / "merged", dtype="fp32")

@@ -28,9 +28,9 @@ def test_module_and_line_of_a_forward_pass() -> None:
     with recorder:
         out = model(x)
         gated = out.grad_fn.next_functions[0][0]  # the product's node keeps what it multiplied
-        made = recorder.of(gated._saved_self.untyped_storage())
-    assert recorder.of(x.untyped_storage()) is None
-    result = recorder.of(out.untyped_storage())
+        made = recorder.origin_of(gated._saved_self.untyped_storage())
+    assert recorder.origin_of(x.untyped_storage()) is None
+    result = recorder.origin_of(out.untyped_storage())
     assert result is not None
     assert result.module == "1"
     assert made is not None
@@ -39,14 +39,14 @@ def test_module_and_line_of_a_forward_pass() -> None:
     assert made.line.startswith("trimtab/kernels/gated_mlp/impl_reference.py:")
 
 
-def test_backward_is_given_the_place_of_its_forward() -> None:
+def test_backward_operations_get_the_origin_of_their_forward() -> None:
     model = torch.nn.Sequential(Gate(), torch.nn.Tanh())
     recorder = AllocationRecorder()
     recorder.watch(model)
     with recorder:
         model(torch.randn(4, 16)).sum().backward()
     gradient = model[0].up.weight.grad
-    made = recorder.of(gradient.untyped_storage())
+    made = recorder.origin_of(gradient.untyped_storage())
     assert made is not None
     assert made.module == "backward of 0.up"
 
@@ -63,7 +63,7 @@ def test_freed_storages_are_forgotten_and_modules_are_restored() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_module_that_fails_leaves_no_name_behind() -> None:
+def test_a_failing_module_is_removed_from_the_module_stack() -> None:
     class Failing(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise ValueError
@@ -75,7 +75,7 @@ def test_a_module_that_fails_leaves_no_name_behind() -> None:
         with pytest.raises(ValueError):
             model["failing"](torch.zeros(1))
         kept = torch.zeros(3) + 1
-        made = recorder.of(kept.untyped_storage())
+        made = recorder.origin_of(kept.untyped_storage())
     assert made is not None
     assert made.module is None
 
@@ -116,7 +116,7 @@ def test_an_autograd_function_has_an_origin_in_backward() -> None:
     recorder.watch(model)
     with recorder:
         model(torch.ones(4, requires_grad=True)).sum().backward()
-    made = recorder.of(kept[0].untyped_storage())
+    made = recorder.origin_of(kept[0].untyped_storage())
     assert made is not None
     assert made.module == "backward of 0"
 
@@ -130,7 +130,7 @@ def test_a_recomputed_module_is_named_as_such() -> None:
     class Seeing(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             out = func(*args, **(kwargs or {}))
-            seen.append(recorder.last.module)
+            seen.append(recorder.last_origin.module)
             return out
 
     with Seeing(), recorder:

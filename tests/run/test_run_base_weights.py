@@ -30,7 +30,7 @@ def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(base_weights, "digest", noted)
     monkeypatch.setattr(base_weights, "MIN_CACHED_BYTES", 4)
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", -(10**12))
+    monkeypatch.setattr(fingerprints, "MIN_AGE_NS", -(10**12))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return found
 
@@ -51,7 +51,7 @@ def notes(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "home" / ".cache" / "trimtab" / "checksums").glob("*"))
 
 
-def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, reads: list[str]) -> None:
+def test_a_file_is_read_once_and_reread_after_a_write(tmp_path: Path, reads: list[str]) -> None:
     paths = weights(tmp_path / "base", b"first", b"second")
     expected = {path.name: files.FileDigest(path.stat().st_size, sha256(path.read_bytes())) for path in paths}
     assert cached_digests(paths) == expected
@@ -66,7 +66,7 @@ def test_a_file_is_read_once_and_again_when_it_was_written_to(tmp_path: Path, re
     assert reads == [paths[1].name]
 
 
-def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str]) -> None:
+def test_a_write_with_a_restored_mtime_is_detected(tmp_path: Path, reads: list[str]) -> None:
     """As `rsync --times --inplace` and `touch -r` do."""
     (path,) = weights(tmp_path / "base", b"before")
     cached_digests([path])
@@ -78,7 +78,7 @@ def test_a_write_that_puts_the_time_back_is_seen(tmp_path: Path, reads: list[str
     assert cached_digests([path])[path.name].sha256 == sha256(b"behind")
 
 
-def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> None:
+def test_a_replaced_file_is_detected(tmp_path: Path, reads: list[str]) -> None:
     one, two = weights(tmp_path / "base", b"one of them", b"the other 1")
     link = tmp_path / "base" / "link"
     link.symlink_to(one)
@@ -93,7 +93,7 @@ def test_another_file_in_its_place_is_seen(tmp_path: Path, reads: list[str]) -> 
 def test_a_checksum_of_a_new_file_is_not_cached(
     tmp_path: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprints, "SETTLED_NS", 2_000_000_000)
+    monkeypatch.setattr(fingerprints, "MIN_AGE_NS", 2_000_000_000)
     (path,) = weights(tmp_path / "base", b"fresh")
     cached_digests([path])
     assert notes(tmp_path) == []
@@ -194,5 +194,5 @@ def test_a_base_is_checked_without_reading_it_twice(tmp_path: Path, reads: list[
     note.write_text(note.read_text().replace(sha256(b"weights"), "0" * 64))
     check_base(base, place)  # a wrong note does not lock the run out
     path.write_bytes(b"others!")
-    with pytest.raises(CheckpointError, match="other content"):
+    with pytest.raises(CheckpointError, match="different content"):
         check_base(base, place)

@@ -165,7 +165,7 @@ def test_mistakes_raise_before_training(
     assert not (tmp_path / "run" / "choices.json").exists()
 
 
-def test_templates_of_any_length_and_files_are_told_apart(
+def test_template_strings_and_template_files_are_distinguished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A template is not looked up as a path: it may be longer than a file name can be."""

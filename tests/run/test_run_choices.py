@@ -43,7 +43,7 @@ CHOICES = Choices(
     data=DataPins({"d": "c0"}, [{"fingerprint": "f", "files": [["n", 1, "d"]]}], train_source_first=True),
     base=BASE,
     started_from=dataclasses.replace(BASE, files={}, seed=3),
-    lengths=(PlannedSteps(0, 20), PlannedSteps(10, 40)),
+    planned_steps=(PlannedSteps(0, 20), PlannedSteps(10, 40)),
 )
 
 
@@ -56,17 +56,17 @@ def folder(tmp_path: Path) -> RunFolder:
     "choices",
     [
         CHOICES,
-        dataclasses.replace(CHOICES, base=None, started_from=None, lengths=(), logs_checkpoints=False),
+        dataclasses.replace(CHOICES, base=None, started_from=None, planned_steps=(), logs_checkpoints=False),
         dataclasses.replace(CHOICES, dropout_by_sequence=False),
     ],
 )
-def test_what_is_written_is_read(folder: RunFolder, choices: Choices) -> None:
+def test_choices_round_trip(folder: RunFolder, choices: Choices) -> None:
     write_choices(folder, choices)
     found = read_choices(folder, num_layers=2)
     assert found.to_dict() == choices.to_dict()
     assert found.resolved == choices.resolved
     assert (found.data, found.base, found.started_from) == (choices.data, choices.base, choices.started_from)
-    assert found.lengths == choices.lengths
+    assert found.planned_steps == choices.planned_steps
     assert found.recipe == choices.recipe == read_recipe(folder)
 
 
@@ -81,7 +81,7 @@ def test_every_field_is_in_the_file(folder: RunFolder) -> None:
             "data": DataPins({}, []),
             "base": None,
             "started_from": None,
-            "lengths": (PlannedSteps(0, 1),),
+            "planned_steps": (PlannedSteps(0, 1),),
             "logs_checkpoints": False,
             "dropout_by_sequence": False,
         }[field.name]
@@ -119,11 +119,13 @@ def test_a_model_is_opened_from_a_file_with_the_recipe_alone(folder: RunFolder) 
         ("memory", {"recompute": 5}),
     ],
 )
-def test_damage_inside_is_named(folder: RunFolder, key: str, value: object) -> None:
+def test_invalid_values_are_named(folder: RunFolder, key: str, value: object) -> None:
     folder.choices.write_text(json.dumps({**CHOICES.to_dict(), key: value}))
     with pytest.raises(CheckpointError, match=r"choices\.json is damaged") as error:
         read_choices(folder, 2)
-    assert error.value.remedy.startswith("restore it from a copy, or train it again: `trimtab train ")
+    assert error.value.remedy.startswith(
+        "restore the file from a copy, or train the recipe again: `trimtab train "
+    )
 
 
 def test_adapters_without_their_base_are_damage(folder: RunFolder) -> None:

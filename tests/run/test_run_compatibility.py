@@ -83,11 +83,11 @@ def test_a_csv_file_is_read_as_when_the_run_began(tmp_path: Path, kind: str, str
     assert losses(stopped) == losses(whole)
     # The file is still checked.
     (tmp_path / "rows.csv").write_text(rows(kind) + "one more row\n")
-    with pytest.raises(DataError, match=r"not what the run began with \(changed: rows.csv\)"):
+    with pytest.raises(DataError, match=r"has changed since the run began \(changed: rows.csv\)"):
         launch.resume(stopped, ["max_steps=7"], Silent())
 
 
-def test_what_a_new_run_reads_with_semicolons_a_resume_does_too(tmp_path: Path) -> None:
+def test_a_resumed_run_reads_semicolons_as_a_new_run_does(tmp_path: Path) -> None:
     """Also if commas would raise, because the named columns do not exist with them."""
     texts = [f"{i};a question;{text}" for i, text in enumerate(sentences(1, 60))]
     (tmp_path / "rows.csv").write_text("\n".join(["id;asked;said", *texts]) + "\n")
@@ -217,7 +217,7 @@ def test_dropout_masks_of_a_run_stay_those_of_its_version(tmp_path: Path) -> Non
     assert losses(new) != losses(whole)
 
 
-def test_a_known_delimiter_is_not_looked_for(tmp_path: Path) -> None:
+def test_a_known_delimiter_is_not_detected_again(tmp_path: Path) -> None:
     path = tmp_path / "gone.csv"
     assert readers_csv.delimiter_of(SourceFile(path, path.name, "csv", delimiter="|")) == "|"
 

@@ -43,7 +43,7 @@ def tools(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     return there
 
 
-def test_auto_compiles_nothing_and_says_what_is_missing(tools: dict[str, bool]) -> None:
+def test_auto_does_not_compile_and_gives_the_reason(tools: dict[str, bool]) -> None:
     assert resolved("", CPU).compile.enabled is False
     assert "leave little to gain" in resolved("", GPU).compile.reason
     tools["gcc"] = False

@@ -131,7 +131,7 @@ def test_a_gpu_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:01", "cuda:-1", "cuda:x", "cuda 1"])
-def test_names_that_are_no_device(name: str) -> None:
+def test_invalid_device_names(name: str) -> None:
     with pytest.raises(RecipeError, match="use auto, cpu, cuda or cuda:N"):
         detect(name)
 
@@ -150,7 +150,7 @@ def test_python_and_the_command_line_refuse_what_is_not_there(tmp_path: Path, ca
     assert main(["plan", str(write_recipe(tmp_path)), "device=cuda:1"]) == 6
 
 
-def test_a_run_has_its_gpu_as_torch_s_current_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_sets_torch_s_current_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus, seen = Gpus(monkeypatch, 3), []
 
     def go(*_: Any, **__: Any) -> str:
@@ -169,9 +169,7 @@ def test_names_without_a_number_leave_the_current_gpu(monkeypatch: pytest.Monkey
             assert gpus.entered == []
 
 
-def test_a_resumed_run_takes_the_gpu_that_is_named_now(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_run_uses_the_requested_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Gpus(monkeypatch, 2)
     recipe = load(write_recipe(tmp_path, device="cuda"))
     began = prepare(recipe)

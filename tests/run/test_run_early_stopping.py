@@ -32,7 +32,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trimtab.train(str(write_recipe(folder, **STOPS))).folder
 
 
-def test_the_run_folder_and_the_report_say_why(stopped: Path, tmp_path: Path) -> None:
+def test_the_run_folder_and_the_report_contain_the_reason(stopped: Path, tmp_path: Path) -> None:
     last = losses(stopped)[-1:] and records(stopped, "train")[-1]["step"]
     (event,) = records(stopped, "event")
     assert event["step"] == last
@@ -47,7 +47,7 @@ def test_the_run_folder_and_the_report_say_why(stopped: Path, tmp_path: Path) ->
         assert latest.step == last
 
 
-def test_a_resume_says_so_and_stays(stopped: Path) -> None:
+def test_a_resume_reports_the_early_stop_and_trains_nothing(stopped: Path) -> None:
     before = losses(stopped)
     result = trimtab.resume(stopped)
     assert (result.status, losses(stopped)) == ("finished", before)

@@ -1,4 +1,4 @@
-"""A run folder: who may have it, what a failed start takes away, and that its small files are never half there."""
+"""A run folder: its lock, the cleanup after failed starts, atomic writes of small files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trimtab.facts.errors import CheckpointError, ResourceError
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 
 
-def test_a_new_folder_is_made_locked_and_taken_away_again(tmp_path: Path) -> None:
+def test_a_new_folder_is_created_locked_and_removed_after_a_failed_start(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "a" / "run")
     with contextlib.suppress(RuntimeError), folder.create("model: x"):
         write_text(folder.recipe, "model: x")
@@ -26,9 +26,7 @@ def test_a_new_folder_is_made_locked_and_taken_away_again(tmp_path: Path) -> Non
     assert not folder.path.exists()
 
 
-def test_a_start_that_is_interrupted_while_the_folder_is_made_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_creation_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
 
     def interrupt(_: object) -> None:

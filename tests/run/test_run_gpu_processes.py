@@ -81,7 +81,7 @@ def test_others_are_listed_the_largest_first_and_this_process_is_not(smi) -> Non
         ("<a><b></a>", 0),
     ],
 )
-def test_what_cannot_be_read_is_no_process(smi, answer: str, code: int) -> None:
+def test_unreadable_entries_are_ignored(smi, answer: str, code: int) -> None:
     smi(answer, code)
     assert other_processes(0) == ()
 
@@ -111,7 +111,7 @@ def test_the_gpu_is_the_one_that_torch_means(
     assert arguments.read_text() == f"-q -x -i {selected}"
 
 
-def test_sharing_in_words() -> None:
+def test_sharing_is_described() -> None:
     python, xorg = GpuProcess(1, "python", 2900 * 2**20), GpuProcess(2, "Xorg", 200 * 2**20, graphics=True)
     assert describe_sharing("NVIDIA A10", ()) is None
     assert describe_sharing("NVIDIA A10", (python, xorg)) == (

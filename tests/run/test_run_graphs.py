@@ -99,7 +99,7 @@ def test_host_and_device_parts_equal_the_direct_loss(attention: str, packing: bo
     decoder = build(SHAPE, dtype="fp32", device="cpu", attention=attention)
     loss = MicrobatchLoss(init_weights(decoder, seed=0), torch.device("cpu"), nullcontext, packing=packing)
     batches = [batch_of(seed) for seed in (3, 4)]
-    found = [loss.of(loss.inputs(batch)) for batch in batches]
+    found = [loss.compute(loss.inputs(batch)) for batch in batches]
     assert found[0] != found[1]
     assert all(map(torch.equal, found, [loss(batch).total for batch in batches]))
 
@@ -215,7 +215,7 @@ class Waiting(MicrobatchLoss):
 
     later = False
 
-    def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         loss = super().of(inputs)
         if not self.later or any(parameter.grad is not None for parameter in self.decoder.parameters()):
             assert float(loss.detach()) > 0

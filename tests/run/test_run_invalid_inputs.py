@@ -102,7 +102,7 @@ def test_text_that_no_recipe_may_contain(
     assert part in refused(["train", str(path), override], RecipeError.exit_code, capsys)
 
 
-def test_a_run_of_adapters_that_explodes_says_how_to_go_on_with_them(
+def test_a_diverged_adapter_run_says_how_to_continue_with_its_adapter(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     exploding: dict[str, Any] = {"learning_rate": 1e30, "max_grad_norm": 0, "lr_scheduler_type": "constant"}
@@ -113,7 +113,7 @@ def test_a_run_of_adapters_that_explodes_says_how_to_go_on_with_them(
     assert "export hf" not in said
 
 
-def test_adapters_that_are_too_strong_from_the_start(
+def test_adapters_that_diverge_at_the_first_step(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = small(tmp_path, model, lora={"r": 2, "lora_alpha": 1e30})

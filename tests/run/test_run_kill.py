@@ -37,7 +37,7 @@ def test_terminated_at_random_instants(whole: Path, tmp_path: Path) -> None:
     assert losses(tmp_path / "run") == losses(whole / "run")
 
 
-def test_a_start_killed_at_any_file_operation_is_taken_up_by_train_and_by_resume(tmp_path: Path) -> None:
+def test_a_start_killed_at_any_file_operation_can_be_restarted_by_train_and_by_resume(tmp_path: Path) -> None:
     """Every fifth of them; `make kills` tries every other one."""
     recipe = write_recipe(tmp_path, num_train_epochs=None, max_steps=2, eval_steps=None, eval_on_start=False)
     command = [sys.executable, str(DRIVER.with_name("kill_starts.py")), str(recipe), "5"]

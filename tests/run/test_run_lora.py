@@ -141,7 +141,7 @@ def test_a_merge_of_packed_weights_is_what_was_trained(
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("which", ["plain", "deep"])
-def test_export_and_merge_are_the_trained_model_elsewhere(
+def test_exports_and_merges_compute_the_same_as_the_trained_model(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     from peft import PeftModel
@@ -174,7 +174,7 @@ def test_export_and_merge_are_the_trained_model_elsewhere(
     assert float((plain - ours).abs().max()) > 1e-2
 
 
-def test_an_adapter_goes_back_onto_its_base_and_starts_another_run(plain: Path, tmp_path: Path) -> None:
+def test_an_exported_adapter_loads_onto_its_base_and_starts_another_run(plain: Path, tmp_path: Path) -> None:
     assert call("export", "peft", plain, tmp_path / "adapter")[0] == 0
     model = plain.parent / "model"
     outputs = [
@@ -258,7 +258,7 @@ def test_a_merge_that_changes_nothing_or_is_not_finite_is_refused(tmp_path: Path
         "merge", tmp_path / "a" / "model", tmp_path / "merged", "--adapter", tmp_path / "adapter"
     )
     assert code == 4
-    assert "NaN or infinity" in said
+    assert "is NaN or infinite" in said
     assert not (tmp_path / "merged").exists()
 
 
@@ -286,8 +286,8 @@ def test_another_base_is_refused(plain: Path, tmp_path: Path) -> None:
     ):
         found, said = call(*words)
         assert found == code, said
-        assert "was trained on another base" in said
-        assert "other content" in said
+        assert "was trained on other base weights" in said
+        assert "different content" in said
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_dropout_on_the_head_matters_to_training_only(tmp_path: Path) -> None:
     assert "remove lm_head from lora.target_modules" in " ".join(said.split())
 
 
-def test_export_hf_of_a_run_with_adapters_names_the_way(plain: Path, tmp_path: Path) -> None:
+def test_export_hf_of_a_run_with_adapters_names_the_alternatives(plain: Path, tmp_path: Path) -> None:
     code, said = call("export", "hf", plain, tmp_path / "x")
     assert code == 2
     assert "trimtab merge" in said
@@ -402,7 +402,7 @@ def test_python_switches_adapters(plain: Path, deep: Path, tmp_path: Path) -> No
     assert call("merge", plain, tmp_path / "full")[0] == 4
 
 
-def test_a_run_s_base_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> None:
+def test_an_export_does_not_replace_the_base_of_the_run(tmp_path: Path) -> None:
     run = new_run(tmp_path, lora={"r": 2}, max_steps=3)
     base = tmp_path / "model"
     before = (base / "model.safetensors").read_bytes()
@@ -415,13 +415,13 @@ def test_a_run_s_base_is_not_replaced_by_what_is_made_of_it(tmp_path: Path) -> N
     assert call("generate", run, "the") == (0, ANY)
 
 
-def test_an_opened_run_takes_no_adapter_of_another_base(plain: Path, tmp_path: Path) -> None:
+def test_an_opened_run_refuses_an_adapter_of_another_base(plain: Path, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", seed=7)
     other = new_run(tmp_path, lora={"r": 4, "lora_alpha": 16}, max_steps=3)
     assert call("export", "peft", other, tmp_path / "other")[0] == 0
     assert call("export", "peft", plain, tmp_path / "own")[0] == 0
     model = trimtab.load(plain, device="cpu")
-    with pytest.raises(ModelError, match="another base"):
+    with pytest.raises(ModelError, match="other base weights"):
         model.add_adapter(tmp_path / "other", "other")
     assert model.adapters == ["default"]
     model.add_adapter(tmp_path / "own", "again")
@@ -456,13 +456,13 @@ def test_adapters_in_bf16_under_products_in_fp16(packed: bool, tmp_path: Path) -
     assert found[-1] < found[0]
 
 
-def test_an_adapter_that_makes_the_model_explode_is_refused_as_such(plain: Path, tmp_path: Path) -> None:
+def test_an_adapter_with_non_finite_output_is_refused(plain: Path, tmp_path: Path) -> None:
     model = trimtab.load(plain, device="cpu")
     with torch.no_grad():
         for name, parameter in model.opened.decoder.named_parameters():
             if ".lora_B." in name:
                 parameter.fill_(1e30)
-    with pytest.raises(ModelError, match=r"gives NaN or infinity.*earlier checkpoint"):
+    with pytest.raises(ModelError, match=r"is NaN or infinite.*earlier checkpoint"):
         model.save_adapter(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 

@@ -27,7 +27,7 @@ from trimtab.run.memory_state import is_out_of_memory, largest_free_block, parse
         OSError(errno.ENOMEM, "Cannot allocate memory"),
     ],
 )
-def test_what_is_out_of_memory(error: BaseException) -> None:
+def test_errors_that_mean_out_of_memory(error: BaseException) -> None:
     assert is_out_of_memory(error)
 
 
@@ -40,11 +40,11 @@ def test_what_is_out_of_memory(error: BaseException) -> None:
         ValueError("can't allocate memory"),
     ],
 )
-def test_what_is_not(error: BaseException) -> None:
+def test_errors_that_do_not_mean_out_of_memory(error: BaseException) -> None:
     assert not is_out_of_memory(error)
 
 
-def test_the_cuda_allocators_message_is_read_whole() -> None:
+def test_the_cuda_allocators_message_is_parsed() -> None:
     state = parse_message(torch.OutOfMemoryError(MESSAGE))
     assert state.on_gpu
     assert (state.requested, state.allocated, state.reserved) == (2 * GIB, 15 * GIB, 16.25 * GIB)
@@ -63,7 +63,7 @@ def test_private_pools_and_a_memory_limit_are_read() -> None:
     assert (state.allocated, state.reserved, state.total) == (15 * GIB, 16.25 * GIB, 18 * GIB)
 
 
-def test_a_message_without_numbers_invents_none() -> None:
+def test_a_message_without_sizes_yields_none() -> None:
     state = parse_message(RuntimeError("CUDA error: out of memory"))
     assert state.on_gpu
     assert (state.requested, state.allocated, state.fragmented) == (None, None, None)
@@ -81,7 +81,7 @@ def test_the_hosts_message_names_the_bytes() -> None:
     assert 0 < state.free <= state.total
 
 
-def test_the_largest_free_block_is_no_block_in_use() -> None:
+def test_the_largest_free_block_excludes_allocated_blocks() -> None:
     def block(size: int, state: str) -> dict[str, object]:
         return {"size": size, "state": state}
 

@@ -34,7 +34,7 @@ def test_unknown_keys_of_a_config_are_a_note_of_the_plan(
     assert bool(found) == bool(named)
 
 
-def test_plan_and_train_write_notes_alike(tmp_path: Path) -> None:
+def test_plan_and_train_print_the_same_notes(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, num_train_epochs=None, max_steps=1)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "logit_scale": 0.5}))

@@ -66,7 +66,7 @@ def resolved(folder: Path, *, deterministic: bool = False, cap: int | None = Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_run_s_settings_are_not_the_next_one_s(tmp_path: Path, gpu: Gpu, fails: bool) -> None:
+def test_settings_do_not_affect_the_next_run(tmp_path: Path, gpu: Gpu, fails: bool) -> None:
     wanted = resolved(tmp_path, deterministic=True, cap=40)
 
     def one() -> None:
@@ -182,7 +182,7 @@ def test_threads_of_a_resumed_run_end_with_it(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
+def test_num_threads_takes_precedence_and_may_change_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -213,7 +213,7 @@ def test_the_recipe_s_threads_win_and_may_change_when_a_run_is_resumed(
     assert torch.get_num_threads() == 1
 
 
-def test_more_threads_than_cores_are_remarked_on(tmp_path: Path) -> None:
+def test_more_threads_than_cores_are_reported(tmp_path: Path) -> None:
     notes = prepare(load(write_recipe(tmp_path, num_threads=1024))).plan.notes
     assert any(note.startswith("num_threads: 1024 is more than this machine's") for note in notes)
     assert not prepare(load(write_recipe(tmp_path, num_threads=1))).plan.notes

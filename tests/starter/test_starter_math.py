@@ -1,4 +1,4 @@
-"""The mathematics: right answers, a split that never leaks, and a fair judge."""
+"""The mathematics: correct answers, a split without leaks, and the check of answers."""
 
 from __future__ import annotations
 

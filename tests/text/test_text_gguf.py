@@ -1,4 +1,4 @@
-"""Tokenizers rebuilt from GGUF metadata: the real SmolLM2, SentencePiece, and files that lie."""
+"""Tokenizers rebuilt from GGUF metadata: the real SmolLM2, SentencePiece, and inconsistent files."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_sentencepiece_without_scores(scores) -> None:
         tokenizer_from_metadata({**metadata, "tokenizer.ggml.scores": scores}, "spm.gguf")
 
 
-def test_text_room_imports_no_torch() -> None:
+def test_text_package_imports_no_torch() -> None:
     code = (
         "import sys; from trimtab import text; text.load; text.Tokenizer; assert 'torch' not in sys.modules"
     )

@@ -1,4 +1,4 @@
-"""Small tokenizers made on the spot."""
+"""Small tokenizers that the tests build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison of two commits: it sees a bit, a name and a missing case, and its cases cover the recipe."""
+"""The comparison of two commits: it detects flipped bits, changed names, missing cases; its cases cover the recipe."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_resumed_run_must_equal_the_unstopped_one(where: str) -> None:
     assert found == (["two = one"] if where == "resumed" else ["handover/two"])
 
 
-def test_recordings_continue_behind_a_line_that_was_cut_off(tmp_path: Path) -> None:
+def test_recordings_continue_after_a_truncated_line(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
     store.append(file, ONE)
     with file.open("a") as out:

@@ -1,4 +1,4 @@
-"""What two commits ask of a GPU: the comparison sees a constant in a kernel, a scalar, an operator and a buffer."""
+"""The GPU work of two commits: the comparison detects a constant in a kernel, a scalar, an operator and a buffer."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_number_facts_hold_and_answer_no_heldout_problem() -> None:
     assert seen > 1000
 
 
-def test_terms_are_said_again_as_they_were() -> None:
+def test_terms_are_repeated_unchanged() -> None:
     sums = [line for d in term_documents(3, 200) for line in d.splitlines() if "part is" in line]
     assert len(sums) > 200
     for line in sums:

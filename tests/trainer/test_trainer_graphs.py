@@ -20,7 +20,7 @@ class Squares:
     def inputs(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": batch}
 
-    def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         out: torch.Tensor = self.layer(inputs["x"]).square().sum()
         return out
 
@@ -50,7 +50,7 @@ class Watched(Graphs):
             parameter.grad = gradient
 
         def replay() -> None:
-            value = self.loss.of(static)
+            value = self.loss.compute(static)
             for gradient, new in zip(gradients, torch.autograd.grad(value * factor, parameters), strict=True):
                 assert gradient is not None
                 gradient.copy_(new if first else gradient + new)
@@ -85,13 +85,13 @@ def step(graphs: Watched, rows: list[int]) -> None:
     """Runs a step of microbatches with these numbers of rows; checks losses and gradients against eager ones."""
     batches = [torch.randn(count, 3) for count in rows]
     for batch in batches:
-        expected = graphs.loss.of({"x": batch}).detach()
+        expected = graphs.loss.compute({"x": batch}).detach()
         assert torch.equal(graphs.backward(batch, 0.5), expected)
     found = [parameter.grad for parameter in graphs.parameters.values()]
     for parameter in graphs.parameters.values():
         parameter.grad = None
     for batch in batches:
-        (graphs.loss.of({"x": batch}) * 0.5).backward()
+        (graphs.loss.compute({"x": batch}) * 0.5).backward()
     for parameter, gradient in zip(graphs.parameters.values(), found, strict=True):
         assert gradient is not None
         assert parameter.grad is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from trimtab.trainer.guards import Watch, bad_documents
+from trimtab.trainer.guards import NonFiniteHooks, bad_documents
 
 DOCUMENTS_BT = torch.tensor([[0, 0, 1, 1, 2, -1], [0, 0, 0, 1, 1, -1]], dtype=torch.int32)
 ORIGINS = [["a", "b", "c"], ["d", "e"]]
 
 
-def watched(ids_BT: torch.Tensor, documents_BT: torch.Tensor | None) -> Watch:
+def watched(ids_BT: torch.Tensor, documents_BT: torch.Tensor | None) -> NonFiniteHooks:
     """A model whose token 7 has an embedding of NaN, then a layer that spreads it over the row, as a mask does."""
 
     class Spread(torch.nn.Module):
@@ -21,7 +21,7 @@ def watched(ids_BT: torch.Tensor, documents_BT: torch.Tensor | None) -> Watch:
     with torch.no_grad():
         embedding.weight[7, 2] = torch.nan
     model = torch.nn.Sequential(embedding, Spread(), torch.nn.Linear(4, 4))
-    with Watch(model, documents_BT) as watch:
+    with NonFiniteHooks(model, documents_BT) as watch:
         model(ids_BT)
     return watch
 

@@ -98,7 +98,7 @@ def test_the_remedy_for_a_bad_step_fits_it(step: int, named: bool, adapters: boo
     remedy = raised.value.remedy
     assert remedy is not None
     assert ("doc:" in raised.value.cause) is named
-    assert ("look at those documents; " in remedy) is named
+    assert ("check those documents; " in remedy) is named
     assert ("model.name" in remedy) is (step > 0 and not adapters)
     assert ("lora.adapter" in remedy) is ("trimtab export peft" in remedy) is (step > 0 and adapters)
     assert ("learning_rate" in remedy) is (step > 0)
@@ -156,7 +156,7 @@ def test_best_is_tagged_when_the_score_improves() -> None:
     assert outcome.state.best == 1.0
 
 
-def test_fp16_overflow_leaves_the_step_out_and_halves_the_scale() -> None:
+def test_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
     setup = tiny_setup(TinyLoader())
     scaler = LossScaler(scale=2.0**127)
     train(setup, TrainState(), scaler)
@@ -246,7 +246,7 @@ def test_the_state_is_saved_after_any_error(what: str) -> None:
     assert logged == sorted(set(logged))
 
 
-def test_an_unreachable_observer_does_not_stop_training() -> None:
+def test_a_failing_observer_does_not_stop_training() -> None:
     class Gone:
         def record(self, record: dict[str, object]) -> None:
             raise BrokenPipeError

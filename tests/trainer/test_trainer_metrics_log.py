@@ -47,7 +47,7 @@ def test_non_finite_values_are_valid_json_and_visible(tmp_path: Path) -> None:
     assert records(path) == [{"loss": "NaN", "norms": ["Infinity", {"low": "-Infinity"}], "by": [1, 2]}]
 
 
-def test_cut_back_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
+def test_truncation_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         log.append({"kind": "memory", "when": "before"})
@@ -64,7 +64,7 @@ def test_cut_back_drops_records_after_the_checkpoint(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl"]
 
 
-def test_cut_back_to_the_start_and_of_an_empty_file(tmp_path: Path) -> None:
+def test_truncation_to_the_start_and_of_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path) as log:
         assert log.truncate_after(0).removed == 0
@@ -92,7 +92,7 @@ def test_opening_drops_a_torn_last_line_so_that_the_next_record_survives(tmp_pat
     assert records(path) == [{"step": 1}, {"step": 2}]
 
 
-def test_a_cut_that_is_killed_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_truncation_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in range(5):

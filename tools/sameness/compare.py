@@ -46,7 +46,7 @@ def difference(before: Recording | None, after: Recording | None) -> str | None:
 
 
 def _shown(before: str, after: str, most: int = 60) -> str:
-    """Both values, from shortly before the first difference."""
+    """Both values, from a few characters before the first difference."""
     if len(before) <= most and len(after) <= most:
         return f"{before} → {after}"
     at = next(

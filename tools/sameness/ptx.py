@@ -5,7 +5,7 @@
     python -m tools.sameness.ptx --list
 
 Kernels are called through their public functions, and the GPU's recipes are trained, on an emulated device
-(`tools/sameness/gpu`). Compared are, case by case, the sequences of torch's operators and Triton's launches (grid,
+(`tools/sameness/gpu`). It compares, case by case, the sequences of torch's operators and Triton's launches (grid,
 scalars, buffers with their dtypes, shapes and strides), and the PTX that each launched kernel is compiled to for an
 H200. Values are not compared: kernels are not run.
 """

@@ -27,7 +27,7 @@ class Side:
 
 
 def git(*words: str) -> str:
-    """What a git command in this repository prints."""
+    """The output of a git command in this repository."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"error: git {' '.join(words)}: {done.stderr.strip()}; name a commit that exists")

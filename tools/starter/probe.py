@@ -224,9 +224,9 @@ _OPENING_WORDS = 5
 
 @cache
 def held_out_phrases() -> tuple[str, ...]:
-    """What no generated training text may hold: the right texts, up to the word where the wrong ones part.
+    """Phrases that no generated training text may contain: the right texts, up to the word that differs in wrong ones.
 
-    An opening of fewer than five words is everybody's ("There are many"): there the whole sentence counts.
+    A beginning of fewer than five words ("There are many") is too common: then the whole sentence is the phrase.
 
     Example:
         >>> "The dogs in the garden are" in held_out_phrases()

@@ -1,4 +1,4 @@
-"""General documents: stories, facts, scenes, questions and talk, from seeds; held-out ones never meet training.
+"""General documents: stories, facts, scenes, questions and talk, from seeds; held-out ones are never trained on.
 
 A document is a pure function of (seed, split, index), so that any process can write any part of a corpus.
 """
@@ -27,7 +27,7 @@ KINDS: tuple[tuple[float, Callable[[random.Random], str]], ...] = (
 def general_document(seed: int, index: int, split: str = "train") -> str:
     """One document: half are stories, the rest facts, scenes, questions, small reasoning and talk.
 
-    A text that holds a phrase of the probe is drawn again, so that the probe stays unseen.
+    A text that contains a phrase of the probe is replaced by another draw, so that no item of the probe is trained on.
     """
     if split not in SPLITS:
         raise DataError(

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trimtab.api.notices import tell
+from trimtab.api.notices import print_notice
 from trimtab.api.prompt_files import OutputFile, PromptRow, keyword, read_prompts, settings_digest
 from trimtab.api.prompts import Prompt, encode_prompts
 from trimtab.facts.arguments import check_int, check_optional_str
@@ -38,9 +38,9 @@ def generate_file(
     batch_size: int,
     overwrite: bool,
     on_progress: Progress | None,
-    spelled: Callable[[str], str] = keyword,
+    argument_name: Callable[[str], str] = keyword,
 ) -> int:
-    """See `trimtab.Model.generate_file`; `spelled` returns the name of an argument in error messages."""
+    """See `trimtab.Model.generate_file`; `argument_name` returns the name of an argument in error messages."""
     from trimtab.generate import generate_many
     from trimtab.run.folder import RunFolder
     from trimtab.run.inference_memory import predict_prompts
@@ -54,15 +54,15 @@ def generate_file(
         raise RecipeError(
             f"on_progress is {described(on_progress)}", "give a function of (done, total), or None"
         )
-    source = path_of(prompts, spelled("prompts"), is_text_file=True)
-    output = path_of(output, spelled("output"))
-    rows = _read_rows(source, output, chat=chat, system=system, spelled=spelled)
+    source = path_of(prompts, argument_name("prompts"), is_text_file=True)
+    output = path_of(output, argument_name("output"))
+    rows = _read_rows(source, output, chat=chat, system=system, argument_name=argument_name)
     asked = [row.prompt(chat=chat, system=system) for row in rows]
     encoded = _encoded(opened, asked, rows, options.max_new_tokens)
     digest = settings_digest(_settings(opened, options, chat=chat, system=system))
-    dequantize_for_cpu(opened.decoder, tell)
+    dequantize_for_cpu(opened.decoder, print_notice)
     with (
-        OutputFile(output, rows, digest, overwrite=overwrite, spelled=spelled) as written,
+        OutputFile(output, rows, digest, overwrite=overwrite, argument_name=argument_name) as written,
         on_device_of(opened.decoder),
     ):
         if on_progress is not None:
@@ -86,7 +86,7 @@ def generate_file(
             except ExplainedOutOfMemory as error:
                 raise ExplainedOutOfMemory(
                     error.report,
-                    f"repeat the call with a smaller {spelled('batch_size')}; it continues after these rows",
+                    f"repeat the call with a smaller {argument_name('batch_size')}; it continues after these rows",
                     error.details,
                     cause=f"{error.cause}, for a batch of {len(batch)} prompts; {output} contains {begin} rows",
                 ) from error.__cause__
@@ -97,7 +97,7 @@ def generate_file(
 
 
 def _read_rows(
-    source: Path, output: Path, *, chat: bool, system: str | None, spelled: Callable[[str], str]
+    source: Path, output: Path, *, chat: bool, system: str | None, argument_name: Callable[[str], str]
 ) -> list[PromptRow]:
     """Reads the prompts; raises a RecipeError if `system` or the output file conflicts with them."""
     rows = read_prompts(source)
@@ -105,12 +105,13 @@ def _read_rows(
         for row in rows:
             if "prompt" in row.fields:
                 raise RecipeError(
-                    f"{spelled('system')} is given, but {row.place} is not a conversation",
-                    f"add {spelled('chat')}, or put it into the prompt",
+                    f"{argument_name('system')} is given, but {row.place} is not a conversation",
+                    f"add {argument_name('chat')}, or put it into the prompt",
                 )
     if output.exists() and output.samefile(source):
         raise RecipeError(
-            f"{spelled('output')} {output} is the file of prompts", f"name another {spelled('output')}"
+            f"{argument_name('output')} {output} is the file of prompts",
+            f"name another {argument_name('output')}",
         )
     return rows
 

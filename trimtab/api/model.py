@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from trimtab.api.notices import tell
+from trimtab.api.notices import print_notice
 from trimtab.api.prompts import (
     Messages,
     Prompt,
@@ -246,7 +246,7 @@ class Model:
         """Dequantizes packed weights once if the model is on the CPU, which makes generation faster."""
         from trimtab.run.quantizing import dequantize_for_cpu
 
-        dequantize_for_cpu(self.opened.decoder, tell)
+        dequantize_for_cpu(self.opened.decoder, print_notice)
 
     def save(self, folder: str | Path, *, dtype: str = "bf16", overwrite: bool = False) -> Path:
         """Writes a folder that transformers loads, checks it, and returns the receipt's path."""
@@ -278,7 +278,7 @@ class Model:
         place = path_of(folder, "the adapter")
         check_known(place, self.opened.tokenizer)
         with self._explained(RunPhase.LOAD), self._on_device():
-            load_adapter_into(self.opened, place, tell, name=name)
+            load_adapter_into(self.opened, place, print_notice, name=name)
 
     def use_adapters(self, *names: str) -> None:
         """Activates these adapters and deactivates all others; without names, the base model is used.
@@ -317,7 +317,7 @@ class Model:
         if base_name is not None:
             base_name = check_base_name(base_name, opened.decoder.shape)
         elif (problem := unloadable_by_peft(base, opened.folder)) is not None:
-            tell(problem)
+            print_notice(problem)
         with self._explained(RunPhase.EXPORT), self._exporting(folder, "peft") as (target, receipt):
             export_peft(
                 opened.decoder,
@@ -401,7 +401,7 @@ class Model:
         receipts = run.receipts if RunFolder.is_run(run.path) else None
         receipt = receipt_path(folder, receipts, kind)
         if receipts is not None and receipt.parent != receipts:
-            tell(f"{receipts} cannot be written: the receipt is written to {receipt}")
+            print_notice(f"{receipts} cannot be written: the receipt is written to {receipt}")
         return receipt
 
     def _folder_options(self, dtype: str, receipt: Path, overwrite: bool) -> dict[str, Any]:
@@ -474,7 +474,7 @@ def load(
             device=torch.device(facts.kind),
             capability=facts.capability,
             dtype=dtype,
-            on_event=tell,
+            on_event=print_notice,
         )
     return Model(opened)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 
-def tell(message: str) -> None:
+def print_notice(message: str) -> None:
     """Prints a line to standard error, so that the standard output of the calling program is not changed."""
     from trimtab.report.plain import plain
 

@@ -35,7 +35,7 @@ def plan_run(
     Args:
         recipe: a YAML file, a dict, or a model (a hub id of the catalogue, a config.json, a folder, a GGUF file);
             None if all keys are passed as keyword arguments.
-        data: as in `train`; rows are not read, and the default without data is to plan without a data set.
+        data: as in `train`; rows are not read, and the default without data is to plan without a dataset.
         model: as in `train`.
         gpu: plan for this GPU, by name or memory, instead of this machine.
         method: full, lora, qlora or int8; overrides the recipe.

@@ -171,7 +171,7 @@ class OutputFile:
         rows: the prompts, in order.
         digest: digest of the settings.
         overwrite: whether to discard existing rows.
-        spelled: returns the name of an argument in error messages.
+        argument_name: returns the name of an argument in error messages.
     """
 
     def __init__(
@@ -181,9 +181,9 @@ class OutputFile:
         digest: str,
         *,
         overwrite: bool,
-        spelled: Callable[[str], str] = keyword,
+        argument_name: Callable[[str], str] = keyword,
     ) -> None:
-        self.path, self._rows, self._digest, self._spelled = Path(path), rows, digest, spelled
+        self.path, self._rows, self._digest, self._argument_name = Path(path), rows, digest, argument_name
         self._is_regular = self.path.is_file() or not self.path.exists()
         try:
             self._file = self.path.open(
@@ -191,7 +191,7 @@ class OutputFile:
             )
         except OSError as error:
             raise ResourceError(
-                f"{self.path} cannot be written ({error.strerror})", f"name another {spelled('output')}"
+                f"{self.path} cannot be written ({error.strerror})", f"name another {argument_name('output')}"
             ) from error
         self.done = 0
         """Number of complete rows in the file."""
@@ -235,7 +235,7 @@ class OutputFile:
             raise ResourceError(
                 f"{self.path} cannot be written ({error.strerror}); it contains {self.done} rows",
                 f"free some space and repeat the call, which continues after these rows, or name another "
-                f"{self._spelled('output')}",
+                f"{self._argument_name('output')}",
             ) from error
         self.done += len(lines)
 
@@ -273,9 +273,8 @@ class OutputFile:
 
     def _check(self, line: bytes) -> None:
         """Raises a RecipeError unless an existing row belongs to the next prompt and the same settings."""
-        remedy = (
-            f"name another {self._spelled('output')}, or replace the file with {self._spelled('overwrite')}"
-        )
+        output, overwrite = self._argument_name("output"), self._argument_name("overwrite")
+        remedy = f"name another {output}, or replace the file with {overwrite}"
         try:
             row = json.loads(line)
             index, digest = row["index"], row["settings"]

@@ -91,7 +91,7 @@ class DataArgument:
             passed[name] = given
         return build(plain), passed
 
-    def store_again(self, recipe: Recipe, view: View, folder: Path) -> dict[str, PassedRows]:
+    def store_for_resume(self, recipe: Recipe, view: View, folder: Path) -> dict[str, PassedRows]:
         """Stores the rows of a resumed run; raises a DataError unless they equal those of its start."""
         from trimtab.data.in_memory import first_difference, spool_path
         from trimtab.run.corpora import MEMORY_PREFIX, cache_folder, memory_folder
@@ -180,7 +180,7 @@ class DataArgument:
             memory_folder(cache_folder(recipe.data.cache_dir)),
             label=label,
             key=key,
-            progress=lambda done: view.working(f"reading {label}", done, None, "rows"),
+            progress=lambda done: view.progress(f"reading {label}", done, None, "rows"),
         )
         if spooled.reused:
             view.message(
@@ -279,7 +279,7 @@ def _refuse_text(data: str) -> None:
     """Raises a DataError for a string with spaces that is not a source, and so probably a text to train on."""
     if len(data.split()) > 1 and not _exists(data) and not glob.glob(data[:255]):
         raise DataError(
-            f"data is the string '{shortened(data)}', but a string names a file, a folder or a data set",
+            f"data is the string '{shortened(data)}', but a string names a file, a folder or a dataset",
             "give texts to train on as a list: data=[text]",
         )
 
@@ -294,7 +294,7 @@ def _refuse_texts(values: list[str] | tuple[str, ...], where: Position) -> None:
     text = next(texts, None)
     if text is not None and not glob.glob(text[:255]):
         raise DataError(
-            f"{_dotted(where)} of data is a list of strings, which name files and data sets, but "
+            f"{_dotted(where)} of data is a list of strings, which name files and datasets, but "
             f"{text[:40]!r} is neither",
             "for texts give rows: [{'text': text} for text in texts]",
         )

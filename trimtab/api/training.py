@@ -74,7 +74,9 @@ def train(
         if given.rows:
             RunFolder(Path(built.output_dir)).check_new()  # before reading rows, which may take long
         built, passed = given.store(built, shown)
-        return _result(launch.train(built, shown, given=RunInputs(passed, callbacks, loaded, explain_memory)))
+        return _result(
+            launch.train(built, shown, inputs=RunInputs(passed, callbacks, loaded, explain_memory))
+        )
 
 
 def resume(
@@ -120,9 +122,9 @@ def resume(
     with _checked_view(view) as shown:
         run = RunFolder(path_of(folder, "the run folder"))
         run.open()
-        passed = given.store_again(recipe_of(run, words), shown, run.path)
+        passed = given.store_for_resume(recipe_of(run, words), shown, run.path)
         extra = RunInputs(passed, callbacks, explain_memory=explain_memory)
-        return _result(launch.resume(run.path, words, shown, given=extra))
+        return _result(launch.resume(run.path, words, shown, inputs=extra))
 
 
 def _checked_view(view: LiveView | None) -> LiveView:

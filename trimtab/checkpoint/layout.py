@@ -2,7 +2,7 @@
 
     step-00000100/   complete: a folder gets this name only after it was written, synced, checksummed and re-opened
     latest, best     text files with a checkpoint's name, for users and scripts; the manifests are authoritative
-    .tmp-…           being written or deleted; garbage once its writer has died (.latest.tmp-… likewise)
+    .tmp-…           being written or deleted; `recover` deletes it if its writer has died (.latest.tmp-… too)
     .replaced-…      the previous version while a step is saved again; restored if the new one was not completed
     .writer.lock     locked while a process writes
 

@@ -139,7 +139,7 @@ class RunLock:
 
     Args:
         folder: the run folder.
-        elsewhere: the recipe key or flag that selects another folder, for error messages; None if there is none.
+        folder_key: the recipe key or flag that selects another folder, for error messages; None if there is none.
 
     Example:
         >>> with RunLock("runs/math"):              # doctest: +SKIP
@@ -148,9 +148,9 @@ class RunLock:
 
     NAME = ".lock"
 
-    def __init__(self, folder: str | os.PathLike[str], *, elsewhere: str | None = "output_dir") -> None:
+    def __init__(self, folder: str | os.PathLike[str], *, folder_key: str | None = "output_dir") -> None:
         self.folder = Path(folder)
-        self.elsewhere = elsewhere
+        self.folder_key = folder_key
         self._lock = FileLock(self.folder / self.NAME)
 
     def acquire(self, *, create: bool = True) -> None:
@@ -176,15 +176,15 @@ class RunLock:
 
     def _in_use(self) -> CheckpointError:
         cause = f"the run folder {self.folder} is in use by {self._lock.holder()}"
-        if self.elsewhere is None:
+        if self.folder_key is None:
             return CheckpointError(cause, "wait for it to end, or stop it")
-        return CheckpointError(cause, f"wait for it to end, stop it, or give another {self.elsewhere}")
+        return CheckpointError(cause, f"wait for it to end, stop it, or give another {self.folder_key}")
 
     def _unwritable(self, why: str) -> CheckpointError:
         cause = f"cannot write in the run folder {self.folder}: {why}"
-        if self.elsewhere is None:
+        if self.folder_key is None:
             return CheckpointError(cause, "check the permissions of the folder and its files")
-        return CheckpointError(cause, f"give another {self.elsewhere}, in a folder that can be written")
+        return CheckpointError(cause, f"give another {self.folder_key}, in a folder that can be written")
 
     def release(self) -> None:
         """Releases the lock on the folder; does nothing if it is not locked."""

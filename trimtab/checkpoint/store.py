@@ -349,12 +349,12 @@ def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEnt
     kinds = {
         "missing in the checkpoint": [name for name in want if name not in have],
         "only in the checkpoint": [name for name in have if name not in want],
-        "other shape": [
+        "different shape": [
             f"{name} {list(have[name].shape)} in the checkpoint, {list(want[name].shape)} in this run"
             for name in both
             if have[name].shape != want[name].shape
         ],
-        "other dtype": [
+        "different dtype": [
             f"{name} {have[name].dtype} in the checkpoint, {want[name].dtype} in this run"
             for name in both
             if have[name].dtype != want[name].dtype
@@ -368,7 +368,7 @@ def _compare(path: Path, have: dict[str, TensorEntry], want: dict[str, TensorEnt
     if parts:
         raise CheckpointError(
             f"{path} is a checkpoint from another model or optimizer ({'; '.join(parts)})",
-            "continue with the recipe that wrote it, or start in another output_dir",
+            "resume with the recipe that wrote it, or set another output_dir",
         )
 
 
@@ -376,7 +376,7 @@ def _no_space(folder: Path, step: int, needed: int, free: int, keep_last: int | 
     # The last checkpoint is kept until the next one is complete, so a limit of 1 cannot be lowered.
     fewer = "" if keep_last == 1 else " or keep fewer checkpoints (save_total_limit)"
     return ResourceError(
-        f"no room for the checkpoint of step {step} in {folder}: it needs {format_bytes(needed)} "
+        f"not enough disk space for the checkpoint of step {step} in {folder}: it needs {format_bytes(needed)} "
         f"({needed} bytes), {format_bytes(free)} ({free} bytes) are free",
         f"free some space{fewer}, then resume; the earlier checkpoints are intact",
     )
@@ -385,8 +385,8 @@ def _no_space(folder: Path, step: int, needed: int, free: int, keep_last: int | 
 def _explain(error: OSError, folder: Path, step: int, needed: int, keep_last: int | None) -> TrimtabError:
     if error.errno == errno.EFBIG:
         return ResourceError(
-            f"no room for the checkpoint of step {step} in {folder}: a file of it is larger than this "
-            f"process or disk allows; the checkpoint needs {format_bytes(needed)} ({needed} bytes)",
+            f"cannot write the checkpoint of step {step} in {folder}: one of its files is larger than this "
+            f"process or file system allows; the checkpoint needs {format_bytes(needed)} ({needed} bytes)",
             "raise the file size limit (ulimit -f), or move the run folder to another disk, then resume; the "
             "earlier checkpoints are intact",
         )

@@ -1,1 +1,1 @@
-"""The command line, with one module per verb: it parses arguments, calls the library and prints."""
+"""The command line, with one module per command: it parses arguments, calls the library and prints."""

@@ -77,7 +77,9 @@ def chat(
     )
     conversation = loaded.chat(system=system, **options.keywords())
     positions = loaded.opened.decoder.shape.max_positions
-    _say(f"{loaded.opened.name}: {positions} tokens of context; /help lists the commands, Ctrl-D ends")
+    _print_notice(
+        f"{loaded.opened.name}: {positions} tokens of context; /help lists the commands, Ctrl-D ends"
+    )
     Session(conversation, positions, at_terminal=sys.stdin.isatty()).run()
     return 0
 
@@ -92,7 +94,7 @@ class Session:
             "/reset": self._reset,
             "/system": self._system,
             "/save": self._save,
-            "/help": lambda _: _say(HELP),
+            "/help": lambda _: _print_notice(HELP),
         }
 
     def run(self) -> None:
@@ -103,11 +105,11 @@ class Session:
                 return
             if text:
                 try:
-                    self._take(text)
+                    self._handle(text)
                 except TrimtabError as error:
                     if not self.at_terminal:
                         raise
-                    _say(f"error: {error}")
+                    _print_notice(f"error: {error}")
 
     def _lines(self) -> Iterator[str]:
         if not self.at_terminal:
@@ -123,16 +125,16 @@ class Session:
                 print()
                 return
             except KeyboardInterrupt:
-                _say("\n/exit or Ctrl-D ends")
+                _print_notice("\n/exit or Ctrl-D ends")
 
-    def _take(self, text: str) -> None:
+    def _handle(self, text: str) -> None:
         if not text.startswith("/") or text.startswith("//"):
             self._send(text.removeprefix("/") if text.startswith("//") else text)
             return
         name, _, rest = text.partition(" ")
         command = self._commands.get(name)
         if command is None:
-            _say(
+            _print_notice(
                 f"there is no command {name}; /help lists them (write // to send a message that begins with a slash)"
             )
         else:
@@ -155,17 +157,19 @@ class Session:
             if not self.at_terminal:
                 raise
             print()
-            _say("[stopped; the conversation continues]")
+            _print_notice("[stopped; the conversation continues]")
             return
         self._notice(before)
         print(flush=True)
         if done.finish_reason == "length":
-            _say(f"[cut off after {len(done.ids)} tokens; raise --max-new-tokens for longer answers]")
+            _print_notice(
+                f"[cut off after {len(done.ids)} tokens; raise --max-new-tokens for longer answers]"
+            )
 
     def _notice(self, before: int) -> int:
         """Prints a notice if more than `before` messages are left out of the context; returns their number."""
         if self.chat.left_out > before:
-            _say(
+            _print_notice(
                 f"[the conversation is longer than the model's {self.positions} tokens: its oldest "
                 f"{self.chat.left_out} messages are left out; /reset starts a new one]"
             )
@@ -173,34 +177,34 @@ class Session:
 
     def _reset(self, _: str) -> None:
         self.chat.reset()
-        _say("[a new conversation]")
+        _print_notice("[a new conversation]")
 
     def _system(self, text: str) -> None:
         self.chat.system = text or None
-        _say("[system message set]" if text else "[no system message]")
+        _print_notice("[system message set]" if text else "[no system message]")
 
     def _save(self, name: str) -> None:
         if not name:
-            _say("name a file: /save FILE")
+            _print_notice("name a file: /save FILE")
             return
         if not self.chat.messages:
-            _say("there is nothing to save yet")
+            _print_notice("there is nothing to save yet")
             return
         path = Path(name).expanduser()
         if path.exists() and path.resolve() not in self._saved:
-            _say(f"{path} exists already; name another file")
+            _print_notice(f"{path} exists already; name another file")
             return
         line = json.dumps({"messages": self.chat.transcript()}, ensure_ascii=False) + "\n"
         try:
             path.write_text(line, encoding="utf-8", errors="replace")
         except OSError as error:
-            _say(f"{path} cannot be written ({error.strerror}); name another file")
+            _print_notice(f"{path} cannot be written ({error.strerror}); name another file")
             return
         self._saved.add(path.resolve())
-        _say(f"[written: {path}, {len(self.chat.messages)} messages]")
+        _print_notice(f"[written: {path}, {len(self.chat.messages)} messages]")
 
 
-def _say(message: str) -> None:
+def _print_notice(message: str) -> None:
     """Prints a notice to standard error; standard output contains only the answers."""
     from trimtab.report.plain import plain
 

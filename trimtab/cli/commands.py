@@ -1,6 +1,6 @@
-"""`trimtab`: the verbs, and how errors are printed.
+"""`trimtab`: the commands, and how errors are printed.
 
-Each verb's module is imported only when that verb runs, so `trimtab --help` is fast and needs no torch.
+Each command's module is imported only when that command runs, so `trimtab --help` is fast and needs no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ VERBS = {
     "schema": "Print the JSON schema of recipes, for editors.",
 }
 
-MEANT = {
+EQUIVALENTS = {
     "version": "--version",
     "resume": "train --resume RUN",
     "finetune": "train",
@@ -50,7 +50,7 @@ MEANT = {
     "evaluate": "eval",
     "merge-lora": "merge",
 }
-"""Verbs of other tools → their equivalents in trimtab."""
+"""Commands of other tools → their equivalents in trimtab."""
 
 # typer carries its own copy of click in newer versions; the base of its public exceptions is the same in all.
 UsageProblem: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -60,20 +60,20 @@ DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCE
 
 
 class LazyVerbs(typer.core.TyperGroup):
-    """Lists verbs from the table above; imports a verb's module only to run it or to show its help."""
+    """Lists commands from the table above; imports a command's module only to run it or to show its help."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Returns the verbs in the order in which a new user needs them."""
+        """Returns the commands in the order in which a new user needs them."""
         return list(VERBS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Returns a stub with the verb's summary, for the overview."""
+        """Returns a stub with the command's summary, for the overview."""
         if cmd_name not in VERBS:
             return None
         return typer.core.TyperCommand(cmd_name, help=VERBS[cmd_name], callback=lambda: None)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Loads the requested verb; raises a RecipeError that suggests the closest verb for an unknown word."""
+        """Loads the requested command; raises a RecipeError that suggests the closest command for an unknown word."""
         if args and args[0] not in VERBS and not args[0].startswith("-"):
             raise _unknown_verb(args[0])
         name, command, rest = super().resolve_command(ctx, args)
@@ -84,20 +84,24 @@ class LazyVerbs(typer.core.TyperGroup):
 
 
 def _unknown_verb(word: str) -> RecipeError:
-    near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    near = (
+        [EQUIVALENTS[word]]
+        if word in EQUIVALENTS
+        else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
+    )
     version = f" (this is trimtab {__version__})" if word == "version" else ""
-    cause = f"there is no verb '{shortened(word)}'{version}"
+    cause = f"there is no command '{shortened(word)}'{version}"
     if word.endswith((".yaml", ".yml")):
         return RecipeError(cause, f"did you mean `trimtab train {shortened(word)}`?")
     return RecipeError(
-        cause, f"did you mean `trimtab {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
+        cause, f"did you mean `trimtab {near[0]}`?" if near else f"the commands are {', '.join(VERBS)}"
     )
 
 
 app = typer.Typer(
     cls=LazyVerbs,
     help="Train large language models on the hardware you have. `trimtab plan` predicts memory and time beforehand.",
-    epilog="Start with `trimtab demo`. For the help of a verb: `trimtab train --help`.",
+    epilog="Start with `trimtab demo`. For the help of a command: `trimtab train --help`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -136,15 +140,15 @@ def main(arguments: list[str] | None = None) -> int:
         output.drop_output()
         return 128 + 13
     except (OSError, MemoryError, RuntimeError) as error:
-        lacking = _lacking(error)
-        if lacking is None:
+        shortage = _resource_error(error)
+        if shortage is None:
             raise
-        return _fail(str(lacking), lacking.exit_code)
+        return _fail(str(shortage), shortage.exit_code)
     return code
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs the verb without typer's own `main`, which swallows Ctrl-C and closed pipes."""
+    """Runs the command without typer's own `main`, which swallows Ctrl-C and closed pipes."""
     command: Any = typer.main.get_command(app)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
@@ -189,7 +193,7 @@ def _override(option: str | None, arguments: list[str]) -> str | None:
     return f"{key}=VALUE"
 
 
-def _lacking(error: Exception) -> TrimtabError | None:
+def _resource_error(error: Exception) -> TrimtabError | None:
     """Converts a lack of memory, disk space or permissions into a TrimtabError; None for a bug, which is re-raised."""
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return RecipeError(

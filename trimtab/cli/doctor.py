@@ -160,8 +160,8 @@ def _version(name: str) -> str | None:
 def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:
     obstacle = compile_obstacle(kind, capability)
     if obstacle is not None:
-        return f"torch.compile cannot work: {obstacle}"
-    return "torch.compile works" + (" (off by default on a CPU)" if kind == "cpu" else "")
+        return f"not available: {obstacle}"
+    return "available" + (" (off by default on a CPU)" if kind == "cpu" else "")
 
 
 def _device_rows() -> list[Row]:
@@ -173,22 +173,27 @@ def _device_rows() -> list[Row]:
         Row("device", f"{device.name} ({device.kind}), {memory} memory"),
         Row("free memory", format_bytes(device.available_bytes)),
         *_sharing_rows(device),
-        Row("compiling", _compile_row(device.kind, device.capability)),
+        Row("torch.compile", _compile_row(device.kind, device.capability)),
         *_processor_rows(device.cores or host_cores()),
     ]
     if device.kind == "cpu":
         import torch
 
         if torch.version.cuda is None:
-            rows.append(Row("cuda", "this torch has no CUDA: for an NVIDIA GPU install torch's CUDA build"))
+            rows.append(
+                Row(
+                    "cuda",
+                    "torch is built without CUDA: for an NVIDIA GPU install torch's CUDA build",
+                )
+            )
         else:
             built = f"torch is built for CUDA {torch.version.cuda}, but no GPU is visible: check nvidia-smi"
             rows.append(Row("cuda", built))
         slow = "no bf16 instructions: fp32 is the default and the fastest"
-        rows.append(Row("formats", "bf16 in hardware" if device.bf16 else slow))
+        rows.append(Row("dtypes", "bf16 in hardware" if device.bf16 else slow))
     else:
         rows.append(Row("capability", ".".join(map(str, device.capability or ()))))
-        rows.append(Row("formats", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32"))
+        rows.append(Row("dtypes", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32"))
     return rows
 
 

@@ -164,11 +164,11 @@ def _write_file(
                 before.append(done)
                 if done:
                     view.message(f"{output} already contains {done} of {total} rows; continuing after them")
-            view.working("generating", done, total, "prompts")
+            view.progress("generating", done, total, "prompts")
 
         try:
             rows = generate_file(
-                loaded.opened, prompts, output, options, on_progress=progress, spelled=flag, **more
+                loaded.opened, prompts, output, options, on_progress=progress, argument_name=flag, **more
             )
         except KeyboardInterrupt:
             if before:

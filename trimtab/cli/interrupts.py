@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXIT_CODE = 128 + signal.SIGINT
 RETRY_SECONDS = 0.02
 """Interval between checks whether an import has ended."""
-IMPATIENT_SECONDS = 1.0
+FORCE_EXIT_SECONDS = 1.0
 """A second Ctrl-C at least this long after the first exits without waiting for an import."""
 SAME_SECONDS = 0.1
 """Signals within this time count as one: timeout(1) signals both the process and its group."""
@@ -60,7 +60,7 @@ class Interrupts:
             elif self._waiting_since is None or retried:
                 self._waiting_since = self._waiting_since or now
                 _thread.start_new_thread(self._retry, ())  # `threading` takes locks that this frame may own
-            elif now - self._waiting_since > IMPATIENT_SECONDS:
+            elif now - self._waiting_since > FORCE_EXIT_SECONDS:
                 exit_now()
             return
         self._waiting_since = None
@@ -93,7 +93,7 @@ def exit_now() -> None:
 
 
 def begin_work() -> None:
-    """Declares that a verb is about to write files or start processes: Ctrl-C then waits for the end of an import.
+    """Declares that a command is about to write files or start processes: Ctrl-C then waits for the end of an import.
 
     Has no effect unless `Interrupts` handles SIGINT; a program that calls the command line as a function keeps its own
     handler.
@@ -103,7 +103,7 @@ def begin_work() -> None:
         owner.is_work_begun = True
 
 
-def outcome_decided(code: int) -> None:
+def exit_on_interrupt(code: int) -> None:
     """Makes Ctrl-C exit immediately with `code`, which is final: the command has finished."""
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trimtab.cli.interrupts import EXIT_CODE, Interrupts, outcome_decided
+from trimtab.cli.interrupts import EXIT_CODE, Interrupts, exit_on_interrupt
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def entry() -> None:
         code = main()
     except KeyboardInterrupt:  # a second one, while the first was handled
         code = EXIT_CODE
-    outcome_decided(code)
+    exit_on_interrupt(code)
     raise SystemExit(code)
 
 

@@ -1,4 +1,4 @@
-"""Options shared by several verbs."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 

@@ -33,6 +33,6 @@ def report(
     data = read_run(run)
     begin_work()
     write_page(data, target)
-    for flaw in data.flaws():
-        print(plain(f"{run}: {flaw}"))
+    for problem in data.problems():
+        print(plain(f"{run}: {problem}"))
     print(plain(f"written: {target}"))

@@ -42,7 +42,7 @@ def sampling_options(
     """Returns the flags as SamplingOptions, whose errors name the flags."""
     from trimtab.generate import SamplingOptions
 
-    return SamplingOptions(max_new_tokens, temperature, top_p, top_k, stop or (), seed, spelled=flag)
+    return SamplingOptions(max_new_tokens, temperature, top_p, top_k, stop or (), seed, argument_name=flag)
 
 
 def flag(name: str) -> str:

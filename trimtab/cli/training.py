@@ -40,16 +40,16 @@ def train_and_report(
         RunInputs,  # importing torch takes seconds; until work begins, Ctrl-C ends the process immediately
     )
 
-    given = RunInputs(explain_memory=explain_memory)
+    inputs = RunInputs(explain_memory=explain_memory)
     begin_work()
     with LiveView(console=console, detail=detail) as view:
         if loaded is not None:
             with resume_advised(Path(loaded.output_dir), new=True):
-                finished = launch.train(loaded, view, given=given)
+                finished = launch.train(loaded, view, inputs=inputs)
         else:
             assert resume is not None
             with resume_advised(resume):
-                finished = launch.resume(resume, overrides, view, given=given)
+                finished = launch.resume(resume, overrides, view, inputs=inputs)
     return conclude(finished, console, detail)
 
 
@@ -79,12 +79,12 @@ def resume_advised(folder: Path, *, new: bool = False) -> Iterator[None]:
 def conclude(finished: Any, console: Console, detail: Detail) -> int:
     """Write the report and print the final lines of a run; return its exit code."""
     from trimtab.report import read_run, write_page
-    from trimtab.report.closing import closing
+    from trimtab.report.closing import closing_summary
     from trimtab.report.plain import as_text
 
     data = read_run(finished.folder)
     write_page(data, finished.folder / "report.html")
-    console.print(closing(data, detail))
+    console.print(closing_summary(data, detail))
     if finished.status == "interrupted":
         folder = shlex.quote(str(finished.folder))
         advice = f"stopped by a signal, a checkpoint is saved; continue with: trimtab train --resume {folder}"

@@ -64,8 +64,8 @@ class EntryMeta:
         skipped: dict[str, Any] = {name: getattr(counts, name) for name in _SKIPPED}
         if self.masked:
             skipped |= {name: getattr(counts, name) for name in _SKIPPED_EXAMPLES}
-        if counts.complaint:
-            skipped["complaint"] = counts.complaint
+        if counts.first_error:
+            skipped["complaint"] = counts.first_error
         return {
             "skipped": skipped,
             "version": VERSION,
@@ -81,13 +81,15 @@ class EntryMeta:
         """The inverse of `to_dict`; raises DamagedEntry for another version."""
         if saved["version"] != VERSION:
             raise DamagedEntry("meta.json has another version")
+        skipped = dict(saved["skipped"])
+        first_error = skipped.pop("complaint", "")
         return EntryMeta(
             saved["dtype"],
             saved["num_tokens"],
             saved["num_documents"],
             saved.get("max_id", 0),
             saved["checksums"],
-            Counts(**saved["skipped"]),
+            Counts(**skipped, first_error=first_error),
         )
 
 
@@ -229,7 +231,7 @@ class TokenCache:
         try:
             return open_entry(path)
         except DamagedEntry as damage:
-            self.on_message(f"the token cache entry {path.name} is damaged ({damage}); building it again")
+            self.on_message(f"the token cache entry {path.name} is damaged ({damage}); it is rebuilt")
             return None
 
     def _build(
@@ -240,7 +242,7 @@ class TokenCache:
         need_bytes: int,
         masked: bool,
     ) -> None:
-        part = path.with_name(f".building-{path.name}")  # only the process that has the lock gets here
+        part = path.with_name(f".building-{path.name}")  # only the process that has the lock builds an entry
         shutil.rmtree(part, ignore_errors=True)
         free = shutil.disk_usage(path.parent).free
         if free < need_bytes:
@@ -343,7 +345,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _close_quietly(writer: Writer) -> None:
-    """Closes the files quietly: closing flushes, which fails again on a full disk after the first error."""
+    """Closes the files and ignores a full disk: closing flushes, which fails again after the first error."""
     try:
         writer.close()
     except OSError as error:

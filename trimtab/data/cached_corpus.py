@@ -15,7 +15,7 @@ from trimtab.data.cache import Entry
 from trimtab.data.interface import Corpus, Sequences
 from trimtab.data.packing import Packing, Piece, pack_documents
 from trimtab.data.sampling import shuffled
-from trimtab.data.selection import heldout_mask, nothing_packed
+from trimtab.data.selection import heldout_mask, no_sequences_error
 from trimtab.facts.errors import DataError
 from trimtab.facts.randomness import derive
 
@@ -90,7 +90,7 @@ class CachedCorpus(Corpus):
         if self.num_documents == 1 or len(np.unique(self.records_N["hash"])) == 1:
             if self.masked:
                 raise DataError(
-                    f"{self.shown} contains {self._copies}one example, which cannot be split to hold out a part",
+                    f"{self.display_name} contains {self._copies}one example, which cannot be split to hold out a part",
                     "add examples, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
                 )
             return self._split_tail(share if share is not None else 0.1)
@@ -105,7 +105,7 @@ class CachedCorpus(Corpus):
             return self
         if not mask_N.any():
             raise DataError(
-                f"every document of {self.shown} is also in {other.shown}",
+                f"every document of {self.display_name} is also in {other.display_name}",
                 "name other text under data.eval, or remove it from data.train",
             )
         return self._view(mask_N, f"without {other.fingerprint}")
@@ -137,7 +137,7 @@ class CachedCorpus(Corpus):
         rest_N = self.lengths_N[:1] - kept_N
         if kept_N[0] < 2 or rest_N[0] < 2:
             raise DataError(
-                f"{self.shown} contains {self._copies}one document of {self.lengths_N[0]} tokens, too short to "
+                f"{self.display_name} contains {self._copies}one document of {self.lengths_N[0]} tokens, too short to "
                 "hold out a part",
                 "add text, name an evaluation set under data.eval.domain, or set data.eval_share: 0",
             )
@@ -178,7 +178,7 @@ class PackedCorpus:
             self.lost = int(np.count_nonzero(~keep_N))
         self.packing: Packing = pack_documents(corpus.lengths_N, max_seq_length, packing, keep_N=keep_N)
         if not self.packing.num_sequences:
-            raise nothing_packed(corpus.shown, self.lost, max_seq_length)
+            raise no_sequences_error(corpus.display_name, self.lost, max_seq_length)
 
     def sequence(self, index: int) -> list[Piece]:
         """The pieces of one sequence."""

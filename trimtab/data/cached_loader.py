@@ -24,22 +24,22 @@ from trimtab.data.resume_checks import LoaderSettings
 from trimtab.data.sampling import (
     Mixture,
     StepShape,
-    deal,
     epoch_plan,
     grouped_fill,
     grouped_order,
     mix,
     padded_length,
+    rank_microbatches,
     train_source_first,
 )
-from trimtab.data.selection import cut_note
+from trimtab.data.selection import truncation_note
 
 MIN_PADDING_SAVED = 0.1
 """The share of padding that grouping must save for `notes` to recommend it."""
 
 
 class CachedLoader(Loader):
-    """Batches from cached corpora, whose sequences are all known; made by `trimtab.data.make_loader`."""
+    """Batches from cached corpora, whose sequences are all known; created by `trimtab.data.make_loader`."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class CachedLoader(Loader):
     def notes(self) -> list[str]:
         """Sentences about what is truncated or left out, one per source, and about padding."""
         notes = [
-            cut_note(packed.corpus.shown, packed.cut, packed.lost, self.max_seq_length)
+            truncation_note(packed.corpus.display_name, packed.cut, packed.lost, self.max_seq_length)
             for packed in self.packed
             if packed.cut
         ]
@@ -180,7 +180,7 @@ class CachedLoader(Loader):
         source_E, sequence_E = self._epoch_plan()
         end = min(self._sequence + self.shape.num_sequences, self.num_sequences)
         batches = []
-        for micro in deal(range(self._sequence, end), self.shape):
+        for micro in rank_microbatches(range(self._sequence, end), self.shape):
             sequences = [self.packed[int(source_E[i])].sequence(int(sequence_E[i])) for i in micro]
             first = micro[0] - self._sequence if micro else 0
             batches.append(collate(sequences or [[]], self._row_length(sequences), first))

@@ -15,7 +15,7 @@ from trimtab.data.fingerprints import FileStamp, as_resumed, check_unchanged, co
 from trimtab.data.interface import Progress, ProgressCallback, Summary, silent
 from trimtab.data.readers import SegmentReader
 from trimtab.data.rendering import Rendering
-from trimtab.data.selection import Counts, nothing_left
+from trimtab.data.selection import Counts, no_documents_error
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
 from trimtab.data.tokenizer_pool import default_num_proc
@@ -36,7 +36,7 @@ def open_cached(
     progress: ProgressCallback = silent,
 ) -> CachedCorpus:
     """Opens a source from the cache, tokenizing it if necessary; see `trimtab.data.open_corpus`."""
-    frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
+    tokenizer_spec = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = resolve(spec)
     cache = TokenCache(
         (cache_dir or default_cache_dir()).expanduser(),
@@ -44,19 +44,19 @@ def open_cached(
     )
     source = as_resumed(source, cache.digests, progress=progress)
     source = dataclasses.replace(source, form=detect(source))
-    rendering = Rendering.of(source, frame.chat)
+    rendering = Rendering.of(source, tokenizer_spec.chat)
     stamps = stamp_files(source, cache.digests, progress=progress)
     content = content_fingerprint(source, stamps)
     key = entry_key(
         content,
-        frame.fingerprint,
-        [list(frame.prefix), list(frame.suffix)],
-        [frame.vocab_size, SEGMENT_CHARS, *([rendering.digest] if rendering else [])],
+        tokenizer_spec.fingerprint,
+        [list(tokenizer_spec.prefix), list(tokenizer_spec.suffix)],
+        [tokenizer_spec.vocab_size, SEGMENT_CHARS, *([rendering.digest] if rendering else [])],
     )
-    width, processes = token_bytes(frame.vocab_size), num_proc or default_num_proc()
+    width, processes = token_bytes(tokenizer_spec.vocab_size), num_proc or default_num_proc()
     entry = cache.get_or_build(
         key,
-        lambda writer: _build(source, stamps, frame, rendering, writer, processes, progress),
+        lambda writer: _build(source, stamps, tokenizer_spec, rendering, writer, processes, progress),
         dtype=f"uint{8 * width}",
         need_bytes=estimate_tokens(sum(stamp.size for stamp in stamps)) * (width + (rendering is not None)),
         masked=rendering is not None,
@@ -73,7 +73,7 @@ def open_cached(
         records_N=entry.records,
         stamps=tuple(stamps),
         content=content,
-        tokenizer=frame,
+        tokenizer=tokenizer_spec,
         source=source,
     )
 
@@ -88,7 +88,7 @@ def _summary(entry: Entry, source: ResolvedSource) -> Summary:
         repaired=counts.repaired,
         untrained=counts.untrained,
         bad=counts.bad,
-        complaint=counts.complaint,
+        first_error=counts.first_error,
         unanswered=counts.unanswered,
         rewritten=counts.rewritten,
         trained=len(entry.tokens) if counts.trained is None else counts.trained,
@@ -100,23 +100,23 @@ def _summary(entry: Entry, source: ResolvedSource) -> Summary:
 def _build(
     source: ResolvedSource,
     stamps: list[FileStamp],
-    frame: TokenizerSpec,
+    tokenizer_spec: TokenizerSpec,
     rendering: Rendering | None,
     writer: Writer,
     num_proc: int,
     progress: ProgressCallback,
 ) -> Counts:
-    reader = SegmentReader(source, template=frame.chat is not None)
+    reader = SegmentReader(source, template=tokenizer_spec.chat is not None)
     counter: Counter[str] = Counter()
-    complaint = ""
+    first_error = ""
     reported_tokens = content_hash = 0
-    for segment in tokenize(reader, frame, num_proc, rendering):
+    for segment in tokenize(reader, tokenizer_spec, num_proc, rendering):
         if segment.first:
             content_hash = segment.hash
         why = segment.unusable
         if why is not None:
             counter[why] += 1
-            complaint = complaint or segment.complaint or ""
+            first_error = first_error or segment.row_error or ""
         else:
             writer.append_tokens(segment.ids, segment.trained)
             if segment.trained is not None:
@@ -141,9 +141,9 @@ def _build(
             )
     check_unchanged(source, stamps)
     trained = counter.pop("trained", 0) if rendering is not None else None
-    counts = Counts(**counter, trained=trained, complaint=complaint)
+    counts = Counts(**counter, trained=trained, first_error=first_error)
     if writer.num_documents == 0:
-        raise nothing_left(source.spec.shown, counts)
+        raise no_documents_error(source.spec.display_name, counts)
     total = reader.total_bytes
     progress(Progress("tokenize", source.spec.name, total, total, writer.num_documents, writer.num_tokens))
     return counts

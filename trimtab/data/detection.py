@@ -30,7 +30,7 @@ def detect(source: ResolvedSource) -> Format | None:
     if not tables:
         if spec.format != "auto":
             raise DataError(
-                f"{spec.shown} is plain text, and format: {spec.format} needs rows with columns",
+                f"{spec.display_name} is plain text, and format: {spec.format} needs rows with columns",
                 "use JSON Lines, CSV or Parquet, or remove format",
             )
         _refuse_columns(spec)
@@ -42,7 +42,7 @@ def detect(source: ResolvedSource) -> Format | None:
     others = [file.name for file in source.files if file.kind not in TABLES]
     if others:
         raise DataError(
-            f"{spec.shown} contains both examples ({tables[0].name}) and plain text ({others[0]})",
+            f"{spec.display_name} contains both examples ({tables[0].name}) and plain text ({others[0]})",
             "list them as two separate sources",
         )
     return form
@@ -51,7 +51,8 @@ def detect(source: ResolvedSource) -> Format | None:
 def _refuse_columns(spec: SourceSpec) -> None:
     if spec.columns:
         raise DataError(
-            f"{spec.shown} is read as plain text, and columns maps parts of an example ({', '.join(spec.columns)})",
+            f"{spec.display_name} is read as plain text, and columns maps parts of an example "
+            f"({', '.join(spec.columns)})",
             "set format, or text_column instead of columns",
         )
 
@@ -62,14 +63,14 @@ def _by_first_row(spec: SourceSpec, tables: list[SourceFile]) -> Format | None:
     if file is None:
         if spec.format == "auto" and not spec.columns:
             return None
-        raise DataError(f"{spec.shown} contains no rows", "use a source with rows")
+        raise DataError(f"{spec.display_name} contains no rows", "use a source with rows")
     wanted = list(PARTS) if spec.format == "auto" else [spec.format]
     if spec.columns:
         wanted = [name for name in wanted if set(spec.columns) <= {*PARTS[name][0], *PARTS[name][1]}]
         if not wanted:
             known = "; ".join(f"{name}: {', '.join(parts_of(name))}" for name in PARTS)
             raise DataError(
-                f"columns of {spec.shown} maps {', '.join(spec.columns)}, which no single format has",
+                f"columns of {spec.display_name} maps {', '.join(spec.columns)}, which no single format has",
                 f"map parts of one format: {known}",
             )
     if not isinstance(row, dict):

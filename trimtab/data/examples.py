@@ -94,7 +94,7 @@ def example_of(location: str, value: Any, form: Format, *, template: bool, keep_
 
 
 def _chat(conversation: Conversation, keep_end: bool, repaired: bool) -> Example:
-    # Once more, for lists that were JSON in a string: their escapes are decoded only now.
+    # Cleaned a second time: escapes in lists that were JSON in a string are decoded only by the reader.
     (messages, tools), late = _clean([conversation.messages, conversation.tools])
     trimmed, unanswered = _answered(Conversation(messages, tools, conversation.skipped), keep_end)
     return Example(trimmed, unanswered=unanswered, repaired=repaired or late)

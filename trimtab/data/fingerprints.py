@@ -27,7 +27,7 @@ from trimtab.facts.errors import DataError
 from trimtab.facts.files import read_json_object, write_json
 
 BLOCK = 1 << 20
-SETTLED_NS = 2_000_000_000
+MIN_AGE_NS = 2_000_000_000
 """A digest is cached only if the file was last modified at least this long ago: the coarsest clock resolution."""
 
 
@@ -78,9 +78,13 @@ def sample_file(path: Path) -> str:
 
 
 def stamp_files(
-    source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
+    source: ResolvedSource,
+    digest_folder: Path | None,
+    *,
+    sampled: bool = False,
+    progress: ProgressCallback = silent,
 ) -> list[FileStamp]:
-    """Returns the stamps of a source's files; `memory` is the folder where digests are cached."""
+    """Returns the stamps of a source's files; `digest_folder` is the folder where digests are cached."""
     if source.spec.rows is not None:
         return [FileStamp(source.files[0].name, UNKNOWN_SIZE, source.spec.rows.name, (0, 0, 0, 0))]
     total, done = 0, 0
@@ -99,7 +103,7 @@ def stamp_files(
     def digest(index: int) -> str:
         if sampled:
             return sample_file(source.files[index].path)
-        return cached_digest(source.files[index].path, stats[index], memory, hash_file)
+        return cached_digest(source.files[index].path, stats[index], digest_folder, hash_file)
 
     stamps = []
     with ThreadPoolExecutor(4) as threads:
@@ -113,7 +117,7 @@ def stamp_files(
 
 
 def cached_digest(
-    path: Path, stat: tuple[int, int, int, int], memory: Path | None, read: Callable[[Path], str]
+    path: Path, stat: tuple[int, int, int, int], digest_folder: Path | None, read: Callable[[Path], str]
 ) -> str:
     """Returns a file's digest in hexadecimal; reads the file only if there is no valid cached digest.
 
@@ -124,20 +128,20 @@ def cached_digest(
     Args:
         path: the file.
         stat: `stat_of` it.
-        memory: the folder of cached digests; if it cannot be used, the file is always read.
+        digest_folder: the folder of cached digests; if it cannot be used, the file is always read.
         read: computes the digest of all bytes; use one such function per folder.
     """
-    if memory is None:
+    if digest_folder is None:
         return read(path)
-    cache_file = memory / f"{digest_of(str(path.resolve()))}.json"
+    cache_file = digest_folder / f"{digest_of(str(path.resolve()))}.json"
     known = _cached_digest(cache_file, stat)
     if known is not None:
         return known
     began = time.time_ns()
     digest = read(path)
-    if began - max(stat[1], stat[2]) > SETTLED_NS and stat_of(path) == stat:
+    if began - max(stat[1], stat[2]) > MIN_AGE_NS and stat_of(path) == stat:
         with suppress(OSError):
-            memory.mkdir(parents=True, exist_ok=True)
+            digest_folder.mkdir(parents=True, exist_ok=True)
             write_json(cache_file, {"stat": list(stat), "digest": digest}, durable=False)
     return digest
 
@@ -168,12 +172,16 @@ def content_fingerprint(source: ResolvedSource, stamps: Iterable[FileStamp]) -> 
 
 
 def as_resumed(
-    source: ResolvedSource, memory: Path | None, *, sampled: bool = False, progress: ProgressCallback = silent
+    source: ResolvedSource,
+    digest_folder: Path | None,
+    *,
+    sampled: bool = False,
+    progress: ProgressCallback = silent,
 ) -> ResolvedSource:
     """Returns the source of a resumed run as it was read when the run began; returns that of a new run unchanged.
 
     Earlier versions inferred the delimiter of a CSV file from its name. If the run's data has the fingerprint of that
-    delimiter, it is used again. `memory`, `sampled` and `progress` are those of `stamp_files`.
+    delimiter, it is used again. `digest_folder`, `sampled` and `progress` are those of `stamp_files`.
     """
     original = source.spec.original_fingerprints
     if original is None:
@@ -191,7 +199,7 @@ def as_resumed(
         before = dataclasses.replace(before, form=detect(before))
     except DataError:
         return source  # no run can have begun with that delimiter
-    stamps = stamp_files(before, memory, sampled=sampled, progress=progress)
+    stamps = stamp_files(before, digest_folder, sampled=sampled, progress=progress)
     return before if content_fingerprint(before, stamps) in original else source
 
 

@@ -56,11 +56,11 @@ def known_formats() -> str:
     return "; ".join(f"{name}: {', '.join(needed)}" for name, (needed, _) in PARTS.items())
 
 
-def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
+def choose_text_column(file: SourceFile, texts: list[str], others: list[str]) -> str:
     """Chooses the text column: a common name, else the only column that contains text.
 
     Example:
-        >>> choose_name(SourceFile(None, "a.csv", "csv"), ["title", "body"], ["year"])   # type: ignore
+        >>> choose_text_column(SourceFile(None, "a.csv", "csv"), ["title", "body"], ["year"])   # type: ignore
         'body'
     """
     lowered = {name.lower(): name for name in reversed(texts)}
@@ -76,7 +76,7 @@ def choose_name(file: SourceFile, texts: list[str], others: list[str]) -> str:
     )
 
 
-def choose_column(file: SourceFile, value: Any) -> str:
+def detect_text_column(file: SourceFile, value: Any) -> str:
     """Chooses the text column of JSON objects from the first row."""
     if not isinstance(value, dict):
         raise DataError(
@@ -89,7 +89,7 @@ def choose_column(file: SourceFile, value: Any) -> str:
         for name, field in value.items()
         if isinstance(field, str) or (field is None and name.lower() in TEXT_COLUMNS)
     ]
-    return choose_name(file, texts, [name for name in value if name not in texts])
+    return choose_text_column(file, texts, [name for name in value if name not in texts])
 
 
 def text_of(file: SourceFile, row: int, value: Any, column: str | None) -> str:

@@ -22,13 +22,13 @@ from trimtab.data.drafts import draft
 from trimtab.data.formats import UNSUPPORTED
 from trimtab.facts.errors import DataError, ResourceError
 
-WINDOW_BYTES = 1 << 26
+BUFFER_BYTES = 1 << 26
 """Bytes of a stream buffered in memory for reading them again: several chunks (`spec.chunk_tokens`), to repeat a step.
 At least `HEAD_ROWS` rows are buffered; they identify the stream before its first row is trained on."""
 HEAD_ROWS = 16
 """Rows at the beginning of a stream that identify it in a run folder if the user passes no key."""
 NAME_DIGITS = 16
-_NOTHING = hashlib.blake2b(digest_size=16).hexdigest()
+_EMPTY_DIGEST = hashlib.blake2b(digest_size=16).hexdigest()
 _MISSING = ("NAType", "NaTType")
 """Types of pandas' missing values."""
 _SAME_ROWS = "pass the rows that the run began with, from the first row on, or start a new run"
@@ -89,7 +89,9 @@ def lines_of(rows: Any, label: str) -> Iterator[str]:
         try:
             yield json.dumps(_plain(row))
         except RecursionError:
-            raise DataError(f"row {number} of {label} is nested too deep", "pass flat rows") from None
+            raise DataError(
+                f"row {number} of {label} is nested too deeply", "pass rows with less nesting"
+            ) from None
 
 
 def _described(value: Any) -> str:
@@ -119,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Spooled:
+class SpooledRows:
     """Rows that were written to a file."""
 
     name: str
@@ -136,7 +138,7 @@ def spool_rows(
     label: str = "data",
     key: str | None = None,
     progress: Callable[[int], None] = lambda rows: None,
-) -> Spooled:
+) -> SpooledRows:
     """Writes rows to a JSON lines file that is named by its content, or by the user's key.
 
     Rows that are already stored under a key are not read again.
@@ -146,7 +148,7 @@ def spool_rows(
         PosixPath('cache/memory/4f1b….jsonl')
     """
     if key is not None and (path := spool_path(folder, key)).is_file():
-        return Spooled(key, path, reused=True)
+        return SpooledRows(key, path, reused=True)
     digest, count = hashlib.blake2b(digest_size=16), 0
     try:
         with draft(folder, "rows") as (file, publish):
@@ -168,7 +170,7 @@ def spool_rows(
             f"{count} rows of {label} were read, but {folder} cannot be written ({error.strerror})",
             "free some space, set data.cache_dir to another folder, or set data.streaming: true with max_steps",
         ) from error
-    return Spooled(name, path)
+    return SpooledRows(name, path)
 
 
 def spool_path(folder: Path, name: str) -> Path:
@@ -203,7 +205,7 @@ class _BufferedRow:
 class RowStream:
     """Rows that are read while training, from any row on.
 
-    The last `WINDOW_BYTES` are buffered, so that an iterator, which can be read only once, can be read again from a
+    The last `BUFFER_BYTES` are buffered, so that an iterator, which can be read only once, can be read again from a
     little earlier. Other rows (a list, a dataset, a function that returns an iterator) are iterated again.
 
     Example:
@@ -262,7 +264,7 @@ class RowStream:
     def digest_before(self, row: int) -> str:
         """Digest of the rows before this one; reads up to it if they were not read yet."""
         if row == 1:
-            return _NOTHING
+            return _EMPTY_DIGEST
         with self._lock:
             if row not in self._digests:
                 if self._line(row - 1) is None:
@@ -304,5 +306,5 @@ class RowStream:
         self._digest.update(line.encode() + b"\n")
         self._next += 1
         self._size += len(line)
-        while self._size > WINDOW_BYTES and len(self._buffer) > HEAD_ROWS:
+        while self._size > BUFFER_BYTES and len(self._buffer) > HEAD_ROWS:
             self._size -= len(self._buffer.popleft().line)

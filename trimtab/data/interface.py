@@ -63,7 +63,7 @@ class Summary:
     tool calls that the chat template omits."""
     bad: int = 0
     """Rows that are not valid examples or that the chat template rejects, left out with `bad_rows: skip`."""
-    complaint: str = ""
+    first_error: str = ""
     """The error of the first bad row."""
     unanswered: int = 0
     """Conversations that end with messages without an answer; these messages were left out."""
@@ -106,9 +106,9 @@ class Corpus(ABC):
     streaming: ClassVar[bool]
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name in messages."""
-        return self.source.spec.shown
+        return self.source.spec.display_name
 
     @property
     def form(self) -> Format | None:
@@ -158,7 +158,7 @@ class LoaderFacts:
 class Loader(ABC):
     """Batches of endless epochs, deterministic and restorable at every step.
 
-    Made by `trimtab.data.make_loader`.
+    Created by `trimtab.data.make_loader`.
 
     Example:
         >>> loader = make_loader([corpus], max_seq_length=512, batch_size=4, accumulation=4)  # doctest: +SKIP

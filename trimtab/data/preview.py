@@ -15,14 +15,14 @@ from trimtab.text.markers import markers
 from trimtab.text.streaming import Detokenizer
 from trimtab.text.tokenizer import Tokenizer
 
-Runs = list[tuple[str, bool]]
+TextRuns = list[tuple[str, bool]]
 
 SHOWN = 70
 """Characters of the first document that are shown."""
 _LOOKED_AT = 100
 
 
-def beginning(source: ResolvedSource, *, template: bool = False) -> str:
+def describe_beginning(source: ResolvedSource, *, template: bool = False) -> str:
     """One printable line with the detected format of a source and the beginning of its first document.
 
     Args:
@@ -30,7 +30,7 @@ def beginning(source: ResolvedSource, *, template: bool = False) -> str:
         template: whether there is a chat template.
 
     Example:
-        >>> beginning(resolve(SourceSpec("rows.csv")))                        # doctest: +SKIP
+        >>> describe_beginning(resolve(SourceSpec("rows.csv")))                        # doctest: +SKIP
         "text column 'body', separated by semicolons; first document: 'Once upon a time …'"
     """
     segments = itertools.islice(SegmentReader(source, template=template), _LOOKED_AT)
@@ -89,13 +89,13 @@ def highlight_example(
     return {
         "kind": "example",
         "step": 0,
-        "source": corpus.shown,
+        "source": corpus.display_name,
         "origin": piece.origin,
         "tokens": len(piece.ids),
         "trained": sum(flags),
         "cut": cut,
         "ends": sorted(_ends(tokenizer, piece.ids.tolist(), flags, cut)),
-        "runs": runs_of(tokenizer, piece.ids.tolist(), flags),
+        "runs": text_runs(tokenizer, piece.ids.tolist(), flags),
     }
 
 
@@ -114,19 +114,19 @@ def _ends(tokenizer: Tokenizer, ids: list[int], flags: list[bool], cut: bool) ->
     return ends
 
 
-def runs_of(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> Runs:
+def text_runs(tokenizer: Tokenizer, ids: list[int], flags: list[bool]) -> TextRuns:
     """The text of ids in runs of equal flags, special tokens as text; a character of several tokens belongs to the
     last one.
     """
     stream = Detokenizer(tokenizer, skip_special=False)
-    runs: Runs = []
+    runs: TextRuns = []
     for token_id, flag in zip(ids, flags, strict=True):
         _add(runs, stream.push(token_id), flag)
     _add(runs, stream.finish(), flags[-1] if flags else False)
     return runs
 
 
-def _add(runs: Runs, text: str, flag: bool) -> None:
+def _add(runs: TextRuns, text: str, flag: bool) -> None:
     if not text:
         return
     if runs and runs[-1][1] == flag:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data.examples import Example, example_of
-from trimtab.data.formats import choose_column
+from trimtab.data.formats import detect_text_column
 from trimtab.data.readers_csv import csv_rows, csv_values, read_csv, text_column
 from trimtab.data.readers_parquet import parquet_rows, parquet_schema, parquet_text_column, read_parquet
 from trimtab.data.readers_text import (
@@ -49,7 +49,7 @@ class Segment:
     """The training example, instead of a text."""
     rewritten: bool = False
     """Set by rendering: whether the template renders earlier turns differently once an answer follows."""
-    complaint: str | None = None
+    row_error: str | None = None
     """Why the row cannot be used, if such rows are skipped."""
 
     @property
@@ -111,7 +111,7 @@ def text_column_of(file: SourceFile, spec: SourceSpec) -> str | None:
     if file.kind not in TABLES:
         return None
     _, value = next(read_values(file), (0, ""))
-    return None if isinstance(value, str) else spec.text_column or choose_column(file, value)
+    return None if isinstance(value, str) else spec.text_column or detect_text_column(file, value)
 
 
 def split_segments(rows: Iterator[Row], file: int) -> Iterator[Segment]:
@@ -213,7 +213,7 @@ class SegmentReader:
         for row, value in read_values(
             file, start=start, meter=self._meter, columns=form.used, turns=form.needed
         ):
-            example, complaint = None, None
+            example, row_error = None, None
             try:
                 example = example_of(
                     f"{file.label}:{row}",
@@ -225,6 +225,6 @@ class SegmentReader:
             except DataError as error:
                 if spec.bad_rows != "skip":
                     raise
-                complaint = error.cause
+                row_error = error.cause
             repaired = example is not None and example.repaired
-            yield Segment(index, row, "", True, True, repaired, example, complaint=complaint)
+            yield Segment(index, row, "", True, True, repaired, example, row_error=row_error)

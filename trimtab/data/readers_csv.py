@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from trimtab.data.formats import choose_column
+from trimtab.data.formats import detect_text_column
 from trimtab.data.readers_text import Meter, Row, decoded, lines_of
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import TEXT_COLUMNS
@@ -101,7 +101,7 @@ def text_column(file: SourceFile, header: list[str], column: str | None) -> str:
     """Returns the text column: `column` if given, otherwise detected from the header."""
     if column is None:
         refuse_data_as_header(file, header)
-        column = choose_column(file, dict.fromkeys(header, ""))
+        column = detect_text_column(file, dict.fromkeys(header, ""))
     if column not in header:
         raise DataError(
             f"{file.label} has no column {column!r}", f"set text_column to one of {', '.join(header)}"

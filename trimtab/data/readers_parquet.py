@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from trimtab.data.formats import choose_name
+from trimtab.data.formats import choose_text_column
 from trimtab.data.readers_text import Meter, Row
 from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
@@ -32,7 +32,7 @@ def parquet_text_column(file: SourceFile, schema: Any, column: str | None) -> st
 
     texts = [field.name for field in schema if is_text(field.type)]
     if column is None:
-        return choose_name(file, texts, [name for name in schema.names if name not in texts])
+        return choose_text_column(file, texts, [name for name in schema.names if name not in texts])
     if column not in texts:
         problem = (
             f"contains {schema.field(column).type}, not text" if column in schema.names else "does not exist"

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any, cast
 
-from trimtab.data.formats import choose_column, text_of
+from trimtab.data.formats import detect_text_column, text_of
 from trimtab.data.signatures import recognize
 from trimtab.data.sources import SourceFile
 from trimtab.data.spec import DocumentMode
@@ -232,7 +232,7 @@ def jsonl_values(file: SourceFile, start: int, meter: Meter | None) -> Iterator[
 def read_rows(file: SourceFile, values: Iterator[tuple[int, Any]], column: str | None) -> Iterator[Row]:
     """Yields the texts of JSON values; the text column is detected from the first value unless it is given."""
     for row, value in values:
-        column = column if column or isinstance(value, str) else choose_column(file, value)
+        column = column if column or isinstance(value, str) else detect_text_column(file, value)
         yield row, text_of(file, row, value, column), True
 
 

@@ -19,7 +19,7 @@ TODAY = "2024-07-26"
 """The date passed to templates, so that texts do not depend on the day: the default date of Llama 3's template."""
 RENDERING_VERSION = 7
 """A version that increases whenever rows become other texts or masks, so that cached tokens are rebuilt."""
-LIMITS = Limits(seconds=30.0, patience=90.0)
+LIMITS = Limits(seconds=30.0, grace_seconds=90.0)
 """Limits for `BATCH_EXAMPLES` conversations while all cores are tokenizing."""
 _PROBES: tuple[tuple[str | None, bool], ...] = (
     (None, True),
@@ -64,7 +64,7 @@ class Rendering:
             return None
         spec = source.spec
         if chat is None and source.form.name in ("messages", "sharegpt"):
-            raise no_template(spec.shown)
+            raise no_template_error(spec.display_name)
         places = tuple(file.label for file in source.files)
         return Rendering(chat, spec.train_on, spec.variables, places, spec.bad_rows == "skip")
 
@@ -75,7 +75,7 @@ class Rendering:
         return digest_of(RENDERING_VERSION, chat, self.train_on, dict(self.variables))
 
 
-def no_template(name: str) -> ModelError:
+def no_template_error(name: str) -> ModelError:
     """The error for conversations without a chat template."""
     return ModelError(
         f"{name} contains conversations, and the tokenizer has no chat template",
@@ -119,7 +119,7 @@ class Renderer:
         assert rendering is not None
         chat = rendering.chat
         if chat is None:
-            raise no_template(self._location(segments[0]))
+            raise no_template_error(self._location(segments[0]))
         if self._process is None:
             self._process = ChatProcess(chat.template, specials=chat.specials, now=TODAY, limits=LIMITS)
         texts = []
@@ -128,7 +128,7 @@ class Renderer:
                 cause = f"{self._location(segment)}: {rendered.cause}"
                 if not rendering.skip:
                     raise DataError(cause, rendered.remedy)
-                segment.complaint = cause
+                segment.row_error = cause
                 texts.append(Text(b"", False, []))
             else:
                 segment.rewritten = rendered.rewritten

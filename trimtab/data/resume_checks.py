@@ -57,7 +57,7 @@ class Manifest:
             if names
         ]
         raise DataError(
-            f"the data of {now.source} is not what the run began with"
+            f"the data of {now.source} has changed since the run began"
             f" ({'; '.join(descriptions) or 'it is read with different settings'})",
             "restore the files, or start a new run",
         )
@@ -102,7 +102,7 @@ class LoaderSettings:
             if saved.get(name) != now[name]:
                 raise CheckpointError(
                     f"the run began with {name} {saved.get(name)} and now has {now[name]}",
-                    f"set {name} back, or start a new run",
+                    f"restore the former {name}, or start a new run",
                 )
         if len(saved["sources"]) != len(now["sources"]):
             raise CheckpointError(
@@ -112,6 +112,6 @@ class LoaderSettings:
         for before, after in zip(saved["sources"], now["sources"], strict=True):
             if list(before) != after:
                 raise DataError(
-                    f"the data of {after[0]} is not what the run began with",
+                    f"the data of {after[0]} has changed since the run began",
                     "restore the files, their weights and the tokenizer, or start a new run",
                 )

@@ -29,7 +29,7 @@ MULTIPLE = 8
 
 
 def scramble(values_N: np.ndarray, key: int) -> np.ndarray:
-    """uint64 [N]: splitmix64 of values under a key, a bijection that looks random."""
+    """uint64 [N]: splitmix64 of values under a key, a pseudorandom bijection."""
     x_N = values_N.astype(np.uint64)
     x_N = (x_N + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key & 0xFFFFFFFFFFFFFFFF)
     x_N = (x_N ^ (x_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -137,15 +137,15 @@ def epoch_plan(mixture: Mixture, seed: int, epoch: int) -> tuple[np.ndarray, np.
 
 
 def train_source_first(
-    source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, opening: int
+    source_E: np.ndarray, sequence_E: np.ndarray, num_train: int, first_step_sequences: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ensures that a run's first step, of `opening` sequences, contains a sequence of a train source.
+    """Ensures that a run's first step, of `first_step_sequences` sequences, contains a sequence of a train source.
 
     If replay alone would fill that step, its last sequence is swapped with the first train sequence. Any other order,
-    or any order if `opening` is 0, is returned unchanged.
+    or any order if `first_step_sequences` is 0, is returned unchanged.
     """
-    last, first = min(opening, len(source_E)) - 1, int(np.argmax(source_E < num_train))
-    if not opening or first <= last:
+    last, first = min(first_step_sequences, len(source_E)) - 1, int(np.argmax(source_E < num_train))
+    if not first_step_sequences or first <= last:
         return source_E, sequence_E
     place_E = np.arange(len(source_E))
     place_E[[last, first]] = first, last
@@ -177,7 +177,7 @@ class StepShape:
         return self.batch_size * self.accumulation * self.dp_size
 
 
-def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
+def rank_microbatches(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
     """The microbatches of this rank: a contiguous part of the step's sequences, split into batches.
 
     The last step of an epoch may have fewer sequences than a full one. They are then spread evenly, and every
@@ -185,9 +185,11 @@ def deal(items: Sequence[Item], shape: StepShape) -> list[list[Item]]:
     weights must run the model equally often.
 
     Example:
-        >>> deal([1, 2, 3, 4, 5], StepShape(2, 3)), deal([1, 2, 3], StepShape(1, 1, dp_rank=1, dp_size=4))
-        ([[1, 2], [3, 4], [5]], [[2]])
-        >>> deal([1, 2, 3], StepShape(1, 1, dp_rank=3, dp_size=4))
+        >>> rank_microbatches([1, 2, 3, 4, 5], StepShape(2, 3))
+        [[1, 2], [3, 4], [5]]
+        >>> rank_microbatches([1, 2, 3], StepShape(1, 1, dp_rank=1, dp_size=4))
+        [[2]]
+        >>> rank_microbatches([1, 2, 3], StepShape(1, 1, dp_rank=3, dp_size=4))
         [[]]
     """
     assert items, "a step is never empty"

@@ -34,7 +34,7 @@ class Counts:
     """Examples without a token to train on, left out."""
     bad: int = 0
     """Rows that are not valid examples or that the chat template rejects, left out."""
-    complaint: str = ""
+    first_error: str = ""
     """The error of the first bad row."""
     repaired: int = 0
     """Documents with broken Unicode escapes, which became U+FFFD."""
@@ -54,11 +54,11 @@ class Counts:
         return {why: count for why in LEFT_OUT if (count := getattr(self, why))}
 
 
-def threshold(share: float) -> int:
+def heldout_threshold(share: float) -> int:
     """The hash below which documents are held out.
 
     Example:
-        >>> threshold(0.5) == 1 << 63
+        >>> heldout_threshold(0.5) == 1 << 63
         True
     """
     if not 0 < share < 1:
@@ -68,7 +68,7 @@ def threshold(share: float) -> int:
 
 def is_heldout(content_hash: int, share: float) -> bool:
     """Whether a document is held out, which does not depend on other documents."""
-    return content_hash < threshold(share)
+    return content_hash < heldout_threshold(share)
 
 
 def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -> np.ndarray:
@@ -80,7 +80,7 @@ def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -
     assert (share is None) != (count is None), "either a share or a count"
     distinct = np.unique(hashes_N)
     if share is not None:
-        mask_N = hashes_N < np.uint64(threshold(share))
+        mask_N = hashes_N < np.uint64(heldout_threshold(share))
         wanted = 1 if not mask_N.any() else len(distinct) - 1 if mask_N.all() else None
     else:
         assert count is not None
@@ -92,24 +92,24 @@ def heldout_mask(hashes_N: np.ndarray, share: float | None, count: int | None) -
     return mask_N
 
 
-def left_out(count: int, why: str) -> str:
+def left_out_note(count: int, why: str) -> str:
     """A sentence about documents that were left out.
 
     Example:
-        >>> left_out(2, "empty")
+        >>> left_out_note(2, "empty")
         '2 documents are empty and were left out'
     """
     what, are, were = ("document", "is", "was") if count == 1 else ("documents", "are", "were")
     return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
 
 
-def nothing_left(name: str, counts: Counts) -> DataError:
+def no_documents_error(name: str, counts: Counts) -> DataError:
     """The error for a source without any usable document."""
     counted = [f"{count} {LEFT_OUT[why]}" for why, count in counts.left_out().items()]
     why = f": {' and '.join(counted)} were skipped" if counted else ""
-    if counts.complaint:
+    if counts.first_error:
         return DataError(
-            f"{name} contains no usable rows{why}", f"repair the rows; the first: {counts.complaint}"
+            f"{name} contains no usable rows{why}", f"repair the rows; the first: {counts.first_error}"
         )
     if counts.untrained:
         return DataError(
@@ -119,7 +119,7 @@ def nothing_left(name: str, counts: Counts) -> DataError:
     return DataError(f"{name} contains no documents{why}", "use a source that contains text")
 
 
-def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
+def no_sequences_error(name: str, lost: int, max_seq_length: int) -> DataError:
     """The error for a source that yields no sequence."""
     if lost:
         return DataError(
@@ -129,11 +129,11 @@ def nothing_packed(name: str, lost: int, max_seq_length: int) -> DataError:
     return DataError(f"{name} contains no documents", "use a source that contains text")
 
 
-def cut_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
+def truncation_note(name: str, cut: int, lost: int, max_seq_length: int) -> str:
     """A sentence about truncated examples.
 
     Example:
-        >>> cut_note("chats.jsonl", 3, 0, 512)
+        >>> truncation_note("chats.jsonl", 3, 0, 512)
         'chats.jsonl: 3 examples are longer than max_seq_length (512) and are truncated'
     """
     what, are = ("example", "is") if cut == 1 else ("examples", "are")

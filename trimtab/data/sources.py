@@ -111,7 +111,7 @@ class SourceSpec:
         return self.source
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """The name in messages."""
         return self.label or self.source
 

@@ -17,9 +17,9 @@ from trimtab.data.fingerprints import (
 from trimtab.data.interface import Corpus, ProgressCallback, Sequences, Summary, silent
 from trimtab.data.packing import Piece
 from trimtab.data.rendering import Rendering
-from trimtab.data.selection import is_heldout, threshold
+from trimtab.data.selection import heldout_threshold, is_heldout
 from trimtab.data.sources import SourceSpec, resolve
-from trimtab.data.stream_sequences import Cursor, PieceReader, SequenceStream, nothing_streamed
+from trimtab.data.stream_sequences import Cursor, PieceReader, SequenceStream, empty_stream_error
 from trimtab.data.tokenizer_pool import default_num_proc
 from trimtab.data.tokenizing import TokenizerLike, TokenizerSpec
 from trimtab.facts.errors import DataError
@@ -49,7 +49,7 @@ class StreamCorpus(Corpus):
                 "a held-out count needs the cached mode",
                 "give a share, or set streaming: false",
             )
-        threshold(share)
+        heldout_threshold(share)
         return (
             dataclasses.replace(
                 self, share=share, side="train", fingerprint=f"{self.fingerprint} train share {share}"
@@ -89,7 +89,7 @@ class StreamCorpus(Corpus):
                     return piece, len(piece.ids) == max_seq_length
                 seen += 1
         if not seen:
-            raise nothing_streamed(self, piece_reader.counts, max_seq_length)
+            raise empty_stream_error(self, piece_reader.counts, max_seq_length)
         raise IndexError(number)
 
     def includes(self, content_hash: int) -> bool:
@@ -107,10 +107,10 @@ def open_stream(
     progress: ProgressCallback = silent,
 ) -> StreamCorpus:
     """Opens a source for streaming; see `trimtab.data.open_corpus`."""
-    frame = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
+    tokenizer_spec = tokenizer if isinstance(tokenizer, TokenizerSpec) else TokenizerSpec.of(tokenizer)
     source = as_resumed(resolve(spec), None, sampled=True, progress=progress)
     source = dataclasses.replace(source, form=detect(source))
-    rendering = Rendering.of(source, frame.chat)
+    rendering = Rendering.of(source, tokenizer_spec.chat)
     stamps = stamp_files(source, None, sampled=True, progress=progress)
     content = content_fingerprint(source, stamps)
     return StreamCorpus(
@@ -119,7 +119,7 @@ def open_stream(
         source=source,
         stamps=tuple(stamps),
         content=content,
-        tokenizer=frame,
+        tokenizer=tokenizer_spec,
         summary=Summary(0, 0, files=len(source.files), ignored=source.ignored),
         num_proc=num_proc or default_num_proc(),
         rendering=rendering,

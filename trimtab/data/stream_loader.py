@@ -14,14 +14,14 @@ from trimtab.data.batch import Batch, collate
 from trimtab.data.interface import Loader, LoaderFacts
 from trimtab.data.packing import Piece
 from trimtab.data.resume_checks import LoaderSettings
-from trimtab.data.sampling import StepShape, check_share, deal
+from trimtab.data.sampling import StepShape, check_share, rank_microbatches
 from trimtab.data.stream_corpus import StreamCorpus
 from trimtab.data.stream_sequences import SequenceStream, StreamPosition
 from trimtab.facts.errors import DataError
 
 
 class StreamLoader(Loader):
-    """Batches from sources that are read while training; made by `trimtab.data.make_loader`."""
+    """Batches from sources that are read while training; created by `trimtab.data.make_loader`."""
 
     num_sequences = None
     num_tokens = None
@@ -103,7 +103,7 @@ class StreamLoader(Loader):
                 self._counts[index] = 0
         return [
             collate([sequences[i] for i in micro] or [[]], self.max_seq_length, micro[0] if micro else 0)
-            for micro in deal(range(len(sequences)), self.shape)
+            for micro in rank_microbatches(range(len(sequences)), self.shape)
         ]
 
     def position(self) -> dict[str, Any]:

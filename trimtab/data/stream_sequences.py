@@ -20,7 +20,13 @@ from trimtab.data.interface import Progress
 from trimtab.data.packing import Piece, check_length, pack_chunk
 from trimtab.data.readers import SegmentReader
 from trimtab.data.sampling import shuffled
-from trimtab.data.selection import Counts, cut_note, left_out, nothing_left, nothing_packed
+from trimtab.data.selection import (
+    Counts,
+    left_out_note,
+    no_documents_error,
+    no_sequences_error,
+    truncation_note,
+)
 from trimtab.data.spec import CHUNK_PIECES, chunk_tokens
 from trimtab.data.tokenizing import TokenSegment, tokenize
 from trimtab.facts.errors import DataError
@@ -110,7 +116,7 @@ class PieceReader:
     @property
     def counts(self) -> Counts:
         """Counts of what was left out or truncated so far."""
-        return Counts(**self._found, complaint="")
+        return Counts(**self._found, first_error="")
 
     def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
         """Yields (start of the piece, piece), the same pieces as `packing.pack_documents`."""
@@ -136,8 +142,8 @@ class PieceReader:
 
     def _leave_out(self, why: str, segment: TokenSegment) -> None:
         self._found[why] += 1
-        if segment.complaint is not None and self._found[why] == 1:
-            text = f"{segment.complaint}; this row is left out, and so are later unusable rows"
+        if segment.row_error is not None and self._found[why] == 1:
+            text = f"{segment.row_error}; this row is left out, and so are later unusable rows"
             self.corpus.progress(Progress("message", self.corpus.name, message=text))
 
     def _origin(self, segment: TokenSegment) -> str:
@@ -201,12 +207,12 @@ def _sequences(
     return [sequences[w] for w in shuffled(len(sequences), derive(key, "chunk", number)).tolist()]
 
 
-def nothing_streamed(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
+def empty_stream_error(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
     """The error for a stream that yielded nothing in a complete pass."""
-    name = corpus.shown if corpus.side == "all" else f"{corpus.shown} ({corpus.side})"
+    name = corpus.display_name if corpus.side == "all" else f"{corpus.display_name} ({corpus.side})"
     if counts.lost:
-        return nothing_packed(name, counts.lost, max_seq_length)
-    return nothing_left(name, counts)
+        return no_sequences_error(name, counts.lost, max_seq_length)
+    return no_documents_error(name, counts)
 
 
 class SequenceStream:
@@ -274,7 +280,7 @@ class SequenceStream:
                 return self._chunk.sequences[self._sequence]
             self._done_bytes = self._chunk.done_bytes
             if self._chunk.following is None and self._number == 0 and not self._chunk.sequences:
-                raise nothing_streamed(self.corpus, self._chunk.counts, self.max_seq_length)
+                raise empty_stream_error(self.corpus, self._chunk.counts, self.max_seq_length)
             if self._chunk.following is None:
                 self._report_left_out(self._chunk.counts)
             self._cursor, self._chunk = self._chunk.following, None
@@ -297,10 +303,10 @@ class SequenceStream:
 
     def _report_left_out(self, counts: Counts) -> None:
         """Reports what was left out of a pass, or of the part read since the run started or resumed."""
-        name, messages = self.corpus.shown, []
-        messages += [f"{name}: {left_out(count, why)}" for why, count in counts.left_out().items()]
+        name, messages = self.corpus.display_name, []
+        messages += [f"{name}: {left_out_note(count, why)}" for why, count in counts.left_out().items()]
         if counts.cut:
-            messages.append(cut_note(name, counts.cut, counts.lost, self.max_seq_length))
+            messages.append(truncation_note(name, counts.cut, counts.lost, self.max_seq_length))
         for text in messages:
             self.corpus.progress(Progress("message", name, message=text))
 

@@ -2,13 +2,16 @@
 
 Run as a script by `tokenizer_pool.py` and importing nothing of trimtab, so that it starts in a fraction of a
 second, needs no `if __name__ == "__main__"` in the caller's program (as multiprocessing's spawn would),
-unpickles nothing, and ends by itself when its parent dies, however it dies.
+unpickles nothing, and exits when its parent dies, even by kill -9.
 
-A frame is int64 fields, little-endian: in, the count n, n byte lengths (negative where the text continues a
-document), n span counts (-1 if all of a text is trained on), the spans (start and end in characters), then the UTF-8
-texts; out, n, whether a mask follows, n token counts, n content hashes (uint64), all ids (uint32), and one byte per
-token, 1 if it is trained on. The first frame in has two texts: the JSON of the tokenizer and of the one for continued
-texts.
+Messages are frames of little-endian int64 fields, followed by data:
+
+    request    the number n of texts; n byte lengths (negative if the text continues a document); n span counts (-1 if
+               all of a text is trained on); the spans (start and end in characters); the UTF-8 texts
+    response   n; whether a loss mask follows; n token counts; n content hashes (uint64); all ids (uint32); the mask,
+               one byte per token, 1 if it is trained on
+
+The first request has two texts: the JSON of the tokenizer, and of the tokenizer for texts that continue a document.
 """
 
 from __future__ import annotations

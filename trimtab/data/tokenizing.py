@@ -20,7 +20,7 @@ from trimtab.data import tokenizer_worker as worker
 from trimtab.data.examples import example_of
 from trimtab.data.formats import Format
 from trimtab.data.readers import Segment
-from trimtab.data.rendering import ChatSpec, Renderer, Rendering, is_chat, no_template
+from trimtab.data.rendering import ChatSpec, Renderer, Rendering, is_chat, no_template_error
 from trimtab.data.spec import BATCH_CHARS
 from trimtab.data.tokenizer_pool import MAX_WORKERS, WorkerPool
 from trimtab.data.tokenizer_worker import Tokens
@@ -116,12 +116,12 @@ class TokenSegment:
     trained: np.ndarray | None = None
     unanswered: bool = False
     rewritten: bool = False
-    complaint: str | None = None
+    row_error: str | None = None
 
     @property
     def unusable(self) -> str | None:
         """Why this single-segment document is left out (`bad`, `empty`, `short`, `untrained`); None if it is not."""
-        if self.complaint is not None:
+        if self.row_error is not None:
             return "bad"
         if self.empty:
             return "empty"
@@ -165,7 +165,7 @@ def tokenize(
                 mask,
                 unanswered,
                 segment.rewritten,
-                segment.complaint,
+                segment.row_error,
             )
             start = end
 
@@ -245,7 +245,7 @@ def encode_conversations(
     """
     spec = TokenizerSpec.of(tokenizer)
     if spec.chat is None:
-        raise no_template("the list")
+        raise no_template_error("the list")
     rendering = Rendering(spec.chat, "completions", tokenizer.template_variables, ("conversation",))
     segments = []
     for number, messages in enumerate(conversations, 1):

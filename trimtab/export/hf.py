@@ -130,7 +130,7 @@ def _check_layout(decoder: Decoder, folder: Path, dtype: str) -> Check:
             f"{len(differing)} tensors differ in name, shape or dtype, {min(differing)} first"
         )
     if read_shape(folder) != decoder.shape:
-        raise _export_mismatch("config.json describes another architecture")
+        raise _export_mismatch("config.json describes a different architecture")
     return Check(
         "names and shapes", f"{len(stored)} tensors in {SAFETENSORS_DTYPES[dtype]}, config.json agrees"
     )
@@ -163,7 +163,7 @@ def _check_logits(decoder: Decoder, folder: Path, dtype: str) -> tuple[Check, li
         raise _export_mismatch(f"logits differ by up to {worst:.3g}")
     digest = digest_of(reloaded_BTV)
     backends = ", ".join(dict.fromkeys(kernels.unpacked_attention for kernels in decoder.kernels))
-    detail = f"bit-equal to the model's own in {dtype}, {num_tokens} tokens, {backends} attention"
+    detail = f"bitwise identical to the model's in {dtype}, {num_tokens} tokens, {backends} attention"
     return Check("logits", detail), token_ids, digest
 
 
@@ -217,11 +217,11 @@ def _check_tokenizer(tokenizer: Tokenizer, folder: Path) -> Check:
     """Compare the saved tokenizer with the original: fingerprint, BOS and EOS, ids of a probe text."""
     reloaded = load_tokenizer(folder)
     if reloaded.encode(_PROBE_TEXT) != tokenizer.encode(_PROBE_TEXT):
-        raise _export_mismatch("the saved tokenizer returns other ids")
+        raise _export_mismatch("the saved tokenizer returns different ids")
     if (reloaded.bos_id, reloaded.eos_id) != (tokenizer.bos_id, tokenizer.eos_id):
-        raise _export_mismatch("the saved tokenizer has other BOS or EOS ids")
+        raise _export_mismatch("the saved tokenizer has different BOS or EOS ids")
     if reloaded.fingerprint != tokenizer.fingerprint:
-        raise _export_mismatch("the saved tokenizer has another fingerprint")
+        raise _export_mismatch("the saved tokenizer has a different fingerprint")
     return Check("tokenizer", f"{tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint[:16]}")
 
 
@@ -245,7 +245,8 @@ def generation_token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _export_mismatch(cause: str) -> ModelError:
     return ModelError(
-        f"the files written are not the model: {cause}", "nothing was published; check the disk and try again"
+        f"the written files differ from the model: {cause}",
+        "no folder was written; check the disk and try again",
     )
 
 

@@ -51,8 +51,8 @@ def export_merged(
     expected_BTV = probe_logits(decoder)
     if not bool(torch.isfinite(expected_BTV).all()):
         raise ModelError(
-            "with this adapter the model gives NaN or infinity",
-            "nothing was written; merge an earlier checkpoint (--checkpoint), or train anew with a lower "
+            "the model's output with this adapter is NaN or infinite",
+            "nothing was written; merge an earlier checkpoint (--checkpoint), or train again with a lower "
             "learning_rate",
         )
     merged = merge_adapters(decoder, dtype=dtype)
@@ -61,8 +61,8 @@ def export_merged(
     worst = float((merged_BTV - expected_BTV).abs().max()) / max(rms, torch.finfo(torch.float32).tiny)
     if not worst <= MAX_LOGITS_ERROR:
         raise ModelError(
-            f"the merged model's logits are {worst:.3g} of their size from those of base and adapter, and at most "
-            f"{MAX_LOGITS_ERROR:g} is allowed: large changes lose digits when they are added to the weights",
+            f"the merged model's logits differ from those of base and adapter by {worst:.3g} of their rms, and at most "
+            f"{MAX_LOGITS_ERROR:g} is allowed: adding large updates to the weights loses precision",
             "nothing was written; use the adapter unmerged (`trimtab export peft` writes a run's), or merge an "
             "earlier checkpoint (--checkpoint)",
         )

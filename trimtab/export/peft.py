@@ -147,8 +147,8 @@ def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, 
     expected_BTV = probe_logits(decoder)
     if not bool(torch.isfinite(expected_BTV).all()):
         raise ModelError(
-            "with this adapter the model gives NaN or infinity",
-            "export an earlier checkpoint (--checkpoint), or train anew with a lower learning_rate",
+            "the model's output with this adapter is NaN or infinite",
+            "export an earlier checkpoint (--checkpoint), or train again with a lower learning_rate",
         )
     reloaded = _RELOADED
     while reloaded in adapter_names(decoder):
@@ -168,13 +168,14 @@ def _check_logits(decoder: Decoder, folder: Path, adapter: str) -> tuple[Check, 
     use_adapters(decoder, adapter)
     num_tokens = expected_BTV.shape[1]
     detail = (
-        f"bit-equal to the adapter's own on its base, {num_tokens} tokens; {distance:.3g} from the base's"
+        f"bitwise identical to the adapter's on its base, {num_tokens} tokens; they differ from the base's by up to "
+        f"{distance:.3g}"
     )
     return Check("logits", detail), digest_of(reloaded_BTV)
 
 
 def _export_mismatch(cause: str) -> ModelError:
     return ModelError(
-        f"the files written are not the adapter: {cause}",
-        "nothing was published; check the disk and try again",
+        f"the written files differ from the adapter: {cause}",
+        "no folder was written; check the disk and try again",
     )

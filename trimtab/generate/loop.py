@@ -83,7 +83,7 @@ def generate_many(
         [' 2', ' 5']
     """
     if isinstance(prompts, str):
-        raise RecipeError("prompts is one text", "give a list of texts, or call generate")
+        raise RecipeError("prompts is a single string", "pass a list of strings, or call generate")
     batch_size = check_int(batch_size, "batch_size", least=1)
     first_index = check_int(first_index, "first_index")
     states = _prepare_states(decoder, tokenizer, prompts, options, None, first_index)
@@ -95,9 +95,10 @@ def check_prompt(
 ) -> int:
     """Return how many tokens may follow a prompt; ModelError for too long a prompt or unknown token ids."""
     shape = decoder.shape
-    if max(ids) >= shape.vocab_size or min(ids) < 0:
+    unknown = next((token_id for token_id in ids if not 0 <= token_id < shape.vocab_size), None)
+    if unknown is not None:
         raise ModelError(
-            f"{name} holds the token {max(ids)}, the model has {shape.vocab_size}",
+            f"{name} has the token id {unknown}, and the model's vocabulary has {shape.vocab_size} tokens",
             "use the tokenizer that belongs to the model",
         )
     room = shape.max_positions - len(ids)
@@ -136,7 +137,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
         return ids
     if tokenizer.bos_id is None:
         raise ModelError(
-            "the prompt is empty and the tokenizer has no beginning token",
+            "the prompt is empty and the tokenizer has no BOS token",
             "give a prompt of at least one word",
         )
     return [tokenizer.bos_id]
@@ -207,7 +208,7 @@ def _run_batch(
         drawn = sample_tokens(logits_BV, options, [(row.index, len(row.ids)) for row in rows]).tolist()
         if not bool(torch.isfinite(logits_BV.amax(dim=-1)).all()):
             raise ModelError(
-                "the model's output is not finite", "get the weights again, or load the model in fp32"
+                "the model's logits are not finite", "get the weights again, or load the model in fp32"
             )
         for row, token_id in zip(rows, drawn, strict=True):
             if row.finish_reason is None:

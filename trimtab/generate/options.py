@@ -27,7 +27,7 @@ class SamplingOptions:
     """Sampling and stopping options of text generation. Raises RecipeError for invalid values.
 
     Args:
-        spelled: returns an option's name as error messages write it; the command line passes its flags.
+        argument_name: returns an option's name as error messages write it; the command line passes its flags.
 
     Example:
         >>> SamplingOptions(top_p=0.9).sampling_temperature, SamplingOptions().sampling_temperature
@@ -46,30 +46,32 @@ class SamplingOptions:
     """One or several stop strings; they are not part of the result. Normalized to a tuple."""
     seed: int = 0
     """The same seed gives the same text."""
-    spelled: InitVar[Callable[[str], str]] = str
+    argument_name: InitVar[Callable[[str], str]] = str
 
-    def __post_init__(self, spelled: Callable[[str], str]) -> None:
+    def __post_init__(self, argument_name: Callable[[str], str]) -> None:
         checked = {
             "max_new_tokens": None
             if self.max_new_tokens is None
-            else check_int(self.max_new_tokens, spelled("max_new_tokens"), least=1),
+            else check_int(self.max_new_tokens, argument_name("max_new_tokens"), least=1),
             "temperature": None
             if self.temperature is None
             else _in_range(
                 self.temperature,
-                spelled("temperature"),
+                argument_name("temperature"),
                 "give a number: 0 (always the likeliest token) or more",
             ),
-            "top_p": _in_range(self.top_p, spelled("top_p"), "give a number above 0, at most 1", most=1.0),
-            "top_k": check_int(self.top_k, spelled("top_k"), least=0),
-            "stop": _stop_strings(self.stop, spelled("stop")),
-            "seed": check_int(self.seed, spelled("seed")),
+            "top_p": _in_range(
+                self.top_p, argument_name("top_p"), "give a number above 0, at most 1", most=1.0
+            ),
+            "top_k": check_int(self.top_k, argument_name("top_k"), least=0),
+            "stop": _stop_strings(self.stop, argument_name("stop")),
+            "seed": check_int(self.seed, argument_name("seed")),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        limits = [spelled(name) for name in self._limits()]
+        limits = [argument_name(name) for name in self._limits()]
         if self.temperature == 0 and limits:
-            warm = spelled("temperature")
+            warm = argument_name("temperature")
             raise RecipeError(
                 f"{limits[0]} has no effect at {warm} 0, which always takes the likeliest token",
                 f"give {warm} 0.7, or leave {' and '.join(limits)} out",

@@ -1,4 +1,4 @@
-"""Resolves names of models and data sets: a hub id to a folder pinned to a commit, a local path to itself. No torch.
+"""Resolves names of models and datasets: a hub id to a folder pinned to a commit, a local path to itself. No torch.
 
 from trimtab import hub
 

@@ -1,4 +1,4 @@
-"""Maps the files of a data set to configurations and splits, by its card or by file names."""
+"""Maps the files of a dataset to configurations and splits, by its card or by file names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORD = re.compile(rf"(?:^|[/._\- 0-9])({'|'.join(sorted(_WORDS, key=len, revers
 
 @dataclass(frozen=True)
 class Config:
-    """A configuration of a data set: its files by split."""
+    """A configuration of a dataset: its files by split."""
 
     name: str
     splits: dict[str, list[str]]
@@ -41,7 +41,7 @@ def front_matter(readme: str) -> dict[str, Any]:
         data = YAML(typ="safe", pure=True).load(found.group(1))
     except (YAMLError, ValueError, RecursionError) as error:
         raise DataError(
-            f"the data set's card cannot be read ({str(error).splitlines()[0]})",
+            f"the dataset's card cannot be read ({str(error).splitlines()[0]})",
             "download its files and name their folder",
         ) from None
     return data if isinstance(data, dict) else {}

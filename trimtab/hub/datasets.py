@@ -1,4 +1,4 @@
-"""Resolves a data set's name to the data files of one configuration and split."""
+"""Resolves a dataset's name to the data files of one configuration and split."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def resolve_dataset(
     endpoint: str | None = None,
     progress: bool = True,
 ) -> LocalFiles:
-    """Resolve a data set's name to its data files.
+    """Resolve a dataset's name to its data files.
 
-    Files are assigned to configurations and splits by the data set's card (`configs`) or by their names. An existing
+    Files are assigned to configurations and splits by the dataset's card (`configs`) or by their names. An existing
     path is returned unchanged. Only Parquet, JSON, CSV, text and Markdown files are downloaded, and no code of a data
     set is ever run.
 
     Args:
         name: a hub id "owner/name", or a local path.
         revision: a branch, tag or commit; the default branch if None. The result contains the commit.
-        token: for private and gated data sets; by default the token stored by `hf auth login`.
+        token: for private and gated datasets; by default the token stored by `hf auth login`.
         config: required if there are several configurations and no default.
         split: "train" if None.
         offline: use only files in the cache.
@@ -57,7 +57,7 @@ def resolve_dataset(
         >>> resolve_dataset("owner/math", split="train").files       # doctest: +SKIP
         [PosixPath('…/data/train-00000-of-00001.parquet')]
     """
-    path = path_of(name, "the data set", DataError, is_text_file=True)
+    path = path_of(name, "the dataset", DataError, is_text_file=True)
     if path.exists():
         return LocalFiles("local", path, None, [path], str(path))
     text = str(name)
@@ -98,10 +98,10 @@ def _no_data(repository: Repository) -> DataError:
     cause = f"{repository.repo_id} has no data files that can be read (it has {', '.join(suffixes[:12])})"
     if ".py" in suffixes:
         return DataError(
-            f"{cause}, but a loading script, and no code of a data set is ever run",
-            "try revision: refs/convert/parquet, the hub's own copy as Parquet",
+            f"{cause}, but a loading script, and no code of a dataset is ever run",
+            "try revision: refs/convert/parquet, the Parquet copy that the hub makes",
         )
-    return DataError(cause, f"name a data set with {', '.join(DATA_SUFFIXES)} files")
+    return DataError(cause, f"name a dataset with {', '.join(DATA_SUFFIXES)} files")
 
 
 def _choose_config(repo_id: str, found: list[Config], wanted: str | None) -> Config:
@@ -114,7 +114,10 @@ def _choose_config(repo_id: str, found: list[Config], wanted: str | None) -> Con
     if len(found) == 1:
         return found[0]
     if not defaults:
-        raise DataError(f"{repo_id} has several configs", f"set config to one of {_listed(by_name)}")
+        raise DataError(
+            f"{repo_id} has several configs, and none is the default",
+            f"set config to one of {_listed(by_name)}",
+        )
     return defaults[0]
 
 

@@ -39,11 +39,12 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> TrimtabErro
         return _explain_status(error, error.response.status_code, repo_id)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ResourceError(
-            f"no space left while downloading {repo_id}", "free some, or set HF_HUB_CACHE to another disk"
+            f"no space left while downloading {repo_id}",
+            "free some space, or set HF_HUB_CACHE to another disk",
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return ResourceError(
-            f"the hub's cache cannot be written ({error})", "set HF_HUB_CACHE to a folder that can be"
+            f"the hub's cache cannot be written ({error})", "set HF_HUB_CACHE to a writable folder"
         )
     reason = str(error).strip().splitlines()[:1] or [type(error).__name__]
     return HubError(
@@ -55,11 +56,11 @@ def explain(error: Exception, repo_id: str, revision: str | None) -> TrimtabErro
 def _explain_status(error: hf.HfHubHTTPError, status: int, repo_id: str) -> HubError:
     if isinstance(error, hf.RepositoryNotFoundError):
         return HubError(
-            f"{repo_id} is not on the hub, or is private and no token that may read it was given",
+            f"{repo_id} is not on the hub, or it is private and no token with access to it was given",
             f"check the id; for a private one {_LOGIN}",
         )
     if isinstance(error, hf.DisabledRepoError):
-        return HubError(f"{repo_id} was disabled on the hub", "use another model or data set")
+        return HubError(f"{repo_id} was disabled on the hub", "use another model or dataset")
     if status == 401:
         return HubError(f"the hub refused the token for {repo_id}", _LOGIN)
     if status == 403:
@@ -70,6 +71,7 @@ def _explain_status(error: hf.HfHubHTTPError, status: int, repo_id: str) -> HubE
         return HubError(f"a file of {repo_id} is not on the hub", "check the id and the revision")
     if status == 429:
         return HubError(
-            "the hub asks for a pause (too many requests)", f"wait some minutes; {_LOGIN}, for more"
+            "the hub refuses further requests for now (status 429)",
+            f"wait a few minutes; for a higher limit, {_LOGIN}",
         )
-    return HubError(f"the hub answered {status} for {repo_id}", "try again later")
+    return HubError(f"the hub returned status {status} for {repo_id}", "try again later")

@@ -1,4 +1,4 @@
-"""Local files of a model or data set, and the validation of names given by users and servers."""
+"""Local files of a model or dataset, and the validation of names given by users and servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Local files of a model or a data set."""
+    """Local files of a model or a dataset."""
 
     kind: Kind
     """"folder": a Hugging Face folder; "gguf": one file; "dataset": `files`; "local": data as given."""
@@ -25,7 +25,7 @@ class LocalFiles:
     commit: str | None
     """The commit of the files; None for local paths."""
     files: list[Path] = field(default_factory=list)
-    """The data files of a data set, sorted by name."""
+    """The data files of a dataset, sorted by name."""
     name: str = ""
     config: str | None = None
     split: str | None = None
@@ -55,6 +55,6 @@ def check_name(name: str, repo_id: str) -> str:
     if not plain or "\\" in name or ":" in name or any(ord(c) < 32 or ord(c) == 127 for c in name):
         raise HubError(
             f"{repo_id} lists a file named {name!r}",
-            "it leads out of its folder; use another copy of the repository",
+            "the path is outside the repository's folder; use another copy of the repository",
         )
     return name

@@ -1,7 +1,6 @@
 """A hub repository at one commit: its list of files, and the files in huggingface_hub's cache.
 
-The list is cached next to the files, by requested revision. So a later use without network has the same list and can
-detect an incomplete download.
+The list is cached next to the files, by requested revision, so that offline mode can detect an incomplete download.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Repository:
         absent = self.missing(names)
         if absent and self.access.offline:
             raise HubError(
-                f"{self.repo_id} was not downloaded completely ({absent[0]} is missing)",
-                "run it once without offline (HF_HUB_OFFLINE)",
+                f"{self.repo_id} is incomplete in the local cache ({absent[0]} is missing), and offline mode is on",
+                "run once with offline mode off (HF_HUB_OFFLINE=0)",
             )
         if absent:
             self._check_space(absent)
@@ -112,8 +111,8 @@ class Repository:
         needed, free = sum(self.sizes[name] or 0 for name in names), shutil.disk_usage(place).free
         if needed + _SPARE_BYTES > free:
             raise ResourceError(
-                f"{self.repo_id} needs {format_bytes(needed)}, {place} has {format_bytes(free)} free",
-                "free some, or set HF_HUB_CACHE to another disk",
+                f"{self.repo_id} needs {format_bytes(needed)} of disk space, and {place} has {format_bytes(free)} free",
+                "free some space, or set HF_HUB_CACHE to another disk",
             )
 
 
@@ -209,8 +208,8 @@ def _from_cache(kind: Literal["model", "dataset"], repo_id: str, revision: str, 
     folder = storage / "snapshots" / commit
     if not COMMIT.fullmatch(commit) or not folder.is_dir():
         raise HubError(
-            f"{repo_id} ({revision}) was never downloaded and offline is set",
-            "run it once without offline (HF_HUB_OFFLINE), or name a local folder",
+            f"{repo_id} ({revision}) is not in the local cache, and offline mode is on",
+            "run once with offline mode off (HF_HUB_OFFLINE=0), or name a local folder",
         )
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     sizes: dict[str, int | None] = {

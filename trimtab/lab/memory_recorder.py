@@ -99,18 +99,18 @@ class MemoryRecorder(AllocationRecorder):
             out = super().__torch_dispatch__(func, types, args, kwargs)
         name = str(func).partition(".")
         self.operations[number] = OperationRecord(
-            f"{name[0]}::{name[2].partition('.')[0]}", self.last, self._place(args), tuple(_made(out))
+            f"{name[0]}::{name[2].partition('.')[0]}", self.last_origin, self._place(args), tuple(_made(out))
         )
         return out
 
     def _place(self, args: Any) -> Place:
-        if self.last.module == FINAL_NORM:
+        if self.last_origin.module == FINAL_NORM:
             self._after_norm = True
-        is_loss = self._phase is RunPhase.FORWARD and self._after_norm and self.last.module is None
+        is_loss = self._phase is RunPhase.FORWARD and self._after_norm and self.last_origin.module is None
         first = args[0] if args else None
         return Place(
             RunPhase.LOSS if is_loss else self._phase,
-            self.last.module,
+            self.last_origin.module,
             casts_weight=isinstance(first, torch.Tensor) and first.data_ptr() in self._weights,
         )
 

@@ -15,7 +15,7 @@ def train(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: RunInputs | None = None,
+    inputs: RunInputs | None = None,
 ) -> FinishedRun:
     """Train a recipe in a new run folder.
 
@@ -23,13 +23,13 @@ def train(
         recipe: the recipe.
         view: shows the plan, progress and records.
         after_step: called after each optimizer step with its number.
-        given: rows, callbacks and a model from the calling program.
+        inputs: rows, callbacks and a model from the calling program.
 
     Example:
         >>> train(load("recipe.yaml"), LiveView())  # doctest: +SKIP
         FinishedRun(folder=PosixPath('runs/train'), status='finished', step=100, signal=None)
     """
-    return lifecycle.train(recipe, view, after_step=after_step, given=given)
+    return lifecycle.train(recipe, view, after_step=after_step, inputs=inputs)
 
 
 def resume(
@@ -38,7 +38,7 @@ def resume(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: RunInputs | None = None,
+    inputs: RunInputs | None = None,
 ) -> FinishedRun:
     """Resume a run folder from its last good checkpoint; the other arguments are those of `train`."""
-    return lifecycle.resume(path, overrides, view, after_step=after_step, given=given)
+    return lifecycle.resume(path, overrides, view, after_step=after_step, inputs=inputs)

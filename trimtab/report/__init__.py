@@ -1,4 +1,4 @@
-"""Live terminal output of a run, and its HTML report, which is built only from the files in the run folder."""
+"""The live terminal output of a run, and its HTML report, which is built only from the files in the run folder."""
 
 from __future__ import annotations
 

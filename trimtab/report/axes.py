@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trimtab.facts.units import format_bytes
-from trimtab.report.drawing import HEADROOM, LARGEST, number, position, ticks
+from trimtab.report.drawing import HEADROOM, MAX_MAGNITUDE, format_tick, position, ticks
 
 BYTES = "bytes"
 """The unit whose values are shown in KiB, MiB and GiB."""
@@ -35,7 +35,7 @@ UNITS = (
     "J",
 )
 """Labels that consist of a unit only; labels that end with "/s" do too."""
-FROM_ZERO = 0.6
+MAX_MINIMUM_FROM_ZERO = 0.6
 """A linear axis starts at zero if the minimum is at most this fraction of the maximum."""
 LOG_RANGE = (1e-300, 1e300)
 """Values outside are clamped to the ends of a logarithmic axis."""
@@ -65,30 +65,30 @@ def quantity_of(label: str) -> str:
     return quantity if comma and quantity else label
 
 
-def show(value: float, unit: str = "") -> str:
+def format_value(value: float, unit: str = "") -> str:
     """Formats a value: bytes in binary units, integers in full, other numbers with four digits.
 
     Example:
-        >>> show(3 * 2**30, "bytes"), show(16384.0, "tokens"), show(0.012345, "ms"), show(1.0)
-        ('3.00 GiB', '16,384 tokens', '0.01235 ms', '1')
+        >>> [format_value(3 * 2**30, "bytes"), format_value(16384.0, "tokens"), format_value(0.012345, "ms")]
+        ['3.00 GiB', '16,384 tokens', '0.01235 ms']
     """
     if not math.isfinite(value):
         return "no value"
     if unit == BYTES:
         return format_bytes(value) if abs(value) < 2**60 else f"{value:.2e} B"
-    return f"{show_number(value)} {unit}".rstrip()
+    return f"{format_number(value)} {unit}".rstrip()
 
 
-def show_number(value: float) -> str:
+def format_number(value: float) -> str:
     """Formats a number like a tick label: below a million with four digits, or in full with thousands separators.
 
     Example:
-        >>> show_number(65536.0), show_number(1234.56), show_number(1e9), show_number(-0.5)
+        >>> format_number(65536.0), format_number(1234.56), format_number(1e9), format_number(-0.5)
         ('65,536', '1,235', '1.00 B', '−0.5')
     """
     if abs(value) < 1e6 and (abs(value) >= 1000 or value == round(value)):
         return f"{value:,.0f}".replace("-", "−")
-    return number(value)
+    return format_tick(value)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Axis:
         if self.log:
             low, high = math.log(self.low), math.log(self.high)
             return (math.log(min(max(value, LOG_RANGE[0]), LOG_RANGE[1])) - low) / (high - low)
-        return position(min(max(value, -LARGEST), LARGEST), (self.low, self.high))
+        return position(min(max(value, -MAX_MAGNITUDE), MAX_MAGNITUDE), (self.low, self.high))
 
     def ticks(self, most: int) -> list[float]:
         """Returns at most `most` + 1 round values in the range."""
@@ -130,8 +130,8 @@ class Axis:
         if self.unit == BYTES:
             step = _binary_unit(value if self.log else self.high)
             name = {2**30: "GiB", 2**20: "MiB", 2**10: "KiB", 1: "B"}[step]
-            return f"{number(value / step)} {name}" if value else "0"
-        return show_number(value)
+            return f"{format_tick(value / step)} {name}" if value else "0"
+        return format_number(value)
 
 
 def axis_of(values: Iterable[float | None], *, log: bool = False, unit: str = "", room: bool = True) -> Axis:
@@ -148,7 +148,7 @@ def axis_of(values: Iterable[float | None], *, log: bool = False, unit: str = ""
         Axis(low=10.0, high=1000.0, log=True, unit='')
     """
     probe = Axis(0, 1, log, unit)
-    known = [min(max(v, -LARGEST), LARGEST) for v in values if v is not None and probe.draws(v)]
+    known = [min(max(v, -MAX_MAGNITUDE), MAX_MAGNITUDE) for v in values if v is not None and probe.draws(v)]
     if not known:
         return Axis(1, 10, log, unit) if log else Axis(0, 1, log, unit)
     low, high = min(known), max(known)
@@ -156,7 +156,7 @@ def axis_of(values: Iterable[float | None], *, log: bool = False, unit: str = ""
         return _log_axis(low, high, unit, room)
     if not room:
         return Axis(low, high, log, unit) if low < high else Axis(low - 1, high + 1, log, unit)
-    if 0 <= low <= FROM_ZERO * high:
+    if 0 <= low <= MAX_MINIMUM_FROM_ZERO * high:
         return Axis(0, high * (1 + HEADROOM) or 1.0, log, unit)
     spare = HEADROOM * (high / 2 - low / 2) * 2 or HEADROOM * abs(high) or 1.0
     return Axis(low - spare, high + spare, log, unit)

@@ -79,7 +79,7 @@ def bucket_bar(buckets: dict[str, Any], scale: int) -> Bar:
     return Bar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
 
 
-def picture(rows: list[Moment]) -> RenderableType:
+def buckets_view(rows: list[Moment]) -> RenderableType:
     """Returns a labelled stacked bar per row, and a table with the size of each bucket, predicted and measured."""
     scale = max((total(row.buckets) for row in rows), default=1)
     bars = Table.grid(padding=(0, 1), expand=True)

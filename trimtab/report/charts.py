@@ -9,11 +9,11 @@ from typing import Any
 from trimtab.report.plain import plain
 from trimtab.report.rundata import RunData
 
-MOST_POINTS = 800
+MAX_POINTS = 800
 """Maximum points per curve; longer curves are reduced to the minimum and maximum of each interval."""
-SMOOTH_FROM = 30
+MIN_SMOOTHED_STEPS = 30
 """Number of steps from which a smoothed training loss is drawn over the loss of each step."""
-EVAL_ROLES = 3
+NUM_EVAL_COLOURS = 3
 """Number of colours for evaluation sets; further sets reuse them."""
 
 Point = tuple[float, float]
@@ -67,7 +67,7 @@ def _losses(data: RunData) -> list[Line]:
     """Lines of the training loss, per step and smoothed, and of each held-out set."""
     lines = []
     train = data.of("train")
-    if len(train) >= SMOOTH_FROM:
+    if len(train) >= MIN_SMOOTHED_STEPS:
         smooth = _smoothed([r["loss"] for r in train])
         rows = [{"step": r["step"], "loss": v} for r, v in zip(train, smooth, strict=True)]
         lines.append(_line(train, "loss", "training, each step", "faint"))
@@ -76,7 +76,7 @@ def _losses(data: RunData) -> list[Line]:
         lines.append(_line(train, "loss", "training", "train", markers=len(train) == 1))
     for i, name in enumerate(data.eval_names()):
         rows = [r for r in data.of("eval") if r["name"] == name]
-        lines.append(_line(rows, "loss", f"held-out: {name}", f"eval{i % EVAL_ROLES}", markers=True))
+        lines.append(_line(rows, "loss", f"held-out: {name}", f"eval{i % NUM_EVAL_COLOURS}", markers=True))
     return lines
 
 
@@ -107,10 +107,10 @@ def _line(rows: list[dict[str, Any]], key: str, name: str, role: str, *, markers
 
 
 def thin_points(points: list[Point]) -> list[Point]:
-    """Reduces the points to about MOST_POINTS and keeps every spike."""
-    if len(points) <= MOST_POINTS:
+    """Reduces the points to about MAX_POINTS and keeps every spike."""
+    if len(points) <= MAX_POINTS:
         return points
-    stretch = -(-2 * len(points) // MOST_POINTS)
+    stretch = -(-2 * len(points) // MAX_POINTS)
     kept = []
     for start in range(0, len(points), stretch):
         part = points[start : start + stretch]

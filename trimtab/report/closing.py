@@ -11,30 +11,30 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from trimtab.report.buckets import picture
+from trimtab.report.buckets import buckets_view
 from trimtab.report.live import Detail
 from trimtab.report.plain import Excerpt, as_text
 from trimtab.report.rundata import RunData
 from trimtab.report.summary import Sample, memory_basis, memory_rows, memory_verdict, samples, speed
 from trimtab.report.verdicts import LABELS, Change, changes, first_label, verdict
 
-WIDEST = 100
+MAX_WIDTH = 100
 """Maximum width in columns: long lines are hard to read."""
 GAP = 2
-SHORT_EVIDENCE = 18
+MIN_EVIDENCE_WIDTH = 18
 """Minimum width of the evidence column, as for `+54 −0, p < 0.001`."""
 STYLES = {"better": "green", "worse": "red", "unchanged": "bright_black", "untested": "yellow"}
 MARKS = {"better": "▲", "worse": "▼", "unchanged": "·", "untested": "?"}
 
 
-def closing(data: RunData, detail: Detail = "full") -> RenderableType:
+def closing_summary(data: RunData, detail: Detail = "full") -> RenderableType:
     """Returns the summary of a finished run.
 
     Example:
-        >>> Console().print(closing(read_run(Path("runs/demo"))))  # doctest: +SKIP
+        >>> Console().print(closing_summary(read_run(Path("runs/demo"))))  # doctest: +SKIP
     """
     if detail == "quiet":
-        return Group(*(as_text(flaw, "yellow") for flaw in data.flaws()), _places(data))
+        return Group(*(as_text(problem, "yellow") for problem in data.problems()), _places(data))
     parts: list[RenderableType] = []
     rows = changes(data)
     if rows:
@@ -49,18 +49,18 @@ def closing(data: RunData, detail: Detail = "full") -> RenderableType:
         if detail != "full" and verdict_on_memory is None:
             sentences = []  # the basis explains a measurement, and none is shown
         if detail == "full":
-            parts += [_heading("Memory: predicted and measured"), picture(memory_rows(data))]
+            parts += [_heading("Memory: predicted and measured"), buckets_view(memory_rows(data))]
         if sentences:
             parts += [Text(""), as_text("\n".join(sentences))]
-    for flaw in data.flaws():
-        parts += [Text(""), as_text(flaw, "yellow")]
+    for problem in data.problems():
+        parts += [Text(""), as_text(problem, "yellow")]
     parts.append(Text(""))
     if speed(data):
         grid = Table.grid(padding=(0, 2))
         for name, value in speed(data).items():
             grid.add_row(Text(name, style="bright_black"), as_text(value))
         parts += [grid, Text("")]
-    return Group(Constrain(Group(*parts), WIDEST), _places(data))
+    return Group(Constrain(Group(*parts), MAX_WIDTH), _places(data))
 
 
 def _heading(words: str) -> Text:
@@ -101,7 +101,7 @@ class ChangesView:
         name = 2 + max(len(row.name) for row in self.rows)
         # Names and evidence share the remaining width; names wrap only if the evidence would not fit.
         rest = options.max_width - sum(self.widths) - 4 * GAP
-        name = max(8, min(name, rest - SHORT_EVIDENCE))
+        name = max(8, min(name, rest - MIN_EVIDENCE_WIDTH))
         heads = [
             Text(head, style="bright_black")
             for head in ("measured", first_label(self.rows), "after", "change", "")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 
-class PatientConsole(Console):
+class PipeSafeConsole(Console):
     """A console that stops printing when its pipe or terminal is closed; the program continues."""
 
     def on_broken_pipe(self) -> None:
@@ -24,4 +24,4 @@ def new_console(**options: Any) -> Console:
     Example:
         >>> new_console(quiet=True).print("this is not shown")
     """
-    return PatientConsole(highlight=False, **options)
+    return PipeSafeConsole(highlight=False, **options)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 TINY = 1e-300
 PRECISION = 1e-15
-MOST_TERMS = 100_000
+MAX_TERMS = 100_000
 
 
 def incomplete_beta(x: float, a: float, b: float) -> float:
@@ -40,7 +40,7 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
 def _fraction(x: float, a: float, b: float) -> float:
     c, d = 1.0, 1 / _away(1 - (a + b) * x / (a + 1))
     value = d
-    for m in range(1, MOST_TERMS):
+    for m in range(1, MAX_TERMS):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for term in (even, odd):

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text as Line
 
-from trimtab.report.axes import BYTES, show, unit_of
+from trimtab.report.axes import BYTES, format_value, unit_of
 from trimtab.report.buckets import Bar
 from trimtab.report.console import new_console
 from trimtab.report.document import BarChart, Block, Chart, Code, Document, Histogram, LineChart, Table, Text
@@ -23,14 +23,14 @@ from trimtab.report.plain import as_text, plain
 from trimtab.report.progress import sparkline
 from trimtab.report.tables import ABSENT, FAILURES, numeric_columns, pad_rows
 
-WIDEST = 120
+MAX_WIDTH = 120
 PROSE = 100
 MOST_SERIES = 12
-MOST_BARS = 16
+MAX_BARS = 16
 COLORS = ("blue", "yellow", "green", "magenta", "red", "cyan", "bright_blue", "bright_black")
 GAP = 3
 """Spaces between two columns of a table."""
-LONGEST_NAME = 40
+MAX_NAME_CHARS = 40
 """Maximum characters of a name before a bar or a sparkline."""
 
 
@@ -44,8 +44,8 @@ def print_document(document: Document, console: Console | None = None) -> None:
     if not console.is_terminal:
         console.print(Line(markdown(document)), soft_wrap=True, end="")
         return
-    for part in console_parts(document, min(console.width, WIDEST)):
-        console.print(part, width=min(console.width, WIDEST))
+    for part in console_parts(document, min(console.width, MAX_WIDTH)):
+        console.print(part, width=min(console.width, MAX_WIDTH))
 
 
 def console_parts(document: Document, width: int) -> Iterator[RenderableType]:
@@ -178,7 +178,7 @@ def _chart(chart: Chart, width: int) -> Iterator[RenderableType]:
 
 def _name(text: str, width: int) -> Line:
     shown = as_text(text, keep_newlines=False)
-    shown.truncate(max(6, min(LONGEST_NAME, width // 3)), overflow="ellipsis")
+    shown.truncate(max(6, min(MAX_NAME_CHARS, width // 3)), overflow="ellipsis")
     return shown
 
 
@@ -199,8 +199,10 @@ def _lines(chart: LineChart, width: int) -> RenderableType | None:
         known = [(x, y) for (x, _), y in zip(series.points, values, strict=True) if math.isfinite(y)]
         heights = [math.log(v) if chart.log_y and math.isfinite(v) else v for v in values]
         ends = list(dict.fromkeys([known[0], known[-1]])) if known else []
-        shown = " → ".join(show(y, unit) for _, y in ends) or "no values"
-        rows.append((_name(series.name, width), heights, shown, " to ".join(show(x) for x, _ in ends)))
+        shown = " → ".join(format_value(y, unit) for _, y in ends) or "no values"
+        rows.append(
+            (_name(series.name, width), heights, shown, " to ".join(format_value(x) for x, _ in ends))
+        )
     if all(shown == "no values" for _, _, shown, _ in rows):
         return None
     used = [max(cell_len(str(row[i])) for row in rows) for i in (0, 2, 3)]
@@ -225,7 +227,7 @@ def _bars(chart: BarChart, width: int) -> RenderableType | None:
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1, min_width=4)
     grid.add_column(no_wrap=True, justify="right")
-    for bar in chart.bars[:MOST_BARS]:
+    for bar in chart.bars[:MAX_BARS]:
         parts = [(part_value(value), colors[name]) for name, value in bar.parts]
         grid.add_row(_name(bar.name, width), Bar(parts, whole), as_text(bar.label, keep_newlines=False))
     found: list[RenderableType] = [grid]
@@ -234,8 +236,8 @@ def _bars(chart: BarChart, width: int) -> RenderableType | None:
             Line(f"■ {plain(name, keep_newlines=False)}", colors[name]) for name in names
         )
         found.insert(0, legend)
-    if len(chart.bars) > MOST_BARS:
-        found.append(Line(f"{len(chart.bars) - MOST_BARS} more are in the HTML report.", "bright_black"))
+    if len(chart.bars) > MAX_BARS:
+        found.append(Line(f"{len(chart.bars) - MAX_BARS} more are in the HTML report.", "bright_black"))
     return Group(*found)
 
 
@@ -247,7 +249,9 @@ def _histogram(chart: Histogram, width: int) -> RenderableType | None:
         columns = sparkline([float(count) for count in counts], max(8, min(60, width // 2)))
         grid.add_row(_name(name, width), columns, f"{sum(counts):,} values")
     unit = unit_of(chart.x_label)
-    over = f"{chart.x_label}, from {show(chart.edges[0], unit)} to {show(chart.edges[-1], unit)}"
+    over = (
+        f"{chart.x_label}, from {format_value(chart.edges[0], unit)} to {format_value(chart.edges[-1], unit)}"
+    )
     return Group(grid, as_text(over, "bright_black", keep_newlines=False))
 
 
@@ -256,13 +260,13 @@ def _stack_lines(chart: Chart, width: int) -> RenderableType | None:
     stack = read_stack(chart)
     if stack is None:
         return None
-    peak = show(stack.tops[stack.peak], chart.unit)
+    peak = format_value(stack.tops[stack.peak], chart.unit)
     moment = moment_title(chart, stack.x, stack.peak)
     parts = sorted(
         ((values[stack.peak], band.name) for band, values in zip(chart.bands, stack.values, strict=True)),
         reverse=True,
     )
-    listed = ", ".join(f"{name} {show(value, chart.unit)}" for value, name in parts if value > 0)
+    listed = ", ".join(f"{name} {format_value(value, chart.unit)}" for value, name in parts if value > 0)
     return Group(
         Line(_over_time(stack, max(8, min(80, width - 2))), "cyan"),
         as_text(f"peak {peak}, at {moment}: {listed}", keep_newlines=False),

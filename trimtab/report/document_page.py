@@ -22,7 +22,7 @@ from trimtab.report.document import (
 )
 from trimtab.report.draw_bars import DrawnBars, draw_bars
 from trimtab.report.draw_lines import draw_histogram, draw_lines
-from trimtab.report.draw_stack import DRAWN_MOMENTS, MOST_MOMENTS, DrawnStack, draw_stack
+from trimtab.report.draw_stack import DRAWN_MOMENTS, MAX_MOMENTS, DrawnStack, draw_stack
 from trimtab.report.drawing import Drawing
 from trimtab.report.html import (
     figure_script,
@@ -146,7 +146,7 @@ def _draw_within(chart: StackChart, size: int, charts: int) -> DrawnStack | None
     # More points are closer together, so each of them takes at most as many characters as these.
     each = len(script_json(tried.figure)) / len(tried.figure["x"])
     room = int((size - sum(len(band.path) for band in tried.bands)) / each)
-    return draw_stack(chart, most=max(FEWEST_MOMENTS, min(room, MOST_MOMENTS)), drawn=drawn)
+    return draw_stack(chart, most=max(FEWEST_MOMENTS, min(room, MAX_MOMENTS)), drawn=drawn)
 
 
 def _shown(block: Block, drawn: dict[str, Any]) -> Shown:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trimtab.report.axes import show
+from trimtab.report.axes import format_value
 from trimtab.report.document import Bar, BarChart
 from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles
@@ -80,6 +80,8 @@ def _bar(bar: Bar, roles: dict[str, str], whole: float, unit: str) -> DrawnBar:
     start, parts = 0.0, []
     for name, value in bar.parts:
         width = FULL * (part_value(value) / whole)
-        parts.append(DrawnPart(name, roles[name], round(start, 2), round(width, 2), show(value, unit)))
+        parts.append(
+            DrawnPart(name, roles[name], round(start, 2), round(width, 2), format_value(value, unit))
+        )
         start += width
     return DrawnBar(bar.name, parts, bar.label)

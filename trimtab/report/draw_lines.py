@@ -7,16 +7,16 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from trimtab.report.axes import Axis, axis_of, quantity_of, show, show_number, spread, unit_of
+from trimtab.report.axes import Axis, axis_of, format_number, format_value, quantity_of, spread, unit_of
 from trimtab.report.charts import Point, thin_points
 from trimtab.report.document import Histogram, LineChart, Series
 from trimtab.report.drawing import HEIGHT, WIDTH, Drawing, Stroke, Tick, tick_at
 from trimtab.report.plain import plain
 from trimtab.report.roles import series_role
 
-MARKED = 40
+MAX_MARKED_POINTS = 40
 """Maximum number of points of a series whose points are marked with dots."""
-APART = 0.075
+MIN_LABEL_DISTANCE = 0.075
 """Minimum distance of two labels below a wide chart, as a fraction of its width; narrow charts show half of them."""
 NO_VALUE = "no value"
 
@@ -73,7 +73,7 @@ def draw_lines(chart: LineChart) -> Drawing | None:
                 "role": series_role(i),
                 "x": [round(x.share(value), 6) for value, _ in points],
                 "y": [round(y.share(value), 5) if math.isfinite(value) else None for _, value in points],
-                "text": [show(value, y.unit) for _, value in points],
+                "text": [format_value(value, y.unit) for _, value in points],
             }
             for i, (name, points) in enumerate(series)
         ],
@@ -87,7 +87,7 @@ def draw_lines(chart: LineChart) -> Drawing | None:
         chart.title,
         True,
         strokes,
-        spread_ticks([(show_number(value), x.share(value)) for value in x_values(chart, x)]),
+        spread_ticks([(format_number(value), x.share(value)) for value in x_values(chart, x)]),
         [tick_at(y.tick_label(v), 1 - y.share(v), HEIGHT) for v in y.ticks(6)],
         label,
         figure,
@@ -98,7 +98,9 @@ def draw_lines(chart: LineChart) -> Drawing | None:
 
 def _named(label: str, value: float) -> str:
     """Formats an x value: "context length 1,024 tokens"."""
-    return plain(f"{quantity_of(label)} {show(value, unit_of(label) if ', ' in label else '')}".strip())
+    return plain(
+        f"{quantity_of(label)} {format_value(value, unit_of(label) if ', ' in label else '')}".strip()
+    )
 
 
 def drawn_points(series: Series, x: Axis, y: Axis) -> list[Point]:
@@ -122,9 +124,9 @@ def _stroke(name: str, points: Sequence[Point], index: int, x: Axis, y: Axis) ->
         place = f"{round(WIDTH * x.share(at))},{round(HEIGHT * (1 - y.share(value)))}"
         begins, ends = i == 0 or not finite[i - 1], i + 1 == len(points) or not finite[i + 1]
         path.append(f"{'M' if begins else 'L'}{place}")
-        if len(points) <= MARKED or (begins and ends):  # a point between two gaps has no line
+        if len(points) <= MAX_MARKED_POINTS or (begins and ends):  # a point between two gaps has no line
             dots.append(f"M{place}h0")
-        last = show(value, y.unit)
+        last = format_value(value, y.unit)
     return Stroke(name, series_role(index), "".join(path), "".join(dots), last)
 
 
@@ -137,7 +139,7 @@ def spread_ticks(labels: Sequence[tuple[str, float]]) -> list[Tick]:
     """
     longest = max((len(label) for label, _ in labels), default=1)
     shares = [share for _, share in labels]
-    apart = max(APART, 0.011 * longest)
+    apart = max(MIN_LABEL_DISTANCE, 0.011 * longest)
     kept = spread(shares, shares, apart)
     narrow = spread(kept, kept, 2.3 * apart)
     found = []
@@ -188,7 +190,7 @@ def draw_histogram(chart: Histogram) -> Drawing | None:
             }
         )
     titles = [
-        plain(f"{show(low, unit)} to {show(high, unit)}")
+        plain(f"{format_value(low, unit)} to {format_value(high, unit)}")
         for low, high in zip(chart.edges, chart.edges[1:], strict=False)
     ]
     listed = "; ".join(f"{stroke.name}, {stroke.last} values" for stroke in strokes)
@@ -198,7 +200,7 @@ def draw_histogram(chart: Histogram) -> Drawing | None:
         True,
         strokes,
         _edge_ticks(chart.edges, shares),
-        [tick_at(show_number(v), 1 - y.share(v), HEIGHT) for v in y.ticks(5) if v == round(v)],
+        [tick_at(format_number(v), 1 - y.share(v), HEIGHT) for v in y.ticks(5) if v == round(v)],
         f"{chart.title}, values by {chart.x_label}: {listed}",
         {"x": [0, 1], "y": [0, 1], "titles": titles, "lines": lines},
         chart.x_label,
@@ -213,7 +215,7 @@ def _edge_ticks(edges: Sequence[float], shares: Sequence[float]) -> list[Tick]:
         math.isclose(share, axis.share(edge), abs_tol=1e-9) for edge, share in zip(edges, shares, strict=True)
     )
     if true:
-        return spread_ticks([(show_number(v), axis.share(v)) for v in axis.ticks(8)])
+        return spread_ticks([(format_number(v), axis.share(v)) for v in axis.ticks(8)])
     return spread_ticks(
-        [(show_number(float(f"{e:.3g}")), share) for e, share in zip(edges, shares, strict=True)]
+        [(format_number(float(f"{e:.3g}")), share) for e, share in zip(edges, shares, strict=True)]
     )

@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.report.axes import BYTES, Axis, quantity_of, show, show_number, unit_of
+from trimtab.report.axes import BYTES, Axis, format_number, format_value, quantity_of, unit_of
 from trimtab.report.document import StackChart
 from trimtab.report.draw_lines import spread_ticks
-from trimtab.report.drawing import HEIGHT, LARGEST, WIDTH, Tick, tick_at
+from trimtab.report.drawing import HEIGHT, MAX_MAGNITUDE, WIDTH, Tick, tick_at
 from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles
 
-MOST_MOMENTS = 20_000
+MAX_MOMENTS = 20_000
 """Maximum number of moments in the data of the zoom script."""
 DRAWN_MOMENTS = 1_200
 """Maximum number of moments in the static SVG."""
 GRID = 10_000_000
 """Number of steps into which non-integer values are quantized for the script."""
-ROOM = 1.06
+AXIS_HEADROOM = 1.06
 """Maximum of the axis relative to the peak."""
 WIDE_PLOT, NARROW_PLOT, LETTER = 800, 290, 7
 """Width in pixels of a plot on a wide screen and on a phone, and of a letter of its labels."""
-LIMIT_SHOWN = 1.6
+MAX_SHOWN_LIMIT = 1.6
 """A limit above this multiple of the peak is not drawn."""
 
 
@@ -105,7 +105,7 @@ def read_stack(chart: StackChart) -> Stack | None:
 
 def _clean(value: float) -> float:
     # The sum of a thousand bands of the largest value is still finite.
-    return min(max(float(value), 0.0), LARGEST / 1000) if math.isfinite(value) else 0.0
+    return min(max(float(value), 0.0), MAX_MAGNITUDE / 1000) if math.isfinite(value) else 0.0
 
 
 def thin_moments(stack: Stack, most: int, keep: Sequence[float] = ()) -> list[int]:
@@ -132,7 +132,7 @@ def thin_moments(stack: Stack, most: int, keep: Sequence[float] = ()) -> list[in
 
 
 def draw_stack(
-    chart: StackChart, *, most: int = MOST_MOMENTS, drawn: int = DRAWN_MOMENTS
+    chart: StackChart, *, most: int = MAX_MOMENTS, drawn: int = DRAWN_MOMENTS
 ) -> DrawnStack | None:
     """Draws a stack; returns None if no value is positive.
 
@@ -144,8 +144,8 @@ def draw_stack(
     stack = read_stack(chart)
     if stack is None:
         return None
-    limit = chart.limit if chart.limit and chart.limit <= LIMIT_SHOWN * max(stack.tops) else None
-    y = Axis(0, ROOM * max(*stack.tops, limit or 0.0), unit=chart.unit)
+    limit = chart.limit if chart.limit and chart.limit <= MAX_SHOWN_LIMIT * max(stack.tops) else None
+    y = Axis(0, AXIS_HEADROOM * max(*stack.tops, limit or 0.0), unit=chart.unit)
     x = Axis(stack.x[0], stack.end)
     starts = [phase.start for phase in chart.phases]
     roles = named_roles([band.role for band in chart.bands])
@@ -155,19 +155,19 @@ def draw_stack(
     for band, role, values in zip(chart.bands, roles, stack.values, strict=True):
         below = [low + value for low, value in zip(below, values, strict=True)]
         path = _path([(x.share(stack.x[i]), y.share(below[i])) for i in shown])
-        bands.append(DrawnBand(_name(band.name), role, path, show(values[stack.peak], chart.unit)))
+        bands.append(DrawnBand(_name(band.name), role, path, format_value(values[stack.peak], chart.unit)))
     moment = _name(moment_title(chart, stack.x, stack.peak))
     return DrawnStack(
         chart.id,
         bands,
-        spread_ticks([(show_number(v), x.share(v)) for v in x.ticks(8)]) if chart.x_label else [],
+        spread_ticks([(format_number(v), x.share(v)) for v in x.ticks(8)]) if chart.x_label else [],
         [tick_at(y.tick_label(v), 1 - y.share(v), HEIGHT) for v in y.ticks(6)],
         _phases(chart, x),
         round(HEIGHT * (1 - y.share(limit))) if limit else None,
-        chart.limit_label or (f"limit {show(limit, chart.unit)}" if limit else ""),
+        chart.limit_label or (f"limit {format_value(limit, chart.unit)}" if limit else ""),
         chart.x_label,
         "" if chart.unit == BYTES else chart.unit,
-        f"{chart.title}: peak {show(stack.tops[stack.peak], chart.unit)}, at {moment}",
+        f"{chart.title}: peak {format_value(stack.tops[stack.peak], chart.unit)}, at {moment}",
         _figure(chart, stack, thin_moments(stack, most, starts), bands, limit),
     )
 
@@ -181,7 +181,7 @@ def moment_title(chart: StackChart, x: Sequence[float], index: int) -> str:
     """
     if chart.titles:
         return chart.titles[index]
-    return f"{quantity_of(chart.x_label)} {show(x[index], unit_of(chart.x_label))}".strip()
+    return f"{quantity_of(chart.x_label)} {format_value(x[index], unit_of(chart.x_label))}".strip()
 
 
 def _name(text: str) -> str:

@@ -17,8 +17,8 @@ from trimtab.report.charts import Chart, Line
 
 WIDTH, HEIGHT = 2000, 1000
 """Size of the viewBox; a unit is about half a pixel on a wide screen."""
-LARGEST = 1e307
-"""Larger magnitudes are clamped to this value."""
+MAX_MAGNITUDE = 1e307
+"""Values of larger magnitude are clamped to this magnitude."""
 HEADROOM = 0.04
 """Margin above and below the lines, as a fraction of the range of values."""
 
@@ -86,7 +86,7 @@ def draw(chart: Chart) -> Drawing | None:
         _tick(_step(v), v, x_range, WIDTH) for v in ticks(*x_range, 8 if chart.large else 4, whole=True)
     ]
     y_ticks = [
-        _tick(number(v), v, y_range, HEIGHT, down=True) for v in ticks(*y_range, 6 if chart.large else 3)
+        _tick(format_tick(v), v, y_range, HEIGHT, down=True) for v in ticks(*y_range, 6 if chart.large else 3)
     ]
     listed = "; ".join(f"{stroke.name}, last {stroke.last}" for stroke in strokes)
     figure = {
@@ -122,7 +122,7 @@ def _y_range(values: list[float], *, from_zero: bool) -> tuple[float, float]:
 
 def _clamped(y: float) -> float:
     """Clamps a value so that differences between values are finite."""
-    return min(max(y, -LARGEST), LARGEST) if math.isfinite(y) else y
+    return min(max(y, -MAX_MAGNITUDE), MAX_MAGNITUDE) if math.isfinite(y) else y
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
@@ -176,11 +176,11 @@ def _step(value: float) -> str:
     return f"{value:,.0f}" if abs(value) < 100_000 else format_count(value)
 
 
-def number(value: float) -> str:
+def format_tick(value: float) -> str:
     """Formats a value with four digits, for an axis or a legend.
 
     Example:
-        >>> number(1.20304), number(2e-05), number(12_000.0), number(0.0)
+        >>> format_tick(1.20304), format_tick(2e-05), format_tick(12_000.0), format_tick(0.0)
         ('1.203', '2e-5', '12 K', '0')
     """
     if abs(value) >= 10_000:
@@ -198,5 +198,5 @@ def _stroke(line: Line, x_range: tuple[float, float], y_range: tuple[float, floa
         place = f"{round(WIDTH * position(x, x_range))},{round(HEIGHT * position(y, y_range, down=True))}"
         path.append(f"{'M' if new else 'L'}{place}")
         dots.append(f"M{place}h0")
-        new, last = False, number(y)
+        new, last = False, format_tick(y)
     return Stroke(line.name, line.role, "".join(path), "".join(dots) if line.markers else "", last)

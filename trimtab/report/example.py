@@ -9,13 +9,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from trimtab.report.plain import as_text, plain
-from trimtab.report.plan_panel import WIDEST
+from trimtab.report.plan_panel import MAX_WIDTH
 
 TRAINED, OTHER = "bold green", "bright_black"
 OPEN, CLOSE = "⟦", "⟧"
-LONGEST = {True: 600, False: 300}
+MAX_SPAN_CHARS = {True: 600, False: 300}
 """Maximum characters of a trained and an untrained span; longer spans are shortened in the middle."""
-MOST = 3000
+MAX_EXAMPLE_CHARS = 3000
 """Maximum characters shown of an example."""
 
 
@@ -35,18 +35,22 @@ def example_view(record: dict[str, Any], console: Console) -> RenderableType:
         return Text(head).append_text(body)
     title = as_text(f"trained tokens: {origin}, {counted} (in green)", "bold", keep_newlines=False)
     return Panel(
-        body, title=title, title_align="left", width=min(console.width, WIDEST), border_style="bright_black"
+        body,
+        title=title,
+        title_align="left",
+        width=min(console.width, MAX_WIDTH),
+        border_style="bright_black",
     )
 
 
-def shown_runs(record: dict[str, Any]) -> list[tuple[str, bool]]:
+def shown_spans(record: dict[str, Any]) -> list[tuple[str, bool]]:
     """Returns an example's spans as (text, whether trained), with long spans shortened and a long example truncated."""
     shown: list[tuple[str, bool]] = []
     for text, trained in record["runs"]:
-        if sum(len(span) for span, _ in shown) > MOST:
+        if sum(len(span) for span, _ in shown) > MAX_EXAMPLE_CHARS:
             shown.append((" …", False))
             break
-        shown.append((_shortened(text, LONGEST[bool(trained)]), bool(trained)))
+        shown.append((_shortened(text, MAX_SPAN_CHARS[bool(trained)]), bool(trained)))
     if shown and not shown[-1][1]:
         shown[-1] = (shown[-1][0].rstrip(), False)
     if record["cut"]:
@@ -56,7 +60,7 @@ def shown_runs(record: dict[str, Any]) -> list[tuple[str, bool]]:
 
 def _body(record: dict[str, Any], coloured: bool) -> Text:
     body = Text()
-    for text, trained in shown_runs(record):
+    for text, trained in shown_spans(record):
         shown = plain(text)
         if trained and not coloured:
             shown = f"{OPEN}{shown}{CLOSE}"

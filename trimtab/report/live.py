@@ -62,7 +62,7 @@ class LiveView:
         """Prints a line of text."""
         self._line(text)
 
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None:
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None:
         """Shows the progress of a preparation: reading, tokenizing, downloading."""
         if self.detail == "quiet":
             return

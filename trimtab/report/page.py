@@ -10,7 +10,7 @@ from trimtab.report import summary, verdicts
 from trimtab.report.buckets import shown_buckets, total
 from trimtab.report.charts import charts
 from trimtab.report.drawing import draw
-from trimtab.report.example import shown_runs
+from trimtab.report.example import shown_spans
 from trimtab.report.html import figure_script, page_environment, policy, read_templates, write_html
 from trimtab.report.receipt import receipt_rows
 from trimtab.report.rundata import RunData, section
@@ -74,7 +74,7 @@ def _contents(data: RunData) -> dict[str, Any]:
 def _example(data: RunData) -> dict[str, Any] | None:
     """The example that was shown before training; None if all tokens of the data are trained on."""
     rows = data.of("example")
-    return {**rows[0], "runs": shown_runs(rows[0])} if rows else None
+    return {**rows[0], "runs": shown_spans(rows[0])} if rows else None
 
 
 def _memory(data: RunData) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ def _how(data: RunData) -> dict[str, Any]:
         "events": [{**event, "tone": _tone(event)} for event in data.of("event")],
         "environment": environment,
         "recipe": data.recipe,
-        "flaws": data.flaws(),
+        "problems": data.problems(),
     }
 
 

@@ -21,7 +21,7 @@ from trimtab.report.distributions import t_quantile, t_two_sided
 
 ALPHA = 0.05
 """Family-wise error rate: the share of reports without any true change that claim at least one change."""
-FEWEST = 6
+MIN_DOCUMENTS = 6
 """Minimum number of documents for a test: with five, even five differences of equal sign are not significant (2/32)."""
 
 
@@ -83,7 +83,7 @@ class PairedMeanTest:
 def compare_losses(
     before: Sequence[float], after: Sequence[float], tokens: Sequence[int]
 ) -> PairedMeanTest | None:
-    """Compares mean losses of the same documents; returns None for fewer than `FEWEST` documents.
+    """Compares mean losses of the same documents; returns None for fewer than `MIN_DOCUMENTS` documents.
 
     Example:
         >>> found = compare_losses([2.0] * 8, [1.5, 1.6, 1.4, 1.5, 1.5, 1.7, 1.3, 1.5], [100] * 8)
@@ -95,9 +95,9 @@ def compare_losses(
 
 
 def weighted_mean(values: Sequence[float], weights: Sequence[int]) -> PairedMeanTest | None:
-    """Returns the weighted mean with its jackknife standard error; None for fewer than `FEWEST` values."""
+    """Returns the weighted mean with its jackknife standard error; None for fewer than `MIN_DOCUMENTS` values."""
     count, whole = len(values), sum(weights)
-    if count < FEWEST:
+    if count < MIN_DOCUMENTS:
         return None
     mean = math.fsum(w * v for v, w in zip(values, weights, strict=True)) / whole
     # Without item i the mean is mean − wᵢ (vᵢ − mean) / (whole − wᵢ).

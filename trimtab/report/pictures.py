@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.files import write_atomic
-from trimtab.report.axes import BYTES, Axis, show_number, spread
+from trimtab.report.axes import BYTES, Axis, format_number, spread
 from trimtab.report.document import (
     BarChart,
     Chart,
@@ -27,8 +27,8 @@ from trimtab.report.document import (
     Text,
 )
 from trimtab.report.draw_bars import part_names, part_value, scale
-from trimtab.report.draw_lines import MARKED, bin_shares, drawn_points, line_axes, x_values
-from trimtab.report.draw_stack import LIMIT_SHOWN, ROOM, read_stack, thin_moments
+from trimtab.report.draw_lines import MAX_MARKED_POINTS, bin_shares, drawn_points, line_axes, x_values
+from trimtab.report.draw_stack import AXIS_HEADROOM, MAX_SHOWN_LIMIT, read_stack, thin_moments
 from trimtab.report.plain import plain
 from trimtab.report.roles import named_roles, series_role, tones
 
@@ -39,8 +39,8 @@ SIZE = (8.0, 4.4)
 DPI = 120
 DRAWN_MOMENTS = 4_000
 DASHES = ("-", (0, (5, 2)), (0, (1, 2)))
-LONGEST_NAME = 46
-MOST_BARS = 30
+MAX_NAME_CHARS = 46
+MAX_BARS = 30
 STYLE: dict[Any, Any] = {
     "text.parse_math": False,
     "font.size": 9.5,
@@ -140,7 +140,7 @@ def _size(chart: Chart) -> tuple[float, float]:
     """Returns the size in inches; the height of a bar chart depends on the number of bars."""
     if not isinstance(chart, BarChart):
         return SIZE
-    return SIZE[0], max(1.8, 0.9 + 0.3 * min(len(chart.bars), MOST_BARS))
+    return SIZE[0], max(1.8, 0.9 + 0.3 * min(len(chart.bars), MAX_BARS))
 
 
 def _text(text: str, longest: int = 90) -> str:
@@ -201,19 +201,19 @@ def _lines(chart: LineChart, axes: Any) -> bool:
         points = drawn_points(series, x, y)
         places = [x.share(at) for at, _ in points]
         heights = [y.share(value) if math.isfinite(value) else math.nan for _, value in points]
-        marker = "o" if len(points) <= MARKED else None
+        marker = "o" if len(points) <= MAX_MARKED_POINTS else None
         handles += axes.plot(
             places, heights, marker=marker, markersize=3.5, linewidth=1.6, **_tone(series_role(i))
         )
     ticks = _apart(x, x_values(chart, x))
-    _scale(x, axes.xaxis, axes.set_xlim, ticks, [show_number(value) for value in ticks])
+    _scale(x, axes.xaxis, axes.set_xlim, ticks, [format_number(value) for value in ticks])
     values = y.ticks(6)
     _scale(y, axes.yaxis, axes.set_ylim, values, [y.tick_label(value) for value in values])
     axes.set_xlim(-0.01, 1.01)
     axes.set_xlabel(_text(chart.x_label))
     axes.set_ylabel("" if y.unit == BYTES and chart.y_label == BYTES else _text(chart.y_label, 50))
     if len(chart.series) > 1:
-        _legend(axes, [_text(series.name, LONGEST_NAME) for series in chart.series], handles)
+        _legend(axes, [_text(series.name, MAX_NAME_CHARS) for series in chart.series], handles)
     return True
 
 
@@ -228,7 +228,7 @@ def _bars(chart: BarChart, axes: Any) -> bool:
     roles = dict(zip(names, named_roles(names), strict=True))
     whole = scale(chart)
     handles: dict[str, Any] = {}
-    shown = chart.bars[:MOST_BARS]
+    shown = chart.bars[:MAX_BARS]
     for row, bar in enumerate(shown):
         start = 0.0
         for name, value in bar.parts:
@@ -236,14 +236,14 @@ def _bars(chart: BarChart, axes: Any) -> bool:
             handles[name] = axes.barh(row, width, left=start, height=0.66, **_fill(roles[name]))
             start += width
         axes.text(start + 0.01, row, _text(bar.label, 40), va="center", fontsize=8.5, color="#1c2230")
-    axes.set_yticks(range(len(shown)), [_text(bar.name, LONGEST_NAME) for bar in shown], color="#1c2230")
+    axes.set_yticks(range(len(shown)), [_text(bar.name, MAX_NAME_CHARS) for bar in shown], color="#1c2230")
     axes.invert_yaxis()
     axes.set_xticks([])
     axes.set_xlim(0, 1.25)
     axes.spines["bottom"].set_visible(False)
     axes.grid(False)
     if len(handles) > 1:
-        _legend(axes, [_text(name, LONGEST_NAME) for name in handles], list(handles.values()))
+        _legend(axes, [_text(name, MAX_NAME_CHARS) for name in handles], list(handles.values()))
     return True
 
 
@@ -251,8 +251,11 @@ def _stack(chart: StackChart, axes: Any) -> bool:
     stack = read_stack(chart)
     if stack is None:
         return False
-    limit = chart.limit if chart.limit and chart.limit <= LIMIT_SHOWN * max(stack.tops) else None
-    x, y = Axis(stack.x[0], stack.end), Axis(0, ROOM * max(*stack.tops, limit or 0.0), unit=chart.unit)
+    limit = chart.limit if chart.limit and chart.limit <= MAX_SHOWN_LIMIT * max(stack.tops) else None
+    x, y = (
+        Axis(stack.x[0], stack.end),
+        Axis(0, AXIS_HEADROOM * max(*stack.tops, limit or 0.0), unit=chart.unit),
+    )
     kept = thin_moments(stack, DRAWN_MOMENTS, [phase.start for phase in chart.phases])
     places = [*(x.share(stack.x[i]) for i in kept), 1.0]
     handles = []
@@ -267,7 +270,7 @@ def _stack(chart: StackChart, axes: Any) -> bool:
     ticks = y.ticks(6)
     _scale(y, axes.yaxis, axes.set_ylim, ticks, [y.tick_label(value) for value in ticks])
     ticks = x.ticks(8) if chart.x_label else []
-    _scale(x, axes.xaxis, axes.set_xlim, ticks, [show_number(value) for value in ticks])
+    _scale(x, axes.xaxis, axes.set_xlim, ticks, [format_number(value) for value in ticks])
     axes.set_ylabel("" if chart.unit == BYTES else _text(chart.unit, 50))
     axes.set_xlabel(_text(chart.x_label))
     for phase in chart.phases:
@@ -276,7 +279,7 @@ def _stack(chart: StackChart, axes: Any) -> bool:
             axes.axvline(low, color="#1c2230", alpha=0.3, linewidth=0.8)
         if 95 * (high - low) > len(phase.name):
             axes.text((low + high) / 2, 0.985, _text(phase.name, 30), ha="center", va="top", fontsize=8.5)
-    names = [_text(band.name, LONGEST_NAME) for band in chart.bands]
+    names = [_text(band.name, MAX_NAME_CHARS) for band in chart.bands]
     _legend(axes, names[::-1], handles[::-1])
     return True
 
@@ -293,11 +296,11 @@ def _histogram(chart: Histogram, axes: Any) -> bool:
         axes.stairs(heights, shares, fill=True, color=color, alpha=0.18)
         handles.append(axes.stairs(heights, shares, linewidth=1.5, **_tone(series_role(i))))
     values = [value for value in y.ticks(5) if value == round(value)]
-    _scale(y, axes.yaxis, axes.set_ylim, values, [show_number(value) for value in values])
+    _scale(y, axes.yaxis, axes.set_ylim, values, [format_number(value) for value in values])
     apart = max(1, -(-len(chart.edges) // 9))
-    axes.set_xticks(shares[::apart], [show_number(float(f"{edge:.3g}")) for edge in chart.edges[::apart]])
+    axes.set_xticks(shares[::apart], [format_number(float(f"{edge:.3g}")) for edge in chart.edges[::apart]])
     axes.set_xlabel(_text(chart.x_label))
     axes.set_ylabel("values per bin")
     if len(chart.counts) > 1:
-        _legend(axes, [_text(name, LONGEST_NAME) for name, _ in chart.counts], handles)
+        _legend(axes, [_text(name, MAX_NAME_CHARS) for name, _ in chart.counts], handles)
     return True

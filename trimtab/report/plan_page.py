@@ -13,7 +13,7 @@ from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
 from trimtab.report.timeline import draw_timeline
 
-MOST_OPERATIONS = 16
+MAX_OPERATIONS = 16
 """Maximum number of listed operations; the remaining, shorter ones are summed."""
 PHASES = ("forward", "backward", "recompute", "update")
 
@@ -144,7 +144,7 @@ def _operations(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Time of each operation by phase, in descending order."""
     if not rows:
         return None
-    shown, rest = rows[:MOST_OPERATIONS], rows[MOST_OPERATIONS:]
+    shown, rest = rows[:MAX_OPERATIONS], rows[MAX_OPERATIONS:]
     if rest:
         phases: dict[str, float] = {}
         for row in rest:

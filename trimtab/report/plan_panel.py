@@ -11,16 +11,16 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
-from trimtab.report.buckets import COLORS, Moment, bucket_bar, picture, shown_buckets, total
+from trimtab.report.buckets import COLORS, Moment, bucket_bar, buckets_view, shown_buckets, total
 from trimtab.report.plain import as_text
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
 
-WIDEST = 100
+MAX_WIDTH = 100
 """Maximum width of a panel in columns: long lines are hard to read."""
 KERNEL_ROWS = ("attention", "optimizer", "loss", "pointwise", "compile", "CUDA graphs", "memory")
 """Rows that the short view merges into one line, or that its first line and its table already contain."""
-BARS_FROM = 96
+MIN_BARS_WIDTH = 96
 """Minimum terminal width for bars in the table of phases."""
 
 
@@ -67,12 +67,12 @@ def plan_view(plan: dict[str, Any], width: int) -> RenderableType:
     parts: list[RenderableType] = [as_text(verdict(plan), style), Text(""), _grid(_short_rows(plan))]
     phases = section(plan, "phases")
     if phases.get("phases"):
-        parts += [Text(""), _phase_table(phases["phases"], min(width, WIDEST))]
+        parts += [Text(""), _phase_table(phases["phases"], min(width, MAX_WIDTH))]
     by_part = activations(plan)
     if by_part:
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in by_part.items())
         parts += [Text(""), as_text(f"Activations at the peak: {listed}.")]
-    return Constrain(Group(*parts), min(width, WIDEST))
+    return Constrain(Group(*parts), min(width, MAX_WIDTH))
 
 
 def plan_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
@@ -132,7 +132,7 @@ def _phase_table(phases: list[dict[str, Any]], width: int) -> Table:
     scale = max(int(row["needed"]) for row in phases)
     shown = [name for name in COLORS if any(row.get(name) for row in phases)]
     unit, size = ("GiB", 2**30) if scale >= 2**30 else ("MiB", 2**20)
-    bars = width >= BARS_FROM
+    bars = width >= MIN_BARS_WIDTH
     space = (0, 2, 0, 0) if bars else (0, 1, 0, 0)
     table = Table(box=None, padding=space, show_edge=False, expand=bars, header_style="bright_black")
     table.add_column(f"peak memory, {unit}", no_wrap=True)
@@ -162,14 +162,14 @@ def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
     rows = [*_rows(plan, full=full), *([] if full else _buckets(section(memory, "peak")))]
     parts: list[RenderableType] = [_grid(rows)]
     if moments and full:
-        parts += [Text(""), picture(moments)]
+        parts += [Text(""), buckets_view(moments)]
     return Panel(
         Group(*parts),
         title=Text("plan of this run", style="bold"),
         title_align="left",
         border_style="bright_black",
         padding=(1, 2),
-        width=min(width, WIDEST),
+        width=min(width, MAX_WIDTH),
     )
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from trimtab.facts.units import format_bytes, format_rate, format_seconds
 from trimtab.report.plain import as_text, plain
 
-MOST_OPTIONS = 8
+MAX_OPTIONS = 8
 """Maximum number of listed candidates of a search."""
 AUTOMATIC = "(chosen automatically if memory is short)"
 """Shown instead of a recipe line for a technique that no recipe key sets."""
@@ -72,7 +72,7 @@ def _options(options: list[dict[str, Any]]) -> RenderableType:
     if priced:
         headings.append(("$ / 1 M tokens", "right"))
     table = _table(*headings, "recompute")
-    for option in options[:MOST_OPTIONS]:
+    for option in options[:MAX_OPTIONS]:
         rate = option["tokens_per_second"]
         cells: list[str | Text] = [
             as_text(option["name"]),
@@ -84,7 +84,7 @@ def _options(options: list[dict[str, Any]]) -> RenderableType:
             dollars = option["dollars_per_million_tokens"]
             cells.append("–" if dollars is None else f"{dollars:.3g}")
         table.add_row(*cells, as_text(option["recompute"]))
-    more = len(options) - MOST_OPTIONS
+    more = len(options) - MAX_OPTIONS
     return Group(table, Text(f"and {more} more (--json lists all)", "bright_black")) if more > 0 else table
 
 

@@ -17,9 +17,9 @@ from rich.text import Text
 from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
 from trimtab.report.plain import plain
 
-WIDEST = 100
+MAX_WIDTH = 100
 SPARKS = "▁▂▃▄▅▆▇█"
-KEPT_LOSSES = 4096
+MAX_LOSSES = 4096
 """Maximum number of losses in memory for the sparkline; beyond it, every second loss is dropped."""
 
 
@@ -76,7 +76,7 @@ class Training:
         self.memory = float(record["memory_bytes"])
         self.seconds = float(record["seconds"])
         self.losses.append(self.loss)
-        if len(self.losses) > KEPT_LOSSES:
+        if len(self.losses) > MAX_LOSSES:
             del self.losses[::2]
         if self._first is None:
             self._first = (self.step, time.monotonic())
@@ -112,7 +112,7 @@ class Training:
         yield _bar_line("training", self.step, self.total, f"{self.step}/{self.total}  {share:.0%}", ends)
         loss, *others = self._facts()
         tail = "   " + "   ".join(others)
-        room = min(options.max_width, WIDEST) - len(loss) - len(tail) - 3
+        room = min(options.max_width, MAX_WIDTH) - len(loss) - len(tail) - 3
         graph = sparkline(self.losses, max(0, min(32, room)))
         yield Text.assemble((loss, "bold"), "  ", (graph, "cyan"), (tail, "bright_black"), no_wrap=True)
 
@@ -155,4 +155,4 @@ def _bar_line(what: str, done: int, total: int | None, amount: str, ends: str) -
     grid.add_column(justify="right", no_wrap=True, style="cyan")
     bar = ProgressBar(total=total or None, completed=min(done, total or done), pulse=not total)
     grid.add_row(Text(what), bar, Text(amount), Text(ends))
-    return Constrain(grid, WIDEST)
+    return Constrain(grid, MAX_WIDTH)

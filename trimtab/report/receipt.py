@@ -58,11 +58,11 @@ def receipt_lines(entry: dict[str, Any]) -> list[str]:
     allocated, seconds = measured.get("allocated"), _median(measured.get("step_seconds"))
     if allocated is not None:
         # On a CPU, the measurement counts tensors, not the memory of the process.
-        counted = ", in tensors" if section(entry, "device").get("kind") == "cpu" else ""
+        counted = ", tensors only" if section(entry, "device").get("kind") == "cpu" else ""
         lines.append(f"memory: {_compare(predicted.get('allocated'), allocated, format_bytes)}{counted}")
     if seconds is not None:
         early = "" if measured.get("warm", True) else ", first steps included"
-        lines.append(f"step: {_compare(predicted.get('step_seconds'), seconds, _duration)}{early}")
+        lines.append(f"step time: {_compare(predicted.get('step_seconds'), seconds, _duration)}{early}")
     return lines
 
 

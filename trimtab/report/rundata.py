@@ -34,9 +34,9 @@ class RunData:
     damaged_lines: int = 0
     starts: list[dict[str, Any]] = field(default_factory=list)
     """Measured and predicted values of each start of the run (receipts/plan.json), in order."""
-    receipt_flaw: str | None = None
+    receipt_problem: str | None = None
     """Reason why receipts/plan.json could not be read."""
-    environment_flaw: str | None = None
+    environment_problem: str | None = None
     """Reason why environment.json could not be read; the rest of the report does not need it."""
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class RunData:
         rows = [r for r in self.of("memory") if r["when"] == when]
         return rows[-1] if rows else None
 
-    def flaws(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Returns a sentence for each problem: damaged or missing lines of metrics.jsonl, other unreadable files.
 
         Every trained step should have a record, and a checkpoint proves that its step was trained.
@@ -74,10 +74,10 @@ class RunData:
             single = missing.isdecimal()
             what, them = (f"step {missing}", "it is") if single else (f"steps {missing}", "they are")
             sentences.append(f"metrics.jsonl lacks {what} of {last}: {them} not shown")
-        if self.receipt_flaw:
-            sentences.append(f"{self.receipt_flaw}: predictions are not compared with measurements")
-        if self.environment_flaw:
-            sentences.append(f"{self.environment_flaw}: versions and machine are not shown")
+        if self.receipt_problem:
+            sentences.append(f"{self.receipt_problem}: predictions are not compared with measurements")
+        if self.environment_problem:
+            sentences.append(f"{self.environment_problem}: versions and machine are not shown")
         return sentences
 
     @property
@@ -127,11 +127,11 @@ def read_run(folder: Path) -> RunData:
     try:
         data.starts = _starts(folder / "receipts" / "plan.json")
     except CheckpointError as error:
-        data.receipt_flaw = error.cause
+        data.receipt_problem = error.cause
     try:
         data.environment = _json(folder / "environment.json")
     except CheckpointError as error:
-        data.environment_flaw = error.cause
+        data.environment_problem = error.cause
     try:
         with metrics.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             for line in lines:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from trimtab.report.axes import Axis, show, show_number, unit_of
+from trimtab.report.axes import Axis, format_number, format_value, unit_of
 from trimtab.report.document import BarChart, Chart, Histogram, LineChart, StackChart, Table
 from trimtab.report.draw_bars import part_names
 from trimtab.report.draw_stack import moment_title, read_stack
@@ -15,8 +15,8 @@ NOTHING = ("", "-", "–", "—", "n/a")
 FAILURES = ("out of memory", "out of memory (predicted)", "timed out", "failed")
 ABSENT = ("not supported", "not measured", *NOTHING)
 """Cell texts that mean that there is no value."""
-MOST_ROWS = 24
-MOST_COLUMNS = 12
+MAX_ROWS = 24
+MAX_COLUMNS = 12
 _NUMBER = re.compile(r"[≈~<>≤≥±]?\s*[+\-−]?\s*(\d[\d,.]*|\.\d+|inf\b|nan\b)", re.IGNORECASE)
 _LONGEST_NUMBER = 28
 
@@ -77,7 +77,7 @@ def _of_lines(chart: LineChart) -> Table | None:
     if not places:
         return None
     unit = unit_of(chart.y_label)
-    kept = evenly(places, MOST_ROWS)
+    kept = evenly(places, MAX_ROWS)
     note = f"{len(kept)} of {len(places):,} points." if len(kept) < len(places) else ""
     named = list(zip([series.name for series in chart.series], values, strict=True))
 
@@ -85,15 +85,17 @@ def _of_lines(chart: LineChart) -> Table | None:
         value = known.get(x)
         if value is None:
             return "–"
-        return show(value, unit) if unit == "bytes" else show_number(value) if value == value else "–"
+        return (
+            format_value(value, unit) if unit == "bytes" else format_number(value) if value == value else "–"
+        )
 
-    if len(named) > MOST_COLUMNS or len(named) > 2 * len(kept):
-        columns = evenly(kept, MOST_COLUMNS)
-        head = (chart.y_label, *(show_number(x) for x in columns))
+    if len(named) > MAX_COLUMNS or len(named) > 2 * len(kept):
+        columns = evenly(kept, MAX_COLUMNS)
+        head = (chart.y_label, *(format_number(x) for x in columns))
         rows = [(name, *(cell(known, x) for x in columns)) for name, known in named]
     else:
         head = (chart.x_label, *(name for name, _ in named))
-        rows = [(show_number(x), *(cell(known, x) for _, known in named)) for x in kept]
+        rows = [(format_number(x), *(cell(known, x) for _, known in named)) for x in kept]
     return Table(_title(chart.title, chart.y_label), head, tuple(rows), note)
 
 
@@ -105,11 +107,13 @@ def _of_bars(chart: BarChart) -> Table | None:
     if not chart.bars:
         return None
     names = part_names(chart)
-    shown = names if 1 < len(names) <= MOST_COLUMNS - 2 else []
+    shown = names if 1 < len(names) <= MAX_COLUMNS - 2 else []
     rows = []
-    for bar in chart.bars[:MOST_ROWS]:
+    for bar in chart.bars[:MAX_ROWS]:
         parts = dict(bar.parts)
-        rows.append((bar.name, *(show(parts.get(name, 0.0), chart.unit) for name in shown), bar.label))
+        rows.append(
+            (bar.name, *(format_value(parts.get(name, 0.0), chart.unit) for name in shown), bar.label)
+        )
     hidden = len(chart.bars) - len(rows)
     return Table(
         chart.title, ("", *shown, "total"), tuple(rows), f"{hidden} more are not shown." if hidden else ""
@@ -121,10 +125,10 @@ def _of_stack(chart: StackChart) -> Table | None:
     if stack is None:
         return None
     rows = [
-        (band.name, show(values[stack.peak], chart.unit), show(max(values), chart.unit))
+        (band.name, format_value(values[stack.peak], chart.unit), format_value(max(values), chart.unit))
         for band, values in zip(chart.bands, stack.values, strict=True)
     ]
-    total = show(stack.tops[stack.peak], chart.unit)
+    total = format_value(stack.tops[stack.peak], chart.unit)
     rows = [*reversed(rows), ("total", total, total)]
     peak = moment_title(chart, stack.x, stack.peak)
     return Table(chart.title, ("", "at the peak", "maximum"), tuple(rows), f"The peak is at {peak}.")
@@ -134,12 +138,12 @@ def _of_histogram(chart: Histogram) -> Table | None:
     bins = len(chart.edges) - 1
     if bins < 1 or not chart.counts:
         return None
-    apart = -(-bins // MOST_ROWS)
+    apart = -(-bins // MAX_ROWS)
     unit = unit_of(chart.x_label)
     rows = []
     for low in range(0, bins, apart):
         high = min(low + apart, bins)
-        name = f"{show(chart.edges[low], unit)} to {show(chart.edges[high], unit)}"
+        name = f"{format_value(chart.edges[low], unit)} to {format_value(chart.edges[high], unit)}"
         rows.append((name, *(f"{sum(counts[low:high]):,}" for _, counts in chart.counts)))
     return Table(chart.title, (chart.x_label, *(name for name, _ in chart.counts)), tuple(rows))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.report.paired import (
     ALPHA,
-    FEWEST,
+    MIN_DOCUMENTS,
     PairedItemTest,
     PairedMeanTest,
     compare_items,
@@ -24,7 +24,11 @@ LABELS = {
     "unchanged": "no measurable change",
     "untested": "not tested",
 }
-PLURALS = {"document": "documents", "piece": "pieces", "group of documents": "groups of documents"}
+PLURALS = {
+    "document": "documents",
+    "piece": "pieces of documents",
+    "group of documents": "groups of documents",
+}
 NO_ITEMS = "metrics.jsonl contains no results by item; older versions did not write them"
 OTHER_ITEMS = "different items were measured before and after"
 
@@ -171,7 +175,7 @@ def _loss_changes(data: RunData) -> list[Change]:
         if before and after:
             same = (before["unit"], before["tokens"]) == (after["unit"], after["tokens"])
             test = compare_losses(before["losses"], after["losses"], before["tokens"]) if same else None
-            few = f"fewer than {FEWEST} {PLURALS.get(before['unit'], before['unit'])}"
+            few = f"fewer than {MIN_DOCUMENTS} {PLURALS.get(before['unit'], before['unit'])}"
             row = replace(row, test=test, sampled=before["unit"], untested=few if same else OTHER_ITEMS)
         rows.append(row)
     return rows

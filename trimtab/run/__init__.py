@@ -1,4 +1,4 @@
-"""Resolves a recipe, builds the run and takes it to its end; the only package that imports all training packages."""
+"""Resolves recipes; builds, starts, resumes and ends runs. The only package that imports all training packages."""
 
 from __future__ import annotations
 

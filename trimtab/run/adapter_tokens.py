@@ -72,12 +72,12 @@ def check_same_tokens(recipe: Recipe, model: Path) -> None:
         + _list_some(tokens),
         f"set model.added_tokens: [{', '.join(map(repr, added))}]"
         if len(added) <= _MANY
-        else "name the tokenizer that it was trained with as model.tokenizer",
+        else "set model.tokenizer to the tokenizer that it was trained with",
     )
 
 
 _MANY = 100
-"""Number of differing tokens from which on two tokenizers are considered unrelated."""
+"""If more tokens than this differ, the error names model.tokenizer instead of listing the tokens."""
 
 
 def _list_some(tokens: list[str]) -> str:

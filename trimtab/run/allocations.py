@@ -1,4 +1,4 @@
-"""Records where tensors are allocated, for reports of running out of memory: `trimtab train --explain-memory`.
+"""Records where tensors are allocated, for out-of-memory reports: `trimtab train --explain-memory`.
 
 It intercepts every operation, which makes steps slower (1.26 to 1.51 s for the starter with 4 × 256 tokens on one CPU
 thread, more with small kernels); therefore it is off by default. It records the outputs of operations; a kernel's own
@@ -27,25 +27,25 @@ _RECORDER_METHODS = ("__torch_dispatch__", "entering")
 _METHODS = ("forward", "forward_group", "save_only", "compute", "attend", "feed")
 """Methods that run a module's operations: `forward`, and others of blocks and of linear layers with adapters."""
 _MAX_FORWARD_OPERATIONS = 100_000
-"""Number of forward operations with a recorded origin for their backward; a step has some thousands."""
+"""Number of forward operations with a recorded origin for their backward; a step has a few thousand."""
 
 
 class AllocationRecorder(TorchDispatchMode):
     """Records the module and line of every storage that is allocated in its context, as long as the storage lives.
 
     In the backward pass an operation gets the origin of its forward operation. Modules are tracked without hooks:
-    adapters and recomputation take another path if a layer has hooks.
+    adapters and recomputation take a different code path if a layer has hooks.
 
     Example:
         >>> with AllocationRecorder() as recorder:
         ...     kept = torch.zeros(1000)
-        >>> recorder.of(kept.untyped_storage()) is not None
+        >>> recorder.origin_of(kept.untyped_storage()) is not None
         True
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = Origin()
+        self.last_origin = Origin()
         """Origin of the last operation."""
         self._modules: list[str] = []
         self._made: dict[int, Origin] = {}
@@ -60,7 +60,7 @@ class AllocationRecorder(TorchDispatchMode):
                     inside = self._inside(name, method)
                     self._followed.enter_context(replaced(module, method.__name__, inside))
 
-    def of(self, storage: torch.UntypedStorage) -> Origin | None:
+    def origin_of(self, storage: torch.UntypedStorage) -> Origin | None:
         """The origin of a storage; None if it was allocated before recording."""
         return self._made.get(storage._cdata)
 
@@ -75,7 +75,7 @@ class AllocationRecorder(TorchDispatchMode):
             for tensor in tree_leaves((args, kwargs))
             if isinstance(tensor, torch.Tensor)
         }
-        self.last = origin = self._origin()
+        self.last_origin = origin = self._origin()
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The frozen base weights of adapters: identified by checksums, and compared with the files that are found later."""
+"""The frozen base weights of adapters: identifies them by checksums, and compares later files with them."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def check_base(base: BaseWeights, place: Path) -> None:
     different = _describe_difference(base, place)
     if different is not None:
         raise CheckpointError(
-            f"the run was trained on another base than {place}: {different}",
-            f"it was trained on {_describe(base)}; put those weights back to that path",
+            f"the run was trained on other base weights than those in {place}: {different}",
+            f"it was trained on {_describe(base)}; restore those weights at that path",
         )
 
 
@@ -117,16 +117,16 @@ def _describe_difference(base: BaseWeights, place: Path) -> str | None:
     paths = {path.name: path for path in weight_paths(place)}
     wanted = base.files
     if set(paths) != set(wanted):
-        return "its files have other names"
+        return "its files have different names"
     for name, path in paths.items():
         if path.stat().st_size != wanted[name].size:
-            return f"{name} has another size"
+            return f"{name} has a different size"
     for name, file in cached_digests(paths.values()).items():
         checksum = wanted[name].sha256
         if (
             file.sha256 != checksum and digest(paths[name]).sha256 != checksum
         ):  # a cached checksum alone is not trusted
-            return f"{name} has other content"
+            return f"{name} has different content"
     return None
 
 
@@ -137,13 +137,13 @@ def check_adapter_base(base: BaseWeights | None, place: Path, folder: Path) -> N
     different = _describe_difference(base, place)
     if different is not None:
         raise ModelError(
-            f"the adapter {folder} was trained on another base than {place}: {different}",
-            f"it was trained on {_describe(base)}; give that model",
+            f"the adapter {folder} was trained on other base weights than those in {place}: {different}",
+            f"it was trained on {_describe(base)}; pass that model",
         )
 
 
 MIN_CACHED_BYTES = 1 << 26
-"""Size in bytes from which on a file's checksum is cached; smaller files are read each time."""
+"""Checksums are cached only for files of at least this many bytes; smaller files are read each time."""
 
 
 def cached_digests(paths: Iterable[Path], folder: Path | None = None) -> dict[str, FileDigest]:
@@ -151,7 +151,7 @@ def cached_digests(paths: Iterable[Path], folder: Path | None = None) -> dict[st
 
     Args:
         paths: the files, with distinct names.
-        folder: of cached checksums; by default in the user's cache. If it cannot be used, the files are read.
+        folder: folder of cached checksums; by default in the user's cache. If it cannot be used, the files are read.
 
     Example:
         >>> cached_digests([Path("model.safetensors")])["model.safetensors"].size  # doctest: +SKIP

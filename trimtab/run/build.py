@@ -82,7 +82,7 @@ class Run:
     state: TrainState
     scaler: LossScaler | None
     folder: RunFolder
-    lengths: tuple[PlannedSteps, ...]
+    planned_steps: tuple[PlannedSteps, ...]
     """The planned numbers of steps, one entry per resume that changed it."""
 
     def train(self) -> Outcome:
@@ -178,7 +178,7 @@ def make_dequantized_copies(decoder: Decoder, resolved: Resolved) -> None:
 
 
 def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
-    """Accumulate gradients of bf16 weights in fp32 unless the recipe says otherwise."""
+    """Accumulate gradients of bf16 weights in fp32, unless `gradient_dtype` is bf16."""
     precision = resolved.precision
     if precision.weights_dtype == "bf16" and precision.gradient_dtype == "fp32":
         for parameter in model.parameters():
@@ -187,7 +187,7 @@ def set_gradient_dtype(model: torch.nn.Module, resolved: Resolved) -> None:
 
 
 def autocast_of(resolved: Resolved) -> Callable[[], Any]:
-    """A factory of autocast contexts for the run's dtype; of null contexts if the weights have that dtype.
+    """Returns a factory of autocast contexts for the run's dtype, or of null contexts if the weights have that dtype.
 
     Without autocast's weight cache: it would keep the casts of all layers, also of recomputed ones, until the pass
     ends. Only a tiled feed-forward uses a weight more than once.
@@ -297,7 +297,7 @@ def build_run(
     checkpoint: SavedCheckpoint | None = None,
     base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
-    lengths: Sequence[PlannedSteps] = (),
+    planned_steps: Sequence[PlannedSteps] = (),
     dropout_by_sequence: bool = True,
     during: During = no_phase,
 ) -> Run:
@@ -314,11 +314,11 @@ def build_run(
         folder: the run folder.
         observers: called with each metrics record.
         on_event: called with one-line messages.
-        resume: resume instead of starting.
+        resume: whether the run is resumed.
         checkpoint: the one to resume from (`resume.find_checkpoint`); None restarts at step 0.
         base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
         callbacks: the user's callbacks (`trainer.callbacks`).
-        lengths: the planned numbers of steps so far; empty for a new run.
+        planned_steps: the planned numbers of steps so far; empty for a new run.
         dropout_by_sequence: `Choices.dropout_by_sequence`.
         during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
     """
@@ -342,7 +342,7 @@ def build_run(
     log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
     optimizer = build_optimizer(recipe, resolved, parameters)
     total_steps = corpora.total_steps(mesh)
-    planned_steps = extend(lengths, checkpoint.step if checkpoint else 0, total_steps)
+    all_planned_steps = extend(planned_steps, checkpoint.step if checkpoint else 0, total_steps)
     microstep = build_microstep(
         decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event, during=during
     )
@@ -354,7 +354,7 @@ def build_run(
         microstep=microstep,
         optimizer=optimizer,
         in_backward=build_in_backward_optimizer(recipe, resolved, optimizer, mesh),
-        learning_rate=learning_rate(recipe, planned_steps),
+        learning_rate=learning_rate(recipe, all_planned_steps),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
         loader=corpora.loader(mesh),
@@ -380,7 +380,7 @@ def build_run(
         callbacks=_callbacks(callbacks, folder, total_steps),
         during=during,
     )
-    run = Run(setup, TrainState(), None, folder, planned_steps)
+    run = Run(setup, TrainState(), None, folder, all_planned_steps)
     if resume:
         _restore(run, store, checkpoint, on_event)
     return run
@@ -460,7 +460,9 @@ def _restore(
         return
     scalars = store.load(checkpoint, setup.tensors())
     store.prune(checkpoint)  # a lower save_total_limit frees its space before the next checkpoint is written
-    run.state = TrainState(**{"measured": checkpoint.step, **scalars["state"]})  # not in older checkpoints
+    run.state = TrainState(
+        **{"measured": checkpoint.step, **scalars["state"]}
+    )  # older checkpoints lack `measured`
     run.scaler = LossScaler(**scalars["scaler"]) if scalars["scaler"] else None
     setup.optimizer.restore_scalars(scalars["optimizer"])
     setup.loader.restore(scalars["loader"])

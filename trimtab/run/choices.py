@@ -51,7 +51,7 @@ class PlannedSteps:
 
 @dataclass(frozen=True)
 class DataPins:
-    """The versions of the data that a run started with; a resumed run reads the same."""
+    """The versions of the data that a run started with; a resumed run reads the same versions."""
 
     commits: Mapping[str, str | None]
     """Commits of hub datasets."""
@@ -88,7 +88,7 @@ class Choices:
     """The frozen weights of a run that trains adapters."""
     started_from: BaseWeights | None = None
     """The checkpoint of another run that the initial weights were read from."""
-    lengths: tuple[PlannedSteps, ...] = ()
+    planned_steps: tuple[PlannedSteps, ...] = ()
     """The planned numbers of steps; empty for runs of versions that did not store them."""
     logs_checkpoints: bool = True
     """Whether metrics.jsonl has a record of every checkpoint since the first step."""
@@ -106,7 +106,7 @@ class Choices:
             "base": None if self.base is None else self.base.to_dict(),
             "recipe": to_dict(self.recipe),
             "started_from": None if self.started_from is None else self.started_from.to_dict(),
-            "lengths": [dataclasses.asdict(length) for length in self.lengths],
+            "lengths": [dataclasses.asdict(length) for length in self.planned_steps],
             LOGS_CHECKPOINTS: self.logs_checkpoints,
             DROPOUT_BY_SEQUENCE: self.dropout_by_sequence,
         }
@@ -116,7 +116,7 @@ class Choices:
         """The inverse of `to_dict`; for files of earlier versions too.
 
         Args:
-            data: the content of a file that `damage` found no fault in.
+            data: the content of a file that `find_damage` has validated.
             num_layers: number of layers of the run's model.
         """
         base, started_from = data.get("base"), data.get("started_from")
@@ -198,7 +198,7 @@ def write_choices(folder: RunFolder, choices: Choices) -> None:
 
 def _read(folder: RunFolder, fields: Sequence[str]) -> dict[str, Any]:
     data = read_json(folder.choices)
-    wrong = damage(data, fields)
+    wrong = find_damage(data, fields)
     if wrong is not None:
         raise _damaged(folder, wrong)
     if data.get("version", 0) > VERSION:
@@ -221,15 +221,16 @@ def _wrong_values(folder: RunFolder) -> Iterator[None]:
 
 def _damaged(folder: RunFolder, wrong: str) -> CheckpointError:
     return CheckpointError(
-        f"{folder.choices} {wrong}", f"restore it from a copy, or train it again: {folder.retrain_command()}"
+        f"{folder.choices} {wrong}",
+        f"restore the file from a copy, or train the recipe again: {folder.retrain_command()}",
     )
 
 
-def damage(data: Mapping[str, Any], fields: Sequence[str] = FIELDS) -> str | None:
+def find_damage(data: Mapping[str, Any], fields: Sequence[str] = FIELDS) -> str | None:
     """Describes the damage of choices.json; None if there is none, or if a newer trimtab wrote it.
 
     Example:
-        >>> damage({"version": None})
+        >>> find_damage({"version": None})
         'has no valid version'
     """
     version = data.get("version", 0)

@@ -13,8 +13,8 @@ from trimtab import data, hub, starter
 from trimtab.data import Batch, CachedCorpus, Corpus, Loader, Progress, SourceSpec
 from trimtab.data.caching import default_cache_dir
 from trimtab.data.in_memory import PassedRows, spool_path
-from trimtab.data.preview import beginning
-from trimtab.data.selection import LEFT_OUT, left_out
+from trimtab.data.preview import describe_beginning
+from trimtab.data.selection import LEFT_OUT, left_out_note
 from trimtab.data.sources import classify
 from trimtab.facts.errors import DataError
 from trimtab.facts.names import path_of
@@ -35,14 +35,14 @@ STARTER_SEED = 1
 MEMORY_PREFIX = "memory:"
 """Prefix of the names of rows that were passed from Python (`data.in_memory`)."""
 QUIET_BYTES = 2**27
-"""Progress of reading and verifying files is shown from this size on."""
+"""Progress of reading and verifying is shown for files larger than this."""
 
 
 class Watcher(Protocol):
     """Receives messages and progress."""
 
     def message(self, text: str) -> None: ...
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Corpora:
 
     @cached_property
     def _single_process_loader(self) -> Loader:
-        """A single-process loader, for facts and notes; no batches are drawn from it."""
+        """A single-process loader for facts and notes; it yields no batches."""
         return self.loader(Mesh.single())
 
     def total_steps(self, mesh: Mesh) -> int:
@@ -97,7 +97,7 @@ class Corpora:
         return self._single_process_loader.notes()
 
     def example(self, tokenizer: Tokenizer) -> dict[str, Any] | None:
-        """The first training example, as a record for the view; None if the data are plain texts."""
+        """The first training example, as a metrics record; None if the data are plain texts."""
         for corpus, _ in self.train:
             if corpus.form is not None:
                 return data.highlight_example(corpus, tokenizer, max_seq_length=self.recipe.max_seq_length)
@@ -153,10 +153,10 @@ def open_corpora(
         for name, sources in (("domain", section.eval.domain), ("general", section.eval.general))
         if sources
     }
-    train = [(opening.trained(source), source.weight) for source in section.train]
+    train = [(opening.for_training(source), source.weight) for source in section.train]
     replay = []
     if section.replay is not None:
-        replay = [(opening.trained(source), source.weight) for source in section.replay.sources]
+        replay = [(opening.for_training(source), source.weight) for source in section.replay.sources]
     train = [(_without(corpus, evaluation), weight) for corpus, weight in train]
     if not section.eval.domain and section.eval_share > 0 and not section.streaming:
         halves = [corpus.split(share=section.eval_share) for corpus, _ in train]
@@ -210,7 +210,7 @@ def _notes(corpus: Corpus) -> Iterator[str]:
     for why in LEFT_OUT:
         count = getattr(summary, why)
         if count:
-            yield left_out(count, why) + (f"; the first: {summary.complaint}" if why == "bad" else "")
+            yield left_out_note(count, why) + (f"; the first: {summary.first_error}" if why == "bad" else "")
     if summary.repaired:
         what = "document" if summary.repaired == 1 else "documents"
         yield f"in {summary.repaired} {what} unpaired Unicode surrogates were replaced by U+FFFD"
@@ -262,10 +262,10 @@ class _SourceOpener:
         """A corpus in the token cache."""
         return self._open(source, streaming=False)
 
-    def trained(self, source: Source) -> Corpus:
-        """A corpus for training, cached or streamed as in the recipe; shows its beginning."""
+    def for_training(self, source: Source) -> Corpus:
+        """A corpus for training, cached or streamed as in the recipe; prints the beginning of its first document."""
         corpus = self._open(source, streaming=self.streaming)
-        shown = beginning(corpus.source, template=self.tokenizer.chat_template is not None)
+        shown = describe_beginning(corpus.source, template=self.tokenizer.chat_template is not None)
         self.watcher.message(f"{self._shown(source.source)}: {shown}")
         return corpus
 
@@ -293,7 +293,7 @@ class _SourceOpener:
             what = {"hash": "reading", "tokenize": "tokenizing", "verify": "checking"}.get(
                 progress.stage, progress.stage
             )
-            self.watcher.working(
+            self.watcher.progress(
                 f"{what} {self._shown(progress.source)}", progress.done_bytes, progress.total_bytes, "bytes"
             )
 

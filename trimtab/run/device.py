@@ -212,7 +212,7 @@ def _cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine() or "CPU"
 
 
-def need_trackers(names: Sequence[str]) -> None:
+def require_trackers(names: Sequence[str]) -> None:
     """Raises MissingDependency if a tool that `report_to` names is not installed."""
     for name in names:
         if find_spec(name) is None:

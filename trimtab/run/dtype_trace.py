@@ -59,7 +59,7 @@ class DtypeTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        before, after = _formats((args, kwargs)), _formats(out)
+        before, after = _dtypes_of((args, kwargs)), _dtypes_of(out)
         if before and after:
             innermost = max(self._modules.parents, key=lambda path: path.count("."))
             operation = Operation(
@@ -74,7 +74,7 @@ class DtypeTrace(TorchDispatchMode):
         return out
 
 
-def _formats(values: Any) -> str:
+def _dtypes_of(values: Any) -> str:
     found = [NAMES[t.dtype] for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.dtype in NAMES]
     return ", ".join(dict.fromkeys(found))
 

@@ -298,9 +298,9 @@ class RunFolder:
         for name in OOM_REPORT:
             (self.path / name).unlink(missing_ok=True)
 
-    def lock(self, elsewhere: str | None = None) -> RunLock:
-        """The lock that one process has at a time: `with folder.lock():`. `elsewhere`: the recipe key of the folder."""
-        return RunLock(self.path, elsewhere=elsewhere)
+    def lock(self, folder_key: str | None = None) -> RunLock:
+        """Returns the lock of the folder: `with folder.lock():`. `folder_key` is its recipe key or flag, for errors."""
+        return RunLock(self.path, folder_key=folder_key)
 
     def open(self) -> None:
         """Raises unless the run can be resumed, or started again from its recipe."""
@@ -336,7 +336,9 @@ class RunFolder:
         cause = f"{self.path} was trained and lacks {' and '.join(missing)}"
         if len(missing) > 1:
             return CheckpointError(cause, "restore both files from a copy")
-        return CheckpointError(cause, f"restore it from a copy, or train it again: {self.retrain_command()}")
+        return CheckpointError(
+            cause, f"restore the file from a copy, or train the recipe again: {self.retrain_command()}"
+        )
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
@@ -394,5 +396,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}",
-            f"restore it from a copy, or train it again: {RunFolder(path.parent).retrain_command()}",
+            f"restore the file from a copy, or train the recipe again: {RunFolder(path.parent).retrain_command()}",
         ) from error

@@ -29,7 +29,7 @@ from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
 from trimtab.run.allocations import AllocationRecorder, recording
 from trimtab.run.choices import Choices, PlannedSteps, read_choices, read_recipe, write_choices
-from trimtab.run.device import current_gpu, need_trackers
+from trimtab.run.device import current_gpu, require_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
 from trimtab.run.locate import (
@@ -74,7 +74,7 @@ class View(Protocol):
 
     def plan(self, plan: dict[str, Any]) -> None: ...
     def message(self, text: str) -> None: ...
-    def working(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
+    def progress(self, what: str, done: int, total: int | None, unit: str = "") -> None: ...
     def record(self, record: dict[str, Any]) -> None: ...
 
 
@@ -109,7 +109,7 @@ def train(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: RunInputs | None = None,
+    inputs: RunInputs | None = None,
 ) -> FinishedRun:
     """Train a recipe in a new run folder, from the plan to the last checkpoint.
 
@@ -122,24 +122,25 @@ def train(
         recipe = recipe.model_copy(update={"deterministic": True})  # the calling process requires it
     folder = RunFolder(Path(recipe.output_dir))
     folder.check_new()
-    if given is not None and given.model is not None:
-        return _train_loaded(recipe, folder, view, given, given.model, after_step=after_step)
+    inputs = inputs or RunInputs()
+    if inputs.model is not None:
+        return _train_loaded(recipe, folder, view, inputs, inputs.model, after_step=after_step)
     prepared = _prepare_new(recipe)
     with folder.create(dump(prepared.recipe)), current_gpu(recipe.device), restore_torch_settings():
-        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given or RunInputs())
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, inputs=inputs)
 
 
 def _train_loaded(
     recipe: Recipe,
     folder: RunFolder,
     view: View,
-    given: RunInputs,
+    inputs: RunInputs,
     opened: OpenedModel,
     *,
     after_step: Callable[[int], None] | None,
 ) -> FinishedRun:
     """Train a recipe from a loaded model."""
-    need_trackers(recipe.report_to)
+    require_trackers(recipe.report_to)
     check_start(recipe, opened)
     # Until the weights are written, recipe.yaml must not name the original model: a resume would train that one.
     start_model = recipe.model.model_copy(
@@ -151,12 +152,12 @@ def _train_loaded(
             recipe = absolute(start_from(recipe, opened, folder.path, view.message))
         prepared = _prepare_new(recipe)
         write_text(folder.recipe, dump(prepared.recipe))
-        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, inputs=inputs)
 
 
 def _prepare_new(recipe: Recipe) -> Prepared:
     """Prepare a new run; every check that can fail before its folder is created is here."""
-    need_trackers(recipe.report_to)
+    require_trackers(recipe.report_to)
     prepared = prepare(recipe)
     check_fits(prepared.plan, prepared.device)
     return prepared
@@ -168,7 +169,7 @@ def resume(
     view: View,
     *,
     after_step: Callable[[int], None] | None = None,
-    given: RunInputs | None = None,
+    inputs: RunInputs | None = None,
 ) -> FinishedRun:
     """Resume a run folder from its last good checkpoint, with the configuration in choices.json.
 
@@ -179,7 +180,7 @@ def resume(
     with folder.lock(), ExitStack() as around:
         folder.open()  # it may have changed before the lock was acquired
         if not folder.choices.is_file():
-            return _restart(folder, overrides, view, after_step=after_step, given=given or RunInputs())
+            return _restart(folder, overrides, view, after_step=after_step, inputs=inputs or RunInputs())
         before, recipe = read_recipe(folder), recipe_of(folder, overrides)
         device_requested = requests_device(before, recipe, overrides)
         check_resume(before, recipe, run=str(path), overrides=overrides)
@@ -190,11 +191,11 @@ def resume(
         moved = device.kind != resolved.device
         around.enter_context(current_gpu(recipe.device))
         around.enter_context(restore_torch_settings())
-        need_trackers(recipe.report_to)
+        require_trackers(recipe.report_to)
         report_threads(resolved.threads, recipe, view.message)
         if not resolved.deterministic and device.kind == "cuda" and not moved:
             view.message(
-                "deterministic is off: on a GPU losses may differ in the last bits from an uninterrupted run"
+                "deterministic: false: on a GPU, losses may differ in the last bits from those of an uninterrupted run"
             )
         changed = any(getattr(before, key) != getattr(recipe, key) for key in MEMORY_KEYS)
         if moved:
@@ -206,7 +207,7 @@ def resume(
         if device_requested:
             saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
         return _execute(
-            prepared, folder, view, saved=saved, after_step=after_step, given=given or RunInputs()
+            prepared, folder, view, saved=saved, after_step=after_step, inputs=inputs or RunInputs()
         )
 
 
@@ -216,7 +217,7 @@ def _restart(
     view: View,
     *,
     after_step: Callable[[int], None] | None,
-    given: RunInputs,
+    inputs: RunInputs,
 ) -> FinishedRun:
     """Start the run of a folder whose first start was killed before choices.json was written; requires the lock."""
     recipe = load(folder.recipe, overrides)  # any key may change: nothing was trained yet
@@ -229,7 +230,7 @@ def _restart(
     view.message(f"the run in {folder.path} was stopped before it began: starting its recipe at step 0")
     prepared = _prepare_new(recipe)
     with folder.restart(), current_gpu(recipe.device), restore_torch_settings():
-        return _execute(prepared, folder, view, saved=None, after_step=after_step, given=given)
+        return _execute(prepared, folder, view, saved=None, after_step=after_step, inputs=inputs)
 
 
 def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
@@ -251,12 +252,12 @@ def _execute(
     *,
     saved: Choices | None,
     after_step: Callable[[int], None] | None,
-    given: RunInputs,
+    inputs: RunInputs,
 ) -> FinishedRun:
-    recorder = AllocationRecorder() if given.explain_memory else None
+    recorder = AllocationRecorder() if inputs.explain_memory else None
     explainer = MemoryExplainer(prepared.plan, recorder)
     with reporting_out_of_memory(explainer, folder, prepared.plan):
-        run, plan = _build(prepared, folder, view, explainer, saved=saved, given=given)
+        run, plan = _build(prepared, folder, view, explainer, saved=saved, inputs=inputs)
         folder.remove_oom_report()
         run.setup.after_step = after_step
         run.setup.on_measured = PlanReceipt(folder, plan, view)
@@ -274,7 +275,7 @@ def _build(
     explainer: MemoryExplainer,
     *,
     saved: Choices | None,
-    given: RunInputs,
+    inputs: RunInputs,
 ) -> tuple[building.Run, Plan]:
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
@@ -288,7 +289,7 @@ def _build(
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
-            recipe, tokenizer, view, pins=saved.data if saved else None, passed=given.rows
+            recipe, tokenizer, view, pins=saved.data if saved else None, passed=inputs.rows
         )
     plan = prepared.plan.with_data(opened.facts)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
@@ -306,7 +307,7 @@ def _build(
     if example is not None:
         view.record(example)
         tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
-    planned = _planned_lengths(saved, opened)
+    planned = _planned_steps(saved, opened)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
@@ -322,8 +323,8 @@ def _build(
             resume=saved is not None,
             checkpoint=checkpoint,
             base=base,
-            callbacks=given.callbacks,
-            lengths=planned,
+            callbacks=inputs.callbacks,
+            planned_steps=planned,
             during=explainer.during,
             dropout_by_sequence=saved is None or saved.dropout_by_sequence,
         )
@@ -337,7 +338,7 @@ def _build(
             opened.pins(),
             base,
             _initial_checkpoint(prepared, weights),
-            run.lengths,
+            run.planned_steps,
         )
         _write_new(folder, choices, plan)
     else:
@@ -385,11 +386,11 @@ def _write_changes(
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
     recipe, resolved = prepared.recipe, prepared.resolved
-    messages, updated = [], dataclasses.replace(saved, lengths=run.lengths)
+    messages, updated = [], dataclasses.replace(saved, planned_steps=run.planned_steps)
     if saved.resolved.device != resolved.device:
         messages.append(describe_device_change(saved.resolved.device, resolved))
         updated = dataclasses.replace(updated, resolved=resolved)
-    change = describe_change(recipe, planned, run.lengths)
+    change = describe_change(recipe, planned, run.planned_steps)
     if change is not None:
         _refuse_early_stopped(run)
         messages.append(change)
@@ -413,10 +414,10 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _planned_lengths(saved: Choices | None, opened: corpora.Corpora) -> tuple[PlannedSteps, ...]:
-    """The planned lengths of a run that is resumed; empty for a new run."""
-    if saved is None or saved.lengths:
-        return saved.lengths if saved else ()
+def _planned_steps(saved: Choices | None, opened: corpora.Corpora) -> tuple[PlannedSteps, ...]:
+    """The planned numbers of steps of a run that is resumed; empty for a new run."""
+    if saved is None or saved.planned_steps:
+        return saved.planned_steps if saved else ()
     planned = total_steps(saved.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
     return (PlannedSteps(0, planned),)
@@ -450,7 +451,7 @@ def _write_config_and_tokenizer(prepared: Prepared, folder: RunFolder) -> str | 
     """
     tokenizer, commit = tokenizer_of(prepared.recipe, prepared.model, prepared.commit)
     text.check_vocabulary(tokenizer, prepared.shape.vocab_size)
-    models.save_skeleton(
+    models.save_config_and_tokenizer(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.resolved.precision.weights_dtype
     )
     return commit
@@ -494,6 +495,6 @@ def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
     if shape_of(recipe, weights) != prepared.shape:
         raise CheckpointError(
             f"the model at {recipe.model.name} is not the one that the run started from",
-            "put that model back, or start a new run",
+            "restore that model there, or start a new run",
         )
     return weights

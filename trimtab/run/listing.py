@@ -13,7 +13,7 @@ from trimtab.checkpoint.layout import WRITER_LOCK, list_checkpoints, step_folder
 from trimtab.checkpoint.lock import RunLock, is_locked
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.names import path_of
-from trimtab.run.choices import damage
+from trimtab.run.choices import find_damage
 from trimtab.run.folder import RunFolder, read_json
 
 State = Literal[
@@ -152,7 +152,7 @@ def _problem(run: RunFolder, train: dict[str, Any]) -> str | None:
     """The obstacle to resuming a run, as far as its small files show it; None if there is none."""
     try:
         if run.choices.is_file():
-            wrong = damage(read_json(run.choices))
+            wrong = find_damage(read_json(run.choices))
             if wrong is not None:
                 return f"choices.json {wrong}"
         elif run.began():

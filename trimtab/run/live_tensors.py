@@ -41,10 +41,10 @@ UNKNOWN = Origin()
 class Origins(Protocol):
     """Recorded origins of allocations (`run.allocations`)."""
 
-    last: Origin
+    last_origin: Origin
     """Origin of the last operation, which is the one that failed."""
 
-    def of(self, storage: torch.UntypedStorage) -> Origin | None: ...
+    def origin_of(self, storage: torch.UntypedStorage) -> Origin | None: ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def live_tensors(
         >>> kept.nbytes in [tensor.bytes for tensor in live_tensors(MemoryError())]
         True
     """
-    gc.collect()  # tensors that only reference cycles keep are not live
+    gc.collect()  # tensors that are reachable only from reference cycles are not live
     found = _LiveTensors(origins)
     frames = list(frames_of(error))
     model = model if model is not None else _model_in(frames)
@@ -181,7 +181,7 @@ class _LiveTensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
             if key not in self.tensors and size and tensor.device.type != "meta":
-                recorded = self._origins.of(storage) if self._origins is not None else None
+                recorded = self._origins.origin_of(storage) if self._origins is not None else None
                 made = _merged(recorded, origin or Origin())
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 self.tensors[key] = LiveTensor(
@@ -276,7 +276,7 @@ def _graph(tensors: list[torch.Tensor]) -> list[Any]:
         node = nodes.pop()
         if id(node) in seen or hasattr(node, "variable"):
             continue
-        seen[id(node)] = node  # keeps the wrapper alive: a freed one's id may be reused
+        seen[id(node)] = node  # keeps the wrapper alive: the id of a freed object may be reused
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
     return list(seen.values())
 

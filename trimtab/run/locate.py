@@ -188,7 +188,7 @@ def _latest_good(run: RunFolder) -> Path:
             f"restore one from a copy, train its recipe again ({run.retrain_command()}), or name another model",
         )
     raise CheckpointError(
-        cause, f"train it until it has saved one ({run.resume_command()}), or name another model"
+        cause, f"resume it until it has saved one ({run.resume_command()}), or name another model"
     )
 
 

@@ -29,7 +29,7 @@ class LogSummary:
 
 
 def summarize_log(metrics: Path) -> LogSummary:
-    """The record of a run; an empty one if there is no file. Unreadable lines are skipped.
+    """Summarizes metrics.jsonl; the summary is empty if there is no file. Unreadable lines are skipped.
 
     Example:
         >>> summarize_log(Path("runs/demo/metrics.jsonl")).last_step  # doctest: +SKIP
@@ -61,7 +61,7 @@ def has_published(folder: RunFolder, save_steps: int | None) -> bool:
         return True
     if read_json(folder.choices).get(LOGS_CHECKPOINTS) is True:
         return False
-    # A save waits until the one before it is written.
+    # Checkpoints are written in the background, and each save waits for the one before it.
     return record.finished or (save_steps is not None and record.last_step > 2 * save_steps)
 
 

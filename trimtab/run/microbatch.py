@@ -39,15 +39,15 @@ class MicrobatchLoss:
 
     def __call__(self, batch: Batch) -> LossSum:
         """Returns the loss, with any attention backend."""
-        # Before the copy to the GPU: a packed layout's offsets are computed on the host. A single document in its
-        # sequence needs none: the padding follows it, where causal attention does not look.
+        # Before the copy to the GPU: a packed layout's offsets are computed on the host. A sequence of one document
+        # needs none: padding follows the document, and causal attention ignores later positions.
         layout = Layout.packed(batch.documents_BT) if self.packing else Layout.causal()
         moved = batch.to(self.device)
         total = self._loss(moved.input_ids_BT, moved.labels_BT, moved.positions_BT, layout)
         return LossSum(total, batch.num_targets)
 
     def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns the inputs of `of` on the host, with shapes that do not depend on the documents.
+        """Returns the inputs of `compute` on the host, with shapes that do not depend on the documents.
 
         Not for the backends "varlen" and "flex", for which the sizes of a layout's tensors depend on the documents.
         """
@@ -61,7 +61,7 @@ class MicrobatchLoss:
         assert layout.documents_BT is not None
         return found | {"documents": layout.documents_BT}
 
-    def of(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Returns the loss from such inputs on the device, without synchronization."""
         layout = Layout(inputs.get("documents"))  # masks are computed from it on the device
         if "first" in inputs:

@@ -42,7 +42,7 @@ from trimtab.run.folder import RunFolder, write_json
 from trimtab.run.locate import STARTER, initial_model, model_folder
 from trimtab.run.metrics_summary import has_published
 from trimtab.run.prepare import model_notes
-from trimtab.run.quantizing import requantized
+from trimtab.run.quantizing import quantization_for_device
 from trimtab.run.resolve import resolve_inference
 from trimtab.text import Tokenizer
 
@@ -128,7 +128,9 @@ def open_model(
         quantization: Quantization | None = None,
         weights: Path | None = None,
     ) -> Decoder:
-        adapted = dataclasses.replace(resolved, lora=settings, quantization=requantized(quantization, device))
+        adapted = dataclasses.replace(
+            resolved, lora=settings, quantization=quantization_for_device(quantization, device)
+        )
         return build_model(shape, adapted, Mesh.single(), weights=weights).eval()
 
     opened: OpenedModel
@@ -137,7 +139,7 @@ def open_model(
     else:
         for note in model_notes(folder):
             on_event(note)
-        check_weights(stored, folder)  # before tensors of the config's sizes are allocated
+        check_weights(stored, folder)  # before tensors with the sizes in the config are allocated
         decoder = new_decoder()
         read: list[Provenance] = []
         load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
@@ -195,7 +197,7 @@ def _open_run(
 
 
 def _load_base(decoder: Decoder, base: BaseWeights, weights: Path | None) -> None:
-    """Loads the base weights of a run's adapters, which were checked to be those that it was trained on."""
+    """Loads the base weights of a run's adapters; the caller has compared their checksums with the checkpoint's."""
     if weights is None:
         assert base.seed is not None
         init_weights(decoder, base.seed)
@@ -214,7 +216,7 @@ def load_adapter_into(
         check_adapter_base(found.base, opened.folder, folder)
     elif found.base is not None and found.base.files != opened.base.files:
         raise ModelError(
-            f"the adapter {folder} was trained on another base than {opened.name}",
+            f"the adapter {folder} was trained on other base weights than those of {opened.name}",
             f"it was trained on {found.base.source}; load it into that model",
         )
     load_adapter(opened.decoder, folder, adapter=name)
@@ -222,7 +224,9 @@ def load_adapter_into(
     if opened.own_tokenizer and adapter_tokenizer(folder) is not None:
         opened.adapters_with_tokenizer.add(name)
     if found.base is None and found.base_name and found.base_name != opened.name:
-        on_event(f"the adapter names {found.base_name} as its base; its shapes fit {opened.name}")
+        on_event(
+            f"the adapter's config names {found.base_name} as its base model; the tensor shapes fit {opened.name}"
+        )
 
 
 def _find_checkpoint(
@@ -250,7 +254,7 @@ def _find_checkpoint(
         raise CheckpointError(
             cause, f"restore a checkpoint from a copy, or train the recipe again: {run.retrain_command()}"
         )
-    raise CheckpointError(cause, f"train it until it has saved one: {run.resume_command()}")
+    raise CheckpointError(cause, f"resume it until it has saved one: {run.resume_command()}")
 
 
 def _check_stored(wanted: dict[str, tuple[int, ...]], num_layers: int, found: SavedCheckpoint) -> None:
@@ -298,8 +302,10 @@ def _load_checkpoint(
     return tuple(sorted({ours[stored[f"parameters.{name}"].dtype] for name in tensors}))
 
 
-def save_skeleton(weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str) -> None:
-    """Writes config.json and tokenizer into a run folder; with a checkpoint that is a complete model."""
+def save_config_and_tokenizer(
+    weights: Path, shape: ModelShape, tokenizer: Tokenizer, folder: Path, dtype: str
+) -> None:
+    """Writes config.json and tokenizer into a run folder; together with a checkpoint they are a complete model."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(
         folder / "config.json",

@@ -112,7 +112,9 @@ class MemoryExplainer:
         )
         # Listing tensors needs host memory itself, which may be exhausted.
         with suppress(MemoryError):
-            requested_at = failure_origin(error, self._model) if self.origins is None else self.origins.last
+            requested_at = (
+                failure_origin(error, self._model) if self.origins is None else self.origins.last_origin
+            )
             report = replace(report, requested_at=requested_at)
             found = live_tensors(error, model=self._model, optimizer=self._optimizer, origins=self.origins)
             found = _on_device(found, state)

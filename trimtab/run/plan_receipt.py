@@ -65,7 +65,7 @@ class PlanReceipt:
             self._folder.receipts.mkdir(exist_ok=True)
             write_json(self._folder.measured, {"version": VERSION, "starts": [*self._earlier, entry]})
         except (OSError, ResourceError) as error:  # training continues without its receipt
-            self._view.message(f"the receipt could not be written: {error}")
+            self._view.message(f"receipts/plan.json could not be written: {error}")
         if not self._shown:
             self._shown = True
             self._view.record({"kind": "receipt", "step": measured.last_step, **entry})

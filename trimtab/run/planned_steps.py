@@ -1,6 +1,6 @@
-"""The planned lengths of a run: a resume may change the number of steps; steps before it keep their schedule.
+"""The planned numbers of steps of a run: a resume may change the number; steps before it keep their schedule.
 
-The lengths are in choices.json. A run that resumes from a checkpoint before its extension therefore repeats the steps
+They are stored in choices.json. A run that resumes from a checkpoint before its extension therefore repeats the steps
 in between with the same learning rates.
 """
 
@@ -15,18 +15,18 @@ from trimtab.recipe.rules import FLAT_SCHEDULES
 from trimtab.run.choices import PlannedSteps
 
 
-def extend(lengths: Sequence[PlannedSteps], step: int, total: int) -> tuple[PlannedSteps, ...]:
-    """The lengths of a run at `step` that is extended or shortened to `total` steps.
+def extend(planned_steps: Sequence[PlannedSteps], step: int, total: int) -> tuple[PlannedSteps, ...]:
+    """Returns the planned numbers of steps of a run that is extended or shortened to `total` steps at `step`.
 
     Example:
         >>> extend([PlannedSteps(0, 20)], step=10, total=40)
         (PlannedSteps(step=0, total=20), PlannedSteps(step=10, total=40))
     """
-    if lengths and lengths[-1].total == total:
-        return tuple(lengths)
+    if planned_steps and planned_steps[-1].total == total:
+        return tuple(planned_steps)
     return (
-        *(length for length in lengths if length.step < step),
-        PlannedSteps(step if lengths else 0, total),
+        *(length for length in planned_steps if length.step < step),
+        PlannedSteps(step if planned_steps else 0, total),
     )
 
 
@@ -41,11 +41,14 @@ def check_planned_steps(recipe: Recipe, step: int, total: int) -> None:
         )
 
 
-def learning_rate(recipe: Recipe, lengths: Sequence[PlannedSteps]) -> Callable[[int], float]:
+def learning_rate(recipe: Recipe, planned_steps: Sequence[PlannedSteps]) -> Callable[[int], float]:
     """Returns a function from step (from 0) to learning rate: each step uses the run length planned when it ran."""
 
     def rate(step: int) -> float:
-        total = next((length.total for length in reversed(lengths) if length.step <= step), lengths[0].total)
+        total = next(
+            (length.total for length in reversed(planned_steps) if length.step <= step),
+            planned_steps[0].total,
+        )
         return optim.learning_rate(
             recipe.lr_scheduler_type,
             step,
@@ -71,5 +74,5 @@ def describe_change(
     rate, was = learning_rate(recipe, after)(new.step), learning_rate(recipe, before)(new.step)
     return (
         f"{text}: from step {new.step + 1} on, lr_scheduler_type: {recipe.lr_scheduler_type} is computed for "
-        f"{new.total} steps, as in Hugging Face's Trainer; learning rate {rate:.3g} there instead of {was:.3g}"
+        f"{new.total} steps, as in Hugging Face's Trainer; that step has learning rate {rate:.3g} instead of {was:.3g}"
     )

@@ -18,7 +18,7 @@ from trimtab.recipe import Recipe
 from trimtab.run.adapter_tokens import check_same_tokens, unknown_tokens
 from trimtab.run.device import detect, threads
 from trimtab.run.locate import STARTER, model_folder, shape_of, tokenizer_of
-from trimtab.run.resolve import resolve_graphs, resolve_memory, resolve_memory_again, resolve_recipe
+from trimtab.run.resolve import resolve_graphs, resolve_memory, resolve_memory_on_resume, resolve_recipe
 from trimtab.starter import base_folder
 
 
@@ -72,7 +72,7 @@ def prepare(
         check_same_tokens(recipe, model)
         shape = shape_of(recipe, model)
         check_replay(recipe, model)
-        recipe = default_length(recipe, shape)
+        recipe = with_default_length(recipe, shape)
         resolved = resolve_recipe(recipe, shape, device, num_threads)
     else:
         device, model, commit = stored.device, stored.model, stored.commit
@@ -85,14 +85,14 @@ def prepare(
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
 
 
-def default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
+def with_default_length(recipe: Recipe, shape: ModelShape) -> Recipe:
     """The recipe, with a default sequence length reduced to the model's number of positions.
 
     Example:
         >>> from trimtab.recipe import loads
         >>> from trimtab.facts.shapes import uniform_shape
         >>> short = uniform_shape("llama", 64, 16, 32, 1, num_heads=2, num_kv_heads=1, head_dim=8, max_positions=128)
-        >>> default_length(loads("model: a\\ndata: {train: x}"), short).max_seq_length
+        >>> with_default_length(loads("model: a\\ndata: {train: x}"), short).max_seq_length
         128
     """
     if "max_seq_length" in recipe.model_fields_set or recipe.max_seq_length <= shape.max_positions:
@@ -120,7 +120,7 @@ def _resolve_resumed(recipe: Recipe, shape: ModelShape, stored: StoredConfig) ->
     if stored.moved:
         resolved = resolve_memory(recipe, shape, device, resolved)
     elif resolved.memory is None or stored.memory_changed:
-        resolved = resolve_memory_again(recipe, shape, device, resolved)
+        resolved = resolve_memory_on_resume(recipe, shape, device, resolved)
     return resolve_graphs(recipe, shape, device, resolved)
 
 

@@ -79,8 +79,8 @@ def _check_stored(
         )
 
 
-def requantized(quantization: Quantization | None, device: torch.device) -> Quantization | None:
-    """A run's quantization with the kernel implementation for this device; the packed weights are the same."""
+def quantization_for_device(quantization: Quantization | None, device: torch.device) -> Quantization | None:
+    """Returns a run's quantization with the kernel implementation for this device; the packed weights do not change."""
     if quantization is None:
         return None
     impl = spec_quantized.choose_quantized_kernels(device=device.type, triton=runs_triton(device)).impl
@@ -88,7 +88,7 @@ def requantized(quantization: Quantization | None, device: torch.device) -> Quan
 
 
 def dequantize_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> None:
-    """Dequantizes a model's packed weights once if they are on a CPU; otherwise each token dequantizes them.
+    """Dequantizes a model's packed weights once if they are on a CPU, instead of for each token.
 
     The copies, in the compute dtype, are kept in memory next to the packed weights if there is enough free memory. A
     message reports either case. Does nothing for other models, or if the copies exist.
@@ -102,8 +102,8 @@ def dequantize_for_cpu(decoder: Decoder, on_event: Callable[[str], None]) -> Non
     kind = {"nf4": "4-bit", "int8": "8-bit"}[layers[0].kind]
     if needed > free - min(free // 5, HOST_RESERVE):
         on_event(
-            f"{kind} weights are dequantized for each token, which is slow: dequantized copies need "
-            f"{format_bytes(needed)}, and {format_bytes(free)} of memory are free"
+            f"{kind} weights are dequantized for each token, which is slow: dequantized copies would need "
+            f"{format_bytes(needed)} of memory, and {format_bytes(free)} are free"
         )
         return
     on_event(f"{kind} weights are dequantized once; the copies need {format_bytes(needed)} of memory")

@@ -67,7 +67,7 @@ def resolve_memory(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resol
     return dataclasses.replace(resolved, memory=memory)
 
 
-def resolve_memory_again(
+def resolve_memory_on_resume(
     recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved
 ) -> Resolved:
     """The configuration of an existing run with another memory plan, for a resume that changes memory keys.
@@ -83,7 +83,7 @@ def resolve_memory_again(
 
 
 def resolve_graphs(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
-    """The configuration with the decision about CUDA graphs, which is made again at every start."""
+    """The configuration with the decision about CUDA graphs, which is resolved at every start."""
     graphs = resolve_cuda_graphs(recipe, job_of(recipe, shape, device, resolved), device)
     return dataclasses.replace(resolved, graphs=graphs)
 
@@ -274,7 +274,7 @@ def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
 def _attention_of(
     recipe: Recipe, blocks: list[BlockShape], device: DeviceFacts, dtype: str
 ) -> AttentionConfig:
-    """The backends for packed and for unpacked sequences; evaluation always packs, training as the recipe says."""
+    """The backends for packed and for unpacked sequences; evaluation always packs, training with `packing: true`."""
     windows = [block.mixer.window for block in blocks]
     shorter = [window for window in windows if window is not None and window < recipe.max_seq_length]
     arguments: dict[str, Any] = {
@@ -320,7 +320,7 @@ def _compile(recipe: Recipe, device: DeviceFacts, attention: set[str]) -> Compil
     if recipe.torch_compile != "auto":
         return CompileConfig(recipe.torch_compile, dynamic, "set in the recipe")
     if device.kind != "cuda":
-        reason = "compiling gains little on a CPU"
+        reason = "torch.compile gains little on a CPU"
     else:
         reason = obstacle or "CUDA graphs and fused kernels leave little to gain"
     return CompileConfig(False, dynamic, reason)

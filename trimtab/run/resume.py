@@ -134,7 +134,7 @@ def resume_device(stored: Resolved, recipe: Recipe, run: Path, *, asked: bool) -
 
 
 def resolve_for_device(stored: Resolved, recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Resolved:
-    """The configuration of a run for another device: dtypes and adapters are unchanged, backends are chosen again."""
+    """The configuration of a run for a new device: dtypes and adapters are unchanged, backends are resolved for it."""
     if stored.precision.dtype == "bf16" and device.kind == "cuda" and not device.bf16:
         raise ResourceError(
             f"the run computes in bf16, which {device.name} does not support",
@@ -153,7 +153,7 @@ def resolve_for_device(stored: Resolved, recipe: Recipe, shape: ModelShape, devi
 
 
 def with_device(began: Recipe, recipe: Recipe) -> Recipe:
-    """The original recipe of a run with a resume's device, and the keys that may change with the device."""
+    """The original recipe of a run with the device of a resume, and with the keys that may change with the device."""
     plain = to_dict(began)
     for key in ("device", *WITH_DEVICE):
         section, _, last = key.rpartition(".")
@@ -166,7 +166,7 @@ def with_device(began: Recipe, recipe: Recipe) -> Recipe:
 def describe_device_change(old: str, new: Resolved) -> str:
     """Describes the effects of another device on a run, in a sentence."""
     return (
-        f"device: {old} → {new.device}: implementations are chosen again (attention: {new.attention.packed_backends}); "
+        f"device: {old} → {new.device}: backends change (attention: {new.attention.packed_backends}); "
         f"from here on losses are not bitwise identical to those of an uninterrupted run on {old}"
     )
 

@@ -33,9 +33,9 @@ from trimtab.run.prepare import (
     REPLAY,
     Prepared,
     check_embedding_learning_rate,
-    default_length,
     prepare,
     replay_error,
+    with_default_length,
 )
 from trimtab.run.resolve import resolve_recipe
 
@@ -62,7 +62,7 @@ class Target:
 
 def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
     """Plans a recipe from the model's shape alone, without reading files of the model."""
-    recipe = default_length(recipe, shape)
+    recipe = with_default_length(recipe, shape)
     num_threads = threads() if device.kind == "cpu" else 1
     plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
     check_embedding_learning_rate(plan)
@@ -126,7 +126,7 @@ def plan_recipe(
     else:
         shape, more = found
         notes += more
-        recipe = default_length(recipe, shape)
+        recipe = with_default_length(recipe, shape)
         plan = plan_shape(recipe, shape, device)
     return Target(recipe, shape, device, plan, tuple(notes))
 
@@ -212,8 +212,8 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
     meant = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
     raise ModelError(
         f"{name} is not in trimtab's catalogue of models",
-        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; for a recipe that names "
-        "it, that file is downloaded from the hub",
+        f"{meant}plan it from its config.json: `trimtab plan path/to/config.json`; or name it in a recipe: its "
+        "config.json is then downloaded from the hub",
     )
 
 

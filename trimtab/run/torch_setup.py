@@ -24,12 +24,12 @@ def set_up_torch(resolved: Resolved) -> None:
     if resolved.deterministic:
         # cuBLAS is deterministic only with workspaces of a fixed size; it reads the variable when it first runs.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # A debugging aid that fills every new tensor.
+        # torch would fill every new tensor with NaN, which helps debugging but costs time.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     # Set in both cases: some kernels that were chosen for a nondeterministic run raise in deterministic mode.
     torch.use_deterministic_algorithms(resolved.deterministic)
     if sys.platform == "linux" and not _has_allocator_settings():
-        # Without it, fragmentation takes tenths of a GiB out of a few GiB.
+        # Without expandable segments, fragmentation wastes tenths of a GiB of a few GiB.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     torch.cuda.init()
     torch.cuda.reset_peak_memory_stats()
@@ -105,7 +105,7 @@ def _free_cached_memory() -> None:
     """Frees cached memory: the next plan would count it as another program's."""
     workspace.release()
     torch._C._cuda_clearCublasWorkspaces()
-    gc.collect()  # models are in cycles
+    gc.collect()  # models are in reference cycles
     torch.cuda.empty_cache()
 
 

@@ -21,7 +21,7 @@ def base_folder() -> Path:
     """
     folder = HERE / "base"
     if not (folder / "config.json").is_file():
-        raise ModelError("the starter model is not in this installation", "install trimtab anew")
+        raise ModelError("the starter model is not in this installation", "reinstall trimtab")
     return folder
 
 

@@ -121,7 +121,7 @@ def math_problems(seed: int, count: int, topics: Sequence[str] = tuple(TOPICS)) 
         ['addition', 'subtraction']
     """
     if count > MAX_PROBLEMS:
-        raise DataError(f"{count} held-out problems are asked for", f"ask for at most {MAX_PROBLEMS}")
+        raise DataError(f"{count} held-out problems were requested", f"request at most {MAX_PROBLEMS}")
     names = list(topics)
     rng = random.Random(derive(seed, "mathematics-problems"))
     problems: dict[tuple[object, ...], Problem] = {}

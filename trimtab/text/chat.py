@@ -33,8 +33,8 @@ class Limits:
     """Address space of the child (Linux only; elsewhere only the limits on output and on single values apply)."""
     output_chars: int = 16 << 20
     """Maximum characters of a rendered conversation, and of any string that a template builds."""
-    patience: float = 5.0
-    """Wall-clock seconds in addition to `seconds`, for a busy machine."""
+    grace_seconds: float = 5.0
+    """Additional wall-clock seconds before the parent kills the process, for a busy machine."""
 
 
 DEFAULT_LIMITS = Limits()
@@ -157,7 +157,7 @@ class ChatProcess:
 
     def _request(self, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            payload = chat_worker.frame(request)
+            payload = chat_worker.encode_frame(request)
         except (TypeError, ValueError) as error:
             raise ModelError(
                 f"a conversation contains values that are not plain data ({error})",
@@ -171,11 +171,11 @@ class ChatProcess:
             timed_out.set()
             self._process.kill()
 
-        timer = threading.Timer(self.limits.seconds + self.limits.patience, stop)
+        timer = threading.Timer(self.limits.seconds + self.limits.grace_seconds, stop)
         timer.start()
         try:
             if self._setup is not None:
-                self._process.stdin.write(chat_worker.frame(self._setup))
+                self._process.stdin.write(chat_worker.encode_frame(self._setup))
                 self._setup = None
             self._process.stdin.write(payload)
             self._process.stdin.flush()

@@ -29,7 +29,7 @@ class NotFound(Exception):
     """An assistant turn that cannot be located in the rendered text; the message gives the reason."""
 
 
-def answers(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[int]:
+def answer_indices(messages: Sequence[Message], skipped: Sequence[int] = ()) -> list[int]:
     """Indices of the messages that are trained on."""
     return [i for i, m in enumerate(messages) if m.get("role") == "assistant" and i not in skipped]
 
@@ -49,7 +49,7 @@ def select_marks(marks: list[Span], every: list[int], chosen: list[int], last: b
     return [(start, end) for start, end in marks if start < end]
 
 
-def find(
+def find_answer_spans(
     render: Render,
     full: str,
     messages: list[Message],
@@ -65,7 +65,7 @@ def find(
         ...     return "".join(f"[{m['role']}]{m['content']}</s>\\n" for m in messages) + "[assistant]" * prompt
         >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
         >>> text = render(chat, False)
-        >>> spans, _ = find(render, text, chat, [1], ["</s>"], (ValueError,))
+        >>> spans, _ = find_answer_spans(render, text, chat, [1], ["</s>"], (ValueError,))
         >>> [text[start:end] for start, end in spans]
         ['Ho</s>']
     """
@@ -113,7 +113,7 @@ def _by_placeholder(
         same = (before, after) == _around(render([*first, placeholders[1], *last], False), _PLACEHOLDERS[1])
         _, closing = _around(render([*first, placeholders[0]], False), _PLACEHOLDERS[0])
     except failures as error:
-        raise NotFound(f"it does not take another answer in place of number {i + 1} ({error})") from error
+        raise NotFound(f"the template rejects a placeholder in place of message {i + 1} ({error})") from error
     if not same:
         raise NotFound(f"the text around message {i + 1} depends on its content")
     end = len(full) - len(after)

@@ -51,7 +51,7 @@ def tojson(
     )
 
 
-def clock(now: str | None) -> Any:
+def make_strftime_now(now: str | None) -> Any:
     """Return `strftime_now`, which formats the current or a fixed time ("%d %b %Y")."""
 
     def strftime_now(form: str) -> str:
@@ -119,7 +119,7 @@ def make_environment(max_chars: int, now: str | None = None) -> Any:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals.update(
-        raise_exception=raise_exception, strftime_now=clock(now), namespace=PlainNamespace
+        raise_exception=raise_exception, strftime_now=make_strftime_now(now), namespace=PlainNamespace
     )
     environment.marks = False  # type: ignore[attr-defined]
     return environment
@@ -173,15 +173,19 @@ class Renderer:
             return rendered[key]
 
         text, marks = self.render(messages, {**variables, "add_generation_prompt": False})
-        chosen, rewritten = chat_spans.answers(messages, example["skipped"]), False
+        chosen, rewritten = chat_spans.answer_indices(messages, example["skipped"]), False
         if which == "all":
             spans: list[Any] = [(0, len(text))]
         elif marks is not None:
-            spans = chat_spans.select_marks(marks, chat_spans.answers(messages), chosen, which == "last")
+            spans = chat_spans.select_marks(
+                marks, chat_spans.answer_indices(messages), chosen, which == "last"
+            )
         else:
             specials = self.setup["specials"]
             asked = chosen[-1:] if which == "last" else chosen
-            spans, rewritten = chat_spans.find(prefix, text, messages, asked, specials, failures())
+            spans, rewritten = chat_spans.find_answer_spans(
+                prefix, text, messages, asked, specials, template_errors()
+            )
         return {"text": text, "spans": spans, "rewritten": rewritten}
 
 
@@ -202,7 +206,7 @@ def unmark(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(plain), spans
 
 
-def failures() -> tuple[type[Exception], ...]:
+def template_errors() -> tuple[type[Exception], ...]:
     """The exceptions that a template may raise for a conversation that it does not support."""
     import jinja2
 
@@ -218,7 +222,7 @@ def failures() -> tuple[type[Exception], ...]:
     )
 
 
-def complaint(error: Exception) -> dict[str, Any]:
+def describe_error(error: Exception) -> dict[str, Any]:
     """Describe a template's error as {"error": …, "remedy": …}."""
     import jinja2
 
@@ -246,13 +250,13 @@ def complaint(error: Exception) -> dict[str, Any]:
     }
 
 
-def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+def respond(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
     """Respond with {"texts": […]}, {"examples": […]} (each of which may be an error) or {"error": …, "remedy": …}."""
     import jinja2
 
     from trimtab.text.chat_spans import NotFound
 
-    expected: tuple[type[Exception], ...] = (MemoryError, NotFound, *failures())
+    expected: tuple[type[Exception], ...] = (MemoryError, NotFound, *template_errors())
     try:
         if "conversations" in request:
             return {"texts": renderer.texts(request)}
@@ -263,10 +267,10 @@ def answer(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
             except jinja2.TemplateSyntaxError:
                 raise
             except expected as error:
-                done.append(complaint(error))
+                done.append(describe_error(error))
         return {"examples": done}
     except expected as error:
-        return complaint(error)
+        return describe_error(error)
 
 
 def read_frame(stream: IO[bytes]) -> Any:
@@ -277,7 +281,7 @@ def read_frame(stream: IO[bytes]) -> Any:
     return json.loads(stream.read(int.from_bytes(head, "little")))
 
 
-def frame(value: Any) -> bytes:
+def encode_frame(value: Any) -> bytes:
     """Encode one JSON value as a frame."""
     data = json.dumps(value).encode()
     return len(data).to_bytes(8, "little") + data
@@ -296,7 +300,7 @@ def main() -> None:
     renderer = Renderer(setup)
     while (request := read_frame(stdin)) is not None:
         limit_cpu_time(setup["limits"]["seconds"])
-        stdout.write(frame(answer(renderer, request)))
+        stdout.write(encode_frame(respond(renderer, request)))
         stdout.flush()
 
 

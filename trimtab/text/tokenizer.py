@@ -223,7 +223,7 @@ class Tokenizer:
     def _end(self) -> int:
         if self.eos_id is None:
             raise ModelError(
-                f"{self.source} has no EOS token, so documents cannot be ended",
+                f"{self.source} has no EOS token, which must end each document",
                 "set eos_token in tokenizer_config.json",
             )
         return self.eos_id

@@ -82,19 +82,21 @@ def check_callbacks(callbacks: Sequence[Any] | None) -> Sequence[Any]:
     """
     if callbacks is None:
         return ()
-    remedy = f"give a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
+    remedy = f"pass a list of objects with methods such as on_log (see trimtab.Callback): {', '.join(HOOKS)}"
     if not isinstance(callbacks, list | tuple):
         raise RecipeError(f"callbacks is {with_article(type(callbacks).__name__)}, not a list", remedy)
     for index, callback in enumerate(callbacks):
         if isinstance(callback, type):
             raise RecipeError(
-                f"callbacks[{index}] is the class {callback.__name__}", f"give {callback.__name__}()"
+                f"callbacks[{index}] is the class {callback.__name__}",
+                f"pass an instance: {callback.__name__}()",
             )
         _refuse_misspelt(callback, index)
         _refuse_uncallable(callback, index)
         if not any(callable(getattr(callback, hook, None)) for hook in HOOKS):
             raise RecipeError(
-                f"callbacks[{index}] is {with_article(type(callback).__name__)} without such methods", remedy
+                f"callbacks[{index}] is {with_article(type(callback).__name__)} without callback methods",
+                remedy,
             )
     return callbacks
 

@@ -2,7 +2,7 @@
 
 A step of a small model launches a few thousand kernels that take a few microseconds each. Launching them one
 by one takes longer than running them. A graph contains all of them, with the addresses they read and write.
-What changes from step to step is copied into the graph's static input tensors before each replay. A replay
+Inputs that change from step to step are copied into the graph's static input tensors before each replay. A replay
 runs the same kernels as an eager step, and its results are bit-identical.
 
 The first steps run eagerly: kernels are compiled, libraries are initialized, and memory is measured. After
@@ -24,18 +24,18 @@ import torch
 from trimtab.facts.phases import During, RunPhase, no_phase
 
 WARM_UP = 2
-"""Eager steps at the beginning of a session."""
+"""Eager steps after each start or resume of a run."""
 
 Inputs = dict[str, torch.Tensor]
 
 
-class FixedLoss(Protocol):
-    """A loss in two halves: the host prepares the inputs of a microbatch, the device computes the loss."""
+class TwoPartLoss(Protocol):
+    """A loss in two parts: the host prepares the inputs of a microbatch, the device computes the loss."""
 
     def inputs(self, batch: Any) -> Inputs:
         """Tensors on the host; their names and shapes are the same for every microbatch."""
 
-    def of(self, inputs: Inputs) -> torch.Tensor:
+    def compute(self, inputs: Inputs) -> torch.Tensor:
         """The sum of the token losses, from the same tensors on the device, without synchronization."""
 
 
@@ -67,7 +67,7 @@ class Graphs:
     The model's `CaptureResources`, if it has any, are released or synchronized around each capture.
 
     Args:
-        loss: the loss in two halves.
+        loss: computes the loss from inputs that the host prepares.
         parameters: the trainable parameters, by name.
         device: the device of the parameters.
         on_event: called if capture fails; the run then falls back to eager.
@@ -80,7 +80,7 @@ class Graphs:
 
     def __init__(
         self,
-        loss: FixedLoss,
+        loss: TwoPartLoss,
         parameters: dict[str, torch.nn.Parameter],
         device: torch.device,
         *,
@@ -200,7 +200,7 @@ class Graphs:
     def _run_eager(self, inputs: Inputs, factor: float) -> torch.Tensor:
         with self.during(RunPhase.FORWARD):
             moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-            loss = self.loss.of(moved)
+            loss = self.loss.compute(moved)
         with self.during(RunPhase.BACKWARD):
             (loss * factor).backward()
         return loss.detach()
@@ -243,7 +243,7 @@ class Graphs:
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
         # Other threads (a checkpoint being written) may continue their work.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self.loss.of(static)
+            loss = self.loss.compute(static)
             (loss * factor).backward()
             if self.resources is not None:
                 self.resources.wait_for_copies()

@@ -35,22 +35,24 @@ class FiniteGuard:
         return None if step < 0 else step
 
 
-def explain(setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int = 0) -> str | None:
+def locate_non_finite(
+    setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int = 0
+) -> str | None:
     """Reruns a bad step with hooks on every module; reports the batch, its documents and the first bad layer.
 
     None if every microbatch is finite by itself. On a mesh each process checks its own microbatches, and all
     processes report what the first one with a finding reports.
     """
-    return setup.mesh.first_text(_explain_here(setup, microbatches, num_targets, step))
+    return setup.mesh.first_text(_locate_here(setup, microbatches, num_targets, step))
 
 
-def _explain_here(
+def _locate_here(
     setup: TrainingSetup, microbatches: Sequence[Any], num_targets: int, step: int
 ) -> str | None:
     for index, batch in enumerate(microbatches):
         paused = nullcontext() if setup.in_backward is None else setup.in_backward.paused()
         plain = nullcontext() if setup.compiled is None else setup.compiled.paused()
-        with Watch(setup.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
+        with NonFiniteHooks(setup.model, getattr(batch, "documents_BT", None)) as watch, paused, plain:
             loss = accumulate(setup, [batch], num_targets, 1.0, step=step, first=index, eager=True)
         bad_gradients = [n for n, p in setup.parameters.items() if _has_bad(p.grad)]
         for parameter in setup.parameters.values():
@@ -90,7 +92,7 @@ def bad_documents(origins: Sequence[Sequence[str]], indices: Sequence[Sequence[i
     return list(dict.fromkeys(named or (origin for sequence in origins for origin in sequence)))
 
 
-class Watch:
+class NonFiniteHooks:
     """Forward hooks that record the first module whose output is not finite, and the documents of its bad tokens.
 
     Args:
@@ -105,7 +107,7 @@ class Watch:
         self._model, self._documents_BT = model, documents_BT
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> NonFiniteHooks:
         for name, module in self._model.named_modules():
             # Innermost first: a module's hook runs before that of the module around it.
             self._handles.append(module.register_forward_hook(self._hook(name)))
@@ -132,13 +134,13 @@ class Watch:
             handle.remove()
 
 
-def remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
+def non_finite_remedy(setup: TrainingSetup, saved_step: int, *, documents: bool) -> str:
     """The remedy for non-finite values; `documents`: whether the error names some."""
     adapters = any(".lora_" in name for name in setup.parameters)
-    look = "look at those documents; " if documents else ""
+    look = "check those documents; " if documents else ""
     if saved_step == 0:
         lower = "lower lora.lora_alpha, " if adapters else ""
-        return f"{look}the run fails from its first step: {lower}set another dtype, or check the weights"
+        return f"{look}{lower}set another dtype, or check the weights: no step was completed yet"
     if adapters:
         way = "`trimtab export peft --checkpoint STEP` writes an adapter that lora.adapter can load"
     else:

@@ -16,7 +16,7 @@ import torch
 from trimtab.facts.errors import OutOfMemory, TrainingError, TrimtabError, release_frames
 from trimtab.facts.phases import RunPhase
 from trimtab.trainer.early_stopping import is_better
-from trimtab.trainer.guards import FiniteGuard, explain, remedy
+from trimtab.trainer.guards import FiniteGuard, locate_non_finite, non_finite_remedy
 from trimtab.trainer.measured import Stopwatch
 from trimtab.trainer.memory import StepMeter, persistent_bytes, process_bytes, process_memory
 from trimtab.trainer.scaling import LossScaler
@@ -25,7 +25,7 @@ from trimtab.trainer.signals import StopSignals
 from trimtab.trainer.step import forward_backward
 
 MEASURED_STEP = 1
-"""Index of the step in a session whose memory is measured: step 0 also allocates one-time buffers."""
+"""Index of the step whose memory is measured, from the start or resume: step 0 also allocates one-time buffers."""
 
 CALLBACK_STOP = 1 << 20
 """Encodes a callback's stop request in a sum over processes; larger than any number of processes."""
@@ -184,7 +184,7 @@ class _Loop:
             if isinstance(error, OutOfMemory):
                 release_frames(error)  # saving needs memory too
             unsaved = self.state.step > self.saved_step and not self.updating
-            # The log may be what failed; its records are not worth losing the weights for.
+            # The log itself may have failed; saving the weights is more important than its records.
             with suppress(TrimtabError, OSError):
                 if unsaved:
                     self.flush()
@@ -367,15 +367,19 @@ class _Loop:
                 )
         self.saved_step = state.step
         setup.microstep.release()
-        location = explain(setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step)
-        where = location or "each microbatch alone is finite, but not all of them together"
+        location = locate_non_finite(
+            setup, setup.loader.next_step(), max(1, entry["num_targets"]), state.step
+        )
+        where = (
+            location or "each microbatch alone is finite, but the accumulated loss or gradient norm is not"
+        )
         self.emit(
             {"kind": "event", "step": state.step, "message": f"not finite at step {entry['step']}: {where}"}
         )
         setup.log.sync()
         raise TrainingError(
             f"the loss or its gradient is not finite at step {entry['step']}: {where}; {saved}",
-            remedy(setup, state.step, documents=location is not None),
+            non_finite_remedy(setup, state.step, documents=location is not None),
         )
 
     def evaluate(self) -> bool:

@@ -1,8 +1,8 @@
 """Measurements of a run, to compare with its plan: step times, memory, evaluations, checkpoints.
 
 Step times come from the intervals between two device reads, which logging does anyway; nothing here
-synchronizes with the device. Intervals with a session's first steps, a compilation or a CUDA graph capture are
-left out.
+synchronizes with the device. Intervals with the first steps after a start or resume, a compilation or a CUDA
+graph capture are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 WARM_STEPS = 2
-"""Steps at the beginning of a session that are not representative: one-time work, and the memory measurement."""
+"""Steps after a start or resume that are not representative: one-time work, and the memory measurement."""
 _MAX_SAMPLES = 10_000
 """The number of latest intervals and durations that are stored."""
 
@@ -59,7 +59,7 @@ def _quantile(ordered: list[tuple[float, int]], count: int, share: float) -> flo
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one session of a run, in bytes and seconds; None if not measured."""
+    """Measurements of a run since its start or resume, in bytes and seconds; None if not measured."""
 
     first_step: int
     last_step: int

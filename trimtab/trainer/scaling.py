@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LEAST = 2.0**-14
+MIN_SCALE = 2.0**-14
 
 
 @dataclass
@@ -26,12 +26,12 @@ class LossScaler:
     @property
     def exhausted(self) -> bool:
         """Whether the scale cannot be lowered any more: non-finite gradients are then not an overflow."""
-        return self.scale <= LEAST
+        return self.scale <= MIN_SCALE
 
     def update(self, overflowed: bool) -> None:
         """Halve after an overflow; double after `growth_interval` good steps in a row."""
         if overflowed:
-            self.scale = max(self.scale / 2, LEAST)
+            self.scale = max(self.scale / 2, MIN_SCALE)
             self.good_steps = 0
             return
         self.good_steps += 1

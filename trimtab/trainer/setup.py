@@ -25,7 +25,7 @@ class Batch(Protocol):
 
 
 class Loader(Protocol):
-    """Steps of microbatches, with a position that can be saved and restored."""
+    """Yields the microbatches of each step; its position can be saved and restored."""
 
     def next_step(self) -> Sequence[Any]: ...
     def position(self) -> dict[str, Any]: ...
@@ -51,7 +51,7 @@ class OptimizerInBackward(Protocol):
 
 
 class CheckpointStore(Protocol):
-    """Where checkpoints go."""
+    """Saves checkpoints."""
 
     def save(
         self,
@@ -67,7 +67,7 @@ class CheckpointStore(Protocol):
 
 
 class Log(Protocol):
-    """Where metrics go, one record per line."""
+    """Appends metrics records to a file, one per line."""
 
     def append(self, record: dict[str, Any]) -> None: ...
     def sync(self) -> None: ...
@@ -90,7 +90,7 @@ class Observer(Protocol):
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often things happen, in optimizer steps; 0 means only at the end."""
+    """Intervals of logging, evaluation and checkpoints in optimizer steps; 0 means only at the end."""
 
     total_steps: int
     logging_steps: int = 1
@@ -99,7 +99,7 @@ class Cadence:
     eval_on_start: bool = True
 
     def due(self, every: int, step: int) -> bool:
-        """Whether something that happens every `every` steps happens after this step."""
+        """Whether an action with an interval of `every` steps is due after this step."""
         return step == self.total_steps or (every > 0 and step % every == 0)
 
 
@@ -133,7 +133,7 @@ class Outcome:
 
 @dataclass
 class TrainingSetup:
-    """Everything one run of the loop needs."""
+    """The arguments of the training loop."""
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]

@@ -1,7 +1,7 @@
 """torch.autocast for emulated tensors.
 
-CUDA's autocast asks each tensor in C++ whether it is on a GPU, and would leave emulated ones as they are. The CPU's
-casts them, to the same dtype; both cast the operands of matrix products.
+CUDA's autocast checks in C++ whether a tensor is on a GPU, and would not cast emulated tensors. The CPU's autocast
+casts them to the same dtype; both cast the operands of matrix products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = torch._C.DispatchKey.AutocastCPU
 
 
 class EmulatedAutocast(torch.autocast):
-    """CUDA's autocast, which the code asks about, and the CPU's, which casts."""
+    """Enables CUDA's autocast, whose state the code queries, and the CPU's, which casts."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__(device_type, *args, **kwargs)
@@ -47,7 +47,7 @@ _PLAIN = torch.autocast
 
 @contextmanager
 def emulated_autocast() -> Iterator[None]:
-    """Within it, torch.autocast("cuda") casts emulated tensors."""
+    """In this context, torch.autocast("cuda") casts emulated tensors."""
     with (
         patch.object(torch, "autocast", EmulatedAutocast),
         patch.object(torch.amp, "autocast", EmulatedAutocast),

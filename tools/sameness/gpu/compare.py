@@ -123,7 +123,9 @@ def _change(one: Entry, other: Entry) -> str:
 
 
 def _changes(before: Sequence[Entry], after: Sequence[Entry]) -> list[str]:
-    """What differs once buffers have no numbers: one more buffer is one difference, not one in each line behind it."""
+    """Differences after buffer numbers are removed, so that one additional buffer is one difference instead of one in
+    each later line.
+    """
     found: Counter[str] = Counter()
     i = j = 0
     names = [[entry.name for entry in entries] for entries in (before, after)]
@@ -150,7 +152,9 @@ def _matched(before: Sequence[Entry], after: Sequence[Entry]) -> Iterator[tuple[
 
 
 def _blocks(one: Sequence[str], other: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-    """(begin, begin, length) of what both have in common. The ends first: difflib is slow on thousands of lines."""
+    """Matching blocks as (begin, begin, length). Common beginnings and ends are removed first, because difflib is slow
+    on thousands of lines.
+    """
     shorter = min(len(one), len(other))
     head = next((i for i in range(shorter) if one[i] != other[i]), shorter)
     tail = next((i for i in range(shorter - head) if one[-1 - i] != other[-1 - i]), shorter - head)

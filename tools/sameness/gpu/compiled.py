@@ -28,7 +28,7 @@ class Compiled:
 
 
 def compile_kernel(source: Any, options: Mapping[str, Any]) -> Compiled:
-    """Compiles what a launch would compile, as far as PTX: the assembler behind it gets nothing else."""
+    """Compiles a specialization to PTX, as a launch does; the assembler that follows reads nothing else."""
     with patch.object(CUDABackend, "make_cubin", lambda *_: b""):
         made = triton.compile(source, target=TARGET, options=dict(options))
     return Compiled(code(made.asm["ptx"]), int(made.metadata.shared))
@@ -78,7 +78,7 @@ def _renumbered(ptx: str) -> str:
 
 
 def _parts(name: str, kind: str) -> list[str]:
-    """The parameters that PTX has for one of the kernel: a tensor descriptor has its shape and strides behind it."""
+    """The PTX parameters of one kernel parameter: a tensor descriptor is followed by its shape and strides."""
     if kind == "constexpr":
         return []
     if not kind.startswith("tensordesc<"):

@@ -26,7 +26,7 @@ IGNORED = (
 
 
 class Streams:
-    """Doubles of torch.cuda's streams, events and graphs that write to a log."""
+    """Replacements for torch.cuda's streams, events and graphs, which write to a log."""
 
     def __init__(self, log: Log) -> None:
         self.log, self.count, self.events = log, 0, 0
@@ -37,7 +37,7 @@ class Streams:
         return Stream(self, self.count)
 
     def current(self, *_: Any) -> Stream:
-        """The one that operators are queued on."""
+        """The stream to which operators are submitted."""
         return Stream(self, self.log.stream)
 
     def event(self, *_: Any, **__: Any) -> Event:
@@ -101,7 +101,7 @@ class Stream:
 
 
 class Event:
-    """An event, always over."""
+    """An event that is always complete."""
 
     def __init__(self, streams: Streams, number: int) -> None:
         self.streams, self.number = streams, number
@@ -115,7 +115,7 @@ class Event:
         (stream or self.streams.current()).wait_event(self)
 
     def query(self) -> bool:
-        """Over."""
+        """Returns True: all work is complete."""
         return True
 
     def synchronize(self) -> None:

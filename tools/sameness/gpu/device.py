@@ -1,9 +1,9 @@
 """A CUDA device emulated on the CPU, for code that depends on the device of tensors.
 
-torch's CPU build has no tensors on `cuda`. FakeTensor can stand for them, but its backward pass needs a build with
-CUDA, and it holds no values, on which the host's control flow depends. Here tensors hold values in host memory, have
-the dispatch keys of CUDA (operators take CUDA's path) and tell Python that they are on `cuda:0`. For C++
-they are on the CPU, so that autograd needs no streams. Their type is torch.Tensor, as on a GPU: code may ask for it.
+torch's CPU build has no tensors on `cuda`. FakeTensor could replace them, but its backward pass needs a build with
+CUDA, and it has no values, on which the host's control flow depends. Here tensors have values in host memory, have the
+dispatch keys of CUDA (operators take CUDA's path) and report to Python that they are on `cuda:0`. For C++ they are on
+the CPU, so that autograd needs no streams. Their type is torch.Tensor, as on a GPU, because code may check it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _is_cuda(x: Any) -> bool:
 
 
 def _returns_to_host(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the result is a host tensor: one that was asked for, or that is written into."""
+    """Whether the result is a host tensor: one that is requested, or an input that the operator writes to."""
     name = func.overloadpacket.__name__
     # A cast in a backward pass names the device that C++ knows.
     if kwargs.get("device") is not None and name != "_to_copy":
@@ -112,8 +112,10 @@ def _returns_to_host(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _refuse_mixed(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises where CUDA would: operands on both devices. Such a host tensor may also be one that C++ made for its own
-    use, next to an operand that it takes for the CPU's; then a case cannot be recorded."""
+    """Raises for operands on both devices, as CUDA does.
+
+    A case also fails here if C++ code creates a host tensor because it considers an emulated operand to be on the CPU.
+    """
     tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     hosts = [one for one in tensors if one.ndim and not is_emulated(one)]
     if hosts and len(hosts) < len(tensors) and func.overloadpacket.__name__ not in MIXED:
@@ -121,7 +123,7 @@ def _refuse_mixed(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _implementation(func: Any) -> Any:
-    """The dispatch key of the Python code behind an operator of ours; None for torch's own."""
+    """The dispatch key of a custom operator's Python implementation; None for torch's operators."""
     if func.namespace in ("aten", "prim", "prims"):
         return None
     for key in ("CUDA", "CompositeExplicitAutograd"):
@@ -137,7 +139,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result on the CPU; of its shape and full of ones for products, and where the CPU has no such kernel."""
+    """The result, computed on the CPU; for matrix products, and where the CPU has no kernel, ones of its shape."""
     name = func.overloadpacket.__name__
     if name in PRODUCTS:
         return _shaped(func, args, kwargs)
@@ -154,7 +156,7 @@ def _fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What an operator returns, by its meta kernel; tensors that it writes into are left as they are."""
+    """The result of an operator's meta kernel; tensors that it writes to are not changed."""
     given: dict[int, torch.Tensor] = {}
     metas = []
 
@@ -194,7 +196,9 @@ class _ToHost(torch.autograd.Function):
 
 @contextmanager
 def emulated_tensors(log: Log) -> Iterator[None]:
-    """torch.Tensor's answers to where it is, and what C++ would do wrongly for a tensor that it takes for the CPU's."""
+    """Patches torch.Tensor's device properties, and functions whose C++ code would treat emulated tensors as CPU
+    tensors.
+    """
     plain = {name: getattr(torch.Tensor, name) for name in ("device", "is_cuda", "data_ptr", "tolist", "to")}
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -235,7 +239,7 @@ def emulated_tensors(log: Log) -> Iterator[None]:
 
 
 def _with_index(value: Any) -> Any:
-    """`cuda:0` for `cuda`: C++ would ask CUDA for the index."""
+    """Replaces `cuda` by `cuda:0`, because C++ would query CUDA for the index."""
     return CUDA if _is_cuda(value) or (isinstance(value, str) and value.startswith("cuda")) else value
 
 

@@ -22,10 +22,10 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 class Driver:
-    """What Triton asks of a device at a launch."""
+    """The driver interface that Triton uses to launch kernels."""
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """The emulated device's index."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
@@ -33,12 +33,12 @@ class Driver:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        """The chip."""
+        """The compilation target."""
         return TARGET
 
 
 class RecordedKernel:
-    """In place of a compiled kernel: a launch writes an entry and runs nothing."""
+    """Replaces a compiled kernel: a launch writes an entry and runs nothing."""
 
     function = packed_metadata = None
 
@@ -92,7 +92,7 @@ def _specialization(source: ASTSource, options: dict[str, Any]) -> Specializatio
 
 @contextmanager
 def recorded_launches(log: Log) -> Iterator[None]:
-    """Within it, launches of Triton kernels are entries of the log."""
+    """Records the launches of Triton kernels in this context."""
 
     def record(source: ASTSource, target: Any = None, options: Any = None) -> RecordedKernel:
         return RecordedKernel(log, source, dict(options or {}))
@@ -111,8 +111,10 @@ def _forget_compiled() -> None:
 
 
 def launchable(package: str) -> set[str]:
-    """Module and function of the kernels of a package, as far as it is imported: what is called `…_kernel` is launched,
-    other Triton functions are called by kernels."""
+    """(module, function) of each imported kernel of a package.
+
+    Functions named `…_kernel` are launched; other Triton functions are called by kernels.
+    """
     return {
         name
         for name in _triton_jit_function_registry

@@ -48,7 +48,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Specialization:
-    """A Triton kernel with the types of its arguments and its compile-time constants, as a launch asks for it."""
+    """A Triton kernel with the types of its arguments and its compile-time constants, as specialized for a launch."""
 
     kernel: str
     """The folder and the function, whichever file of the folder it is in."""
@@ -65,7 +65,7 @@ class Specialization:
 
     @property
     def key(self) -> str:
-        """Differs where anything differs."""
+        """A key that is equal only for equal specializations."""
         text = json.dumps(asdict(self), sort_keys=True)
         return f"{self.kernel}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
@@ -102,12 +102,12 @@ class Log:
         return value.hex() if isinstance(value, float) else str(value)
 
     def pointer(self, tensor: torch.Tensor) -> str:
-        """A tensor as a kernel gets it: buffer with its size, dtype and offset. Shape and strides are the caller's."""
+        """A tensor as passed to a kernel: buffer with size, dtype and offset. The caller records shape and strides."""
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return f"{self._buffer(tensor)} {_dtype(tensor)} of {size}{_offset(tensor)}"
 
     def address(self, tensor: torch.Tensor) -> int:
-        """A made-up address, the same in every run. Buffers are far apart and aligned, as those of a GPU are."""
+        """A synthetic address, the same in every run. Buffers are far apart and aligned, as on a GPU."""
         number = self._number(tensor, "address", self._addresses)
         return (number << 36) + int(tensor.storage_offset()) * tensor.element_size()
 
@@ -117,7 +117,7 @@ class Log:
         return f"host {checksum(tensor)}" if tensor.device.type == "cpu" else tensor.device.type
 
     def _number(self, tensor: torch.Tensor, name: str, numbers: itertools.count[int]) -> int:
-        """A number kept on the storage, which torch returns as the same object for as long as the memory is used."""
+        """A number stored on the storage, which torch returns as the same object as long as the memory is in use."""
         kept: dict[tuple[str, int], int] = tensor.untyped_storage().__dict__.setdefault("_sameness", {})
         if (name, id(self)) not in kept:
             kept[name, id(self)] = next(numbers)
@@ -137,7 +137,7 @@ def _offset(tensor: torch.Tensor) -> str:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Of the values of a host tensor, whatever its strides.
+    """Checksum of the values of a host tensor, whatever its strides.
 
     Example:
         >>> checksum(torch.ones(2, 3).T) == checksum(torch.ones(3, 2))

@@ -75,7 +75,7 @@ class Store:
         return Recording(**kept)
 
     def claim(self, key: str) -> bool:
-        """Whether this process is to compile a kernel: the first that asks is."""
+        """Whether this process must compile a kernel: True for the first process that calls this."""
         self._kernel(key).parent.mkdir(parents=True, exist_ok=True)
         try:
             self._kernel(key).touch(exist_ok=False)
@@ -84,7 +84,7 @@ class Store:
         return True
 
     def write_kernel(self, key: str, compiled: Compiled | None, error: str | None = None) -> None:
-        """Keeps a kernel that was claimed, or why it does not compile."""
+        """Stores a kernel that was claimed, or its compilation error."""
         kept = {"compiled": compiled and asdict(compiled), "error": error}
         self._kernel(key).write_text(json.dumps(kept), encoding="utf-8")
 
@@ -97,7 +97,7 @@ class Store:
         return Compiled(**kept["compiled"]) if kept["compiled"] else str(kept["error"])
 
     def write_launchable(self, kernels: Iterable[str]) -> None:
-        """Keeps module and function of all kernels that the commit has."""
+        """Stores module and function of all kernels that the commit has."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "launchable.json").write_text(json.dumps(sorted(kernels)), encoding="utf-8")
 

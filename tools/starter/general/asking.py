@@ -1,10 +1,10 @@
-"""Everyday questions with their answers: who has more, where it is, what colour; no sums, no letters for numbers.
+"""Everyday questions with their answers: who has more, where it is, what colour; without sums and variables.
 
     Question: Mia has five pears and Tom has three. Who has more pears?
     Solution: Five is more than three, so Mia has more pears.
     Answer: Mia
 
-So the model knows the words "Question", "Solution" and "Answer" before it is trained on mathematics.
+The model thereby learns the words "Question", "Solution" and "Answer" before it is trained on mathematics.
 """
 
 # ruff: noqa: E501 (a template reads better on one line)
@@ -136,7 +136,7 @@ WRITERS: tuple[Callable[[random.Random], Asked], ...] = (
 
 
 def asking(rng: random.Random) -> str:
-    """One document: one to five questions, told in one of three forms that it keeps.
+    """One document: one to five questions, all in the same of three forms.
 
     Example:
         >>> asking(random.Random(1)).startswith("Question: ")

@@ -1,11 +1,11 @@
-"""A small template grammar: sentences with choices, rules and slots, and the English glue around them.
+"""A small template grammar: sentences with choices, rules and slots; corrects articles, spaces and capitals.
 
     [walked|ran|[slowly |]crept]   one of the alternatives, at random; they nest, and may be empty
     {hero} {hero.his} {toy.the}    a slot of the scene, or an attribute of it
     <feeling_sad>                  another rule, by name
 
-Templates are parsed once and kept; rendering is a walk over nested tuples, fast enough to write megabytes
-a second. The glue corrects "a"/"an" and capitals after the choices are made, so that templates stay plain.
+Templates are parsed once and cached; rendering is a walk over nested tuples, fast enough to write megabytes per
+second. "a"/"an" and capitals are corrected after the choices are made, so that templates need not contain them.
 """
 
 from __future__ import annotations

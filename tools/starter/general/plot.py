@@ -1,4 +1,4 @@
-"""What a plot is, and the scene (who, where, what) it is played in."""
+"""Plots of stories, and the scene of a story: its characters, places and things."""
 
 from __future__ import annotations
 
