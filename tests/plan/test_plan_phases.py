@@ -124,13 +124,13 @@ def test_auto_leaves_room_for_writing_checkpoints_on_a_cpu(steps: str) -> None:
     laptop = DeviceFacts("a laptop", "cpu", 16 * GIB)
     keys = f"{steps}max_seq_length: 1024\noptim: adamw_8bit\nmlp_tiles: 1\n"
     limits = (13, 14.5, 16)
-    rooms = [plan(QWEN, f"{keys}memory_limit: {gib}GiB", laptop) for gib in limits]
+    written = [plan(QWEN, f"{keys}memory_limit: {gib}GiB", laptop) for gib in limits]
     alone = [plan(QWEN, f"{keys}memory_limit: {gib}GiB\nsave_steps: null", laptop) for gib in limits]
-    for room, without in zip(rooms, alone, strict=True):
-        assert background_bytes(without.job, without.disk) == 0 < background_bytes(room.job, room.disk)
-        assert without.memory.needed + background_bytes(room.job, room.disk) > room.limit, "saves too much"
-        assert fits(room), "more is recomputed instead of refusing the run"
-        assert room.memory.needed < without.memory.needed
+    for found, without in zip(written, alone, strict=True):
+        assert background_bytes(without.job, without.disk) == 0 < background_bytes(found.job, found.disk)
+        assert without.memory.needed + background_bytes(found.job, found.disk) > found.limit, "saves too much"
+        assert fits(found), "more is recomputed instead of refusing the run"
+        assert found.memory.needed < without.memory.needed
 
 
 def test_tiles_do_not_depend_on_the_number_of_checkpoints() -> None:
