@@ -11,6 +11,9 @@ import pytest
 from cli_world import Call, World
 
 from trimtab.adapt.spec_recompute import POLICIES
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.calibration_file import calibration_path, read_calibration
+from trimtab.run.device import detect, threads
 
 MODEL = "Qwen/Qwen3-0.6B"
 GPU = ("--gpu", "rtx4090")
@@ -223,3 +226,33 @@ def test_plan_lists_dtypes(world: World, cli: Call) -> None:
 def test_plan_of_a_run_that_cannot_fit_lists_remedies(world: World, cli: Call) -> None:
     result = cli("plan", world.recipe, "per_device_train_batch_size=100000000")
     result.refused(6, "per_device_train_batch_size", "free")
+
+
+def test_calibrate_measures_with_the_threads_of_a_recipe(
+    cli: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, int | None]] = []
+
+    def measure(device: str, threads: int | None, progress: object) -> Calibration:
+        asked.append((device, threads))
+        return Calibration("a CPU", {"fp32": 1e11}, 1e10, 1e-5, threads=threads or 1)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("trimtab.lab.calibrate.calibrate", measure)
+    assert cli("plan", "--calibrate").code == 0
+    assert cli("plan", "starter", "--calibrate", "device=cpu", "num_threads=3").code == 0
+    assert asked == [("auto", None), ("cpu", 3)]
+    assert read_calibration("a CPU", 3, folder=tmp_path / "trimtab/calibration") is not None
+
+
+def test_a_damaged_calibration_is_a_note_of_one_line(
+    cli: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = calibration_path(detect("cpu").name, threads())
+    path.parent.mkdir(parents=True)
+    path.write_text('{"version": 1}')
+    result = cli("plan", "starter", "device=cpu")
+    assert result.code == 0
+    [note] = [line for line in result.err.splitlines() if "calibration" in line]
+    assert note.startswith(f"note: the calibration {path} is ignored: ")

@@ -62,6 +62,14 @@ DAMAGES = {
     "not a number": lambda text: text.replace("4200000000000.0", "NaN"),
     "text for a rate": lambda text: text.replace("4200000000000.0", '"fast"'),
     "rates as a list": lambda text: text.replace('{\n    "bf16": 700000000000000.0\n  }', "[1]"),
+    "a rate that divides to infinity": lambda text: text.replace("4200000000000.0", "1e-320"),
+    "a rate with 400 digits": lambda text: text.replace("4200000000000.0", "1" + 400 * "0"),
+    "true for a rate": lambda text: text.replace("4200000000000.0", "true"),
+    "no amount": lambda text: text.replace('"moved": 3000000.0', '"moved": null'),
+    "a negative amount": lambda text: text.replace('"moved": 3000000.0', '"moved": -1'),
+    "an infinite amount": lambda text: text.replace('"moved": 3000000.0', '"moved": Infinity'),
+    "a list for a dtype": lambda text: text.replace('"dtype": "bf16"', '"dtype": []'),
+    "a number for a date": lambda text: text.replace('"measured_at": ""', '"measured_at": 20261101'),
     "of another device": lambda text: text.replace("NVIDIA H200", "NVIDIA A10"),
 }
 

@@ -13,8 +13,12 @@ import pytest
 from test_facts_shapes_hf import LLAMA32_1B, QWEN3_06B
 
 from trimtab.facts.errors import ModelError
-from trimtab.model.families import config_from_shape, shape_from_config
+from trimtab.facts.gpus import find_gpu
+from trimtab.model.catalogue import catalogue_entries
+from trimtab.model.families import config_from_shape, described_shape, shape_from_config
 from trimtab.model.families.config_json import read_config
+from trimtab.recipe import loads
+from trimtab.run.target import plan_shape
 
 YARN = {
     "rope_type": "yarn",
@@ -102,6 +106,27 @@ def test_a_mutated_config_gives_a_shape_or_a_model_error(seed: int) -> None:
             refused += 1
     assert shapes > 20, "the mutations leave some configs whole"
     assert refused > 20
+
+
+DESCRIBED = {entry.config["model_type"]: dict(entry.config) for entry in catalogue_entries()}
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_a_described_model_with_one_damaged_value_is_planned_or_refused(family: str) -> None:
+    recipe = loads("model: a\ndata: {train: x}\nrecompute: block\nmlp_tiles: 1\nlora: {r: 1}\n")
+    refused, shapes = 0, set()
+    for key in DESCRIBED[family]:
+        for value in (0, -1, 1, "x", None, []):
+            config = {**DESCRIBED[family], "num_hidden_layers": 4, key: value}
+            try:
+                shapes.add(described_shape(config, "config.json"))
+            except ModelError:
+                refused += 1
+    assert refused > 40
+    for shape in shapes:
+        plan = plan_shape(recipe, shape, find_gpu("rtx4090"))
+        assert plan.memory.peak.weights > 0
+        json.dumps(plan.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("kind", [["llama"], {"a": 1}, 5, None, True])

@@ -87,6 +87,7 @@ def test_names_are_unique_and_there_are_enough_devices() -> None:
         ("V100", "v100-sxm-16gb, v100-pcie-16gb, v100-sxm-32gb, v100-pcie-32gb"),
         ("h100", "h100-pcie, h100-sxm, h100-nvl"),
         ("RTX 5060 Ti", "rtx5060ti-8gb, rtx5060ti-16gb"),
+        ("A100 80", "a100-sxm-80gb, a100-pcie-80gb"),
         ("NVIDIA GeForce RTX 3080", "rtx3080-10gb, rtx3080-12gb"),
         ("apple-m4-max", "apple-m4-max-36gb, apple-m4-max-48gb, apple-m4-max-64gb, apple-m4-max-128gb"),
     ],
@@ -94,6 +95,21 @@ def test_names_are_unique_and_there_are_enough_devices() -> None:
 def test_a_name_of_several_devices_lists_them(name: str, listed: str) -> None:
     with pytest.raises(RecipeError, match=f"means several devices; write {listed}$"):
         find_gpu(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("RTX 4090 24GB", "rtx4090"),
+        ("rtx4090-24gb", "rtx4090"),
+        ("H100-SXM5-80GB", "h100-sxm"),
+        ("h200-141gb", "h200"),
+        ("NVIDIA RTX 5060 Ti 16 GB", "rtx5060ti-16gb"),
+        ("m4 max 64", "apple-m4-max-64gb"),
+    ],
+)
+def test_a_name_may_end_with_the_memory_size(name: str, sheet: str) -> None:
+    assert find_gpu(name) == find_gpu(sheet)
 
 
 @pytest.mark.parametrize(
@@ -119,8 +135,20 @@ def test_memory_sizes_are_parsed_in_any_spelling(text: str, size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("24", "has no unit; write 24GB or 24GiB"),
-        ("4090", "has no unit; write rtx4090 for the card"),
+        ("24", "has no unit; write a size such as 24GB"),
+        ("24000", "has no unit; write a size such as 24000MB"),
+        ("24000000000", "has no unit; write a size such as 24000000000B"),
+        ("1.5", "has no unit; write a size such as 1.5GB"),
+        ("0", "has no unit; write a size such as 24GB"),
+        ("4090", "is not a memory size; write rtx4090 for the card"),
+        ("3090 Ti", "is not a memory size; write rtx3090ti for the card"),
+        ("1080ti", "is not a memory size; write gtx1080ti for the card"),
+        ("7900xtx", "is not a memory size; write rx7900xtx for the card"),
+        ("4070 super", "is not a memory size; write rtx4070super for the card"),
+        ("5060ti", "is not a memory size; write rtx5060ti-8gb or rtx5060ti-16gb for the card"),
+        ("5060 Ti 16GB", "is not a memory size; write rtx5060ti-16gb for the card"),
+        ("rtx4090-48gb", "is not a GPU of the catalogue; did you mean "),
+        ("h100 80 80", "is not a GPU of the catalogue"),
         ("0GB", "less than a CUDA context"),
         ("500MB", "less than a CUDA context"),
         ("-24GB", "is negative"),

@@ -15,7 +15,8 @@ from trimtab.facts.errors import ResourceError
 from trimtab.facts.operations import Part
 from trimtab.facts.phases import STEP_PHASES, RunPhase
 from trimtab.facts.shapes import ModelShape
-from trimtab.plan import Plan, check_fits, make_plan
+from trimtab.plan import Plan, check_fits, fits, make_plan
+from trimtab.plan.checkpoints import background_bytes
 from trimtab.plan.inference import cache_tokens
 from trimtab.plan.memory import PROCESS_BYTES
 from trimtab.plan.phases import AFTERWARDS, PHASE_REMEDIES
@@ -116,6 +117,31 @@ def test_on_a_cpu_host_and_device_are_the_same_memory() -> None:
     frequent = plan(QWEN, "max_seq_length: 256\nsave_steps: 10", laptop).phases.of(RunPhase.CHECKPOINT)
     assert frequent is not None
     assert frequent.buckets == result.memory.peak, "a thread writes while training continues"
+
+
+@pytest.mark.parametrize("steps", ["", "max_steps: 1000\n"])
+def test_auto_leaves_room_for_writing_checkpoints_on_a_cpu(steps: str) -> None:
+    laptop = DeviceFacts("a laptop", "cpu", 16 * GIB)
+    keys = f"{steps}max_seq_length: 1024\noptim: adamw_8bit\nmlp_tiles: 1\n"
+    limits = (13, 14.5, 16)
+    written = [plan(QWEN, f"{keys}memory_limit: {gib}GiB", laptop) for gib in limits]
+    alone = [plan(QWEN, f"{keys}memory_limit: {gib}GiB\nsave_steps: null", laptop) for gib in limits]
+    for found, without in zip(written, alone, strict=True):
+        assert background_bytes(without.job, without.disk) == 0 < background_bytes(found.job, found.disk)
+        assert without.memory.needed + background_bytes(found.job, found.disk) > found.limit, "saves too much"
+        assert fits(found), "more is recomputed instead of refusing the run"
+        assert found.memory.needed < without.memory.needed
+
+
+def test_tiles_do_not_depend_on_the_number_of_checkpoints() -> None:
+    """Until the data is read, the number of checkpoints may be unknown; tiles determine how sums are rounded."""
+    laptop = DeviceFacts("a laptop", "cpu", 24 * GIB)
+    for gib in (8, 11, 13, 15, 18):
+        keys = f"max_seq_length: 1024\noptim: adamw_8bit\nmemory_limit: {gib}GiB\n"
+        unknown, once = plan(QWEN, keys, laptop), plan(QWEN, f"{keys}save_steps: null", laptop)
+        assert unknown.disk.saving.saves is None
+        if fits(once):
+            assert unknown.job.mlp_tiles == once.job.mlp_tiles
 
 
 def test_plain_data() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,8 @@ from trimtab.plan import (
     solve_max_seq_length,
     solve_smallest_gpu,
 )
+from trimtab.plan import solve as solving
+from trimtab.plan.checkpoints import background_bytes
 from trimtab.plan.max_seq_length import STEP, largest_within
 from trimtab.plan.solve import changed_recipe, check_question
 from trimtab.recipe import Recipe, loads
@@ -31,7 +34,7 @@ from trimtab.run.resolve import resolve_recipe
 SHAPE = uniform_shape("llama", 32_000, 1024, 2816, 6, num_heads=16, num_kv_heads=8, head_dim=64,
                       max_positions=1 << 20)  # fmt: skip
 GPU = dataclasses.replace(find_gpu("rtx4090"), memory_bytes=4 * 10**9, host_free_bytes=16 * 2**30)
-RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\nmax_seq_length: 1024\n"
+RECIPE = "model: q\ndata: {train: x}\noptim: adamw_8bit\n"
 
 
 def planner(recipe: Recipe, device: DeviceFacts) -> Plan:
@@ -39,7 +42,8 @@ def planner(recipe: Recipe, device: DeviceFacts) -> Plan:
 
 
 def plan(keys: str = "", device: DeviceFacts = GPU) -> Plan:
-    return planner(loads(RECIPE + keys), device)
+    default = "" if "max_seq_length" in keys else "max_seq_length: 1024\n"
+    return planner(loads(RECIPE + default + keys), device)
 
 
 @given(st.integers(1, 10**7), st.integers(0, 10**4), st.integers(0, 10**9), st.integers(1, 10**6))
@@ -86,6 +90,60 @@ def test_the_largest_batch_keeps_the_global_batch() -> None:
     largest = max(option.plan.job.batch for option in answer.options)
     larger = changed_recipe(original.recipe, {"per_device_train_batch_size": int(1.1 * largest) + 1})
     assert not fits(planner(larger, GPU))
+
+
+CPU = DeviceFacts("a CPU", "cpu", 16 * 2**30)
+
+
+@pytest.mark.parametrize("solve", [solve_max_seq_length, solve_batch_size])
+def test_answers_on_a_cpu_leave_room_for_writing_checkpoints(solve: Any) -> None:
+    answer = solve(plan("memory_limit: 4500MB\nrecompute: block\n", CPU), planner)
+    assert answer.plan is not None
+    assert background_bytes(answer.plan.job, answer.plan.disk) > 0
+    assert all(fits(option.plan) for option in answer.options)
+
+
+@pytest.mark.parametrize("solve", [solve_max_seq_length, solve_batch_size])
+def test_answers_fit_in_every_phase(solve: Any) -> None:
+    keys = "recompute: block\noptim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1\n"
+    for limit in ("2GB", "2500MB", "3GB"):
+        answer = solve(plan(f"{keys}memory_limit: {limit}\n"), planner)
+        assert answer.plan is not None
+        assert fits(answer.plan), limit
+
+
+def test_a_count_is_reduced_until_every_phase_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = plan()
+    real = solving.fits
+    monkeypatch.setattr(solving, "fits", lambda found: real(found) and found.job.tokens <= 1500)
+    answer = solve_max_seq_length(original, planner)
+    assert answer.keys["max_seq_length"] == 1280, "the largest multiple of 256 up to 1500"
+
+
+def test_without_accumulation_the_batch_is_the_global_batch() -> None:
+    keys = "optim_in_backward: true\nmax_grad_norm: 0\ngradient_accumulation_steps: 1\n"
+    original = plan(f"{keys}per_device_train_batch_size: 6\n")
+    answer = solve_fastest(original, planner)
+    assert answer.keys["per_device_train_batch_size"] == 6
+    assert [option.plan.job.accumulation for option in answer.options] == [1]
+    small = dataclasses.replace(GPU, memory_bytes=2 * 10**9)
+    fewer = solve_batch_size(plan(f"{keys}per_device_train_batch_size: 5000\n", small), planner)
+    assert fewer.plan is not None
+    assert fewer.plan.job.accumulation == 1
+    assert f"the global batch becomes {fewer.plan.job.batch}" in fewer.sentence
+
+
+@pytest.mark.parametrize(
+    ("solve", "what"),
+    [(solve_max_seq_length, "2,048 tokens per sequence"), (solve_batch_size, "8 sequences per microbatch")],
+)
+def test_a_recipe_that_just_fits_is_not_called_too_large(solve: Any, what: str) -> None:
+    keys = "max_seq_length: 2048\nper_device_train_batch_size: 8\nrecompute: offload\nmlp_tiles: 32\n"
+    needed = plan(keys).memory.needed
+    tight = dataclasses.replace(GPU, memory_bytes=needed + 2**20)
+    answer = solve(plan(keys, tight), planner)
+    assert answer.plan is not None
+    assert f"the recipe's {what} just fit" in answer.sentence
 
 
 def test_the_fastest_is_the_fastest_of_those_that_fit() -> None:

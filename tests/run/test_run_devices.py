@@ -13,14 +13,34 @@ from whole_run import Silent, losses, run
 
 import trimtab
 from trimtab import launch
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.calibration_file import write_calibration
 from trimtab.facts.devices import host_memory
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.recipe import load
+from trimtab.recipe import load, loads
 from trimtab.run.device import current_gpu, detect
 from trimtab.run.gpu_processes import GpuProcess
 from trimtab.run.prepare import StoredConfig, prepare
 from trimtab.run.resume import resume_device
+from trimtab.run.target import planned_device
 from trimtab.run.torch_setup import on_device_of
+
+
+def test_a_cpu_has_the_calibration_of_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    name, default = detect("cpu").name, torch.get_num_threads()
+    for threads in (default, default + 1):
+        write_calibration(Calibration(name, {"fp32": 1e10 * threads}, 1e9, 1e-5, threads=threads))
+    assert detect("cpu").calibration == detect("cpu", default).calibration
+    assert detect("cpu", default + 1).calibration != detect("cpu").calibration
+    assert detect("cpu", default + 2).calibration is None
+    planned = planned_device(
+        loads(f"model: a\ndata: {{train: x}}\nnum_threads: {default + 1}\ndevice: cpu"), None
+    )
+    assert planned.calibration is not None
+    assert planned.calibration.threads == default + 1
 
 
 class Gpus:

@@ -26,12 +26,13 @@ class _NamedFile(io.FileIO):
 
 @contextmanager
 def deprecations_as_notes() -> Iterator[None]:
-    """Prints each FutureWarning, such as for a renamed recipe key, as one line `note: …` to standard error."""
+    """Prints each FutureWarning, such as for a renamed recipe key, and warnings of trimtab's own categories as one line
+    `note: …` to standard error."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
         def show(message: Any, category: Any, *place: Any, **options: Any) -> None:
-            if category is FutureWarning:
+            if category is FutureWarning or category.__module__.startswith("trimtab."):
                 print(f"note: {message}", file=sys.stderr)
             else:
                 shown(message, category, *place, **options)

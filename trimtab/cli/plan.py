@@ -98,6 +98,7 @@ def plan(
         trimtab plan --table --gpus rtx4090,h100-sxm            many combinations
         trimtab plan r.yaml --gpu h200 --page plan.html         as an HTML page
         trimtab plan --calibrate                                measure this machine
+        trimtab plan r.yaml --calibrate                         with its num_threads
 
     Neither weights nor training data are read or downloaded. The hub is asked only for config and tokenizer, of a
     recipe's model that is neither local nor in the catalogue, or that has its own revision, tokenizer or tokens.
@@ -105,6 +106,7 @@ def plan(
     """
     from trimtab.cli import plan_questions as questions
     from trimtab.facts.errors import RecipeError
+    from trimtab.run.target import named_recipe
 
     words = list(overrides or [])
     if target is not None and "=" in target and not Path(target).exists():
@@ -114,7 +116,7 @@ def plan(
         print("note: --longest is now --solve max_seq_length", file=sys.stderr)
         solve = solve or "max_seq_length"
     if calibrate:
-        questions.calibrate(as_json=as_json)
+        questions.calibrate(None if target is None else named_recipe(target, words, method), as_json=as_json)
         if target is None:
             return
     if table:

@@ -15,6 +15,7 @@ from trimtab.facts.errors import ResourceError
 if TYPE_CHECKING:
     from trimtab.plan import PolicyCost
     from trimtab.plan.solve import Progress
+    from trimtab.recipe import Recipe
     from trimtab.run.target import Target
 
 TABLE_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B")
@@ -90,8 +91,8 @@ def write_plan_page(found: Target, effects: list[dict[str, Any]], page: Path) ->
     print(f"wrote {page}", file=sys.stderr)
 
 
-def calibrate(*, as_json: bool) -> None:
-    """Measure this machine, save the result and print it."""
+def calibrate(recipe: Recipe | None, *, as_json: bool) -> None:
+    """Measure the device of a recipe, with its number of threads, or this machine's default; save and print it."""
     from trimtab.report.console import new_console
     from trimtab.report.plain import plain
     from trimtab.report.plan_tables import calibration_view
@@ -103,7 +104,8 @@ def calibrate(*, as_json: bool) -> None:
 
     print("measuring this machine for up to a minute; do not run anything else on it", file=sys.stderr)
     with status_line() as update:
-        found = measure("auto", progress=lambda what, share: update(f"{share:.0%} {plain(what)}"))
+        device, threads = ("auto", None) if recipe is None else (recipe.device, recipe.num_threads)
+        found = measure(device, threads, progress=lambda what, share: update(f"{share:.0%} {plain(what)}"))
     path = write_calibration(found)
     for warning in found.warnings:
         print(f"note: {plain(warning)}", file=sys.stderr)

@@ -16,7 +16,14 @@ from trimtab.facts.calibration import Calibration
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.files import read_json_object, write_json
 
+RATES, SECONDS, MAX_AMOUNT = (1e3, 1e18), (1e-12, 1e6), 1e24
+"""Plausible ranges of measured bytes and FLOPs per second, of measured seconds, and of a sample's bytes and FLOPs: far
+beyond any device, and within what arithmetic on them can represent."""
 REMEDY = "run `trimtab plan --calibrate` to measure this machine again"
+
+
+class CalibrationWarning(UserWarning):
+    """A calibration file is ignored."""
 
 
 def calibration_folder() -> Path:
@@ -114,7 +121,7 @@ def read_calibration(
         return found
     sentence = f"the calibration {path} is ignored: {problem}; {REMEDY}"
     if note is None:
-        warnings.warn(sentence, stacklevel=2)
+        warnings.warn(sentence, CalibrationWarning, stacklevel=2)
     else:
         note(sentence)
     return None
@@ -124,9 +131,28 @@ def _check(found: Calibration, device_name: str, threads: int | None) -> None:
     """Raises ValueError for values that cannot be measurements of this device: an edited or renamed file."""
     if found.device != device_name or found.threads != threads:
         raise ValueError(f"it is of {found.device!r} with {found.threads} threads")
-    rates = [found.copy, found.launch_seconds, *found.flops.values()]
-    rates += [sample.seconds for sample in found.samples]
+    _check_texts(found)
+    rates = [found.copy, *found.flops.values()]
     rates += [r for r in (found.to_host, found.from_host, found.disk_read, found.disk_write) if r is not None]
-    # `not 0 < rate`, not `rate <= 0`: NaN is rejected too
-    if not found.flops or any(not 0 < rate < float("inf") for rate in rates):
-        raise ValueError("a rate is missing, or not a positive number")
+    seconds = [found.launch_seconds, *(sample.seconds for sample in found.samples)]
+    amounts = [amount for sample in found.samples for amount in (sample.flops, sample.moved, *sample.dims)]
+    if (
+        not found.flops
+        or not all(_is_within(rate, *RATES) for rate in rates)
+        or not all(_is_within(value, *SECONDS) for value in seconds)
+        or not all(_is_within(amount, 0, MAX_AMOUNT) for amount in amounts)
+    ):
+        raise ValueError("a measurement is missing, or not a plausible number")
+
+
+def _check_texts(found: Calibration) -> None:
+    texts = [found.measured_at, found.source, *found.warnings, *found.flops]
+    texts += [text for pair in found.versions.items() for text in pair]
+    texts += [text for sample in found.samples for text in (sample.dtype, sample.impl)]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("a name or text is not a string")
+
+
+def _is_within(value: object, low: float, high: float) -> bool:
+    """Whether a value is a number in a range; NaN and booleans are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -34,22 +34,39 @@ def find_gpu(text: str) -> DeviceFacts:
         ('NVIDIA GeForce RTX 4090', (8, 9), 23.52, 165.2)
         >>> find_gpu("24GiB").memory_bytes, find_gpu("24GiB").ceiling("bf16")
         (25769803776, None)
+        >>> find_gpu("rtx4090-24gb") == gpu
+        True
         >>> find_gpu("v100")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
         trimtab.facts.errors.RecipeError: --gpu v100 means several devices; write v100-sxm-16gb, ...
     """
     wanted = text.strip()
-    key = normalize_name(wanted)
-    sheet = _by_name().get(key)
-    if sheet is not None:
-        return gpu_of_sheet(sheet)
-    several = [sheet.id for sheet in data_sheets() if key in map(normalize_name, sheet.shared_aliases)]
-    if several:
-        raise RecipeError(f"--gpu {wanted} means several devices", f"write {', '.join(several)}")
+    sheets = _sheets_named(wanted)
+    if len(sheets) == 1:
+        return gpu_of_sheet(sheets[0])
+    if sheets:
+        ids = ", ".join(sheet.id for sheet in sheets)
+        raise RecipeError(f"--gpu {wanted} means several devices", f"write {ids}")
     if re.match(r"[-+.]?\d", wanted):
         return _gpu_of_size(wanted)
-    raise _unknown(wanted, key)
+    raise _unknown(wanted, normalize_name(wanted))
+
+
+def _sheets_named(text: str) -> list[DataSheet]:
+    """The devices that a name may mean; the name may end with the device's memory size, as in "RTX 4090 24GB"."""
+    found = _sheets_called(text)
+    sized = re.fullmatch(r"(.*[^\s_-])[\s_-]+(\d{1,4})\s*(?:gi?b?)?", text, re.IGNORECASE | re.ASCII)
+    if found or sized is None:
+        return found
+    return [s for s in _sheets_called(sized[1]) if round(s.memory_bytes / 2**30) == int(sized[2])]
+
+
+def _sheets_called(name: str) -> list[DataSheet]:
+    key = normalize_name(name)
+    if sheet := _by_name().get(key):
+        return [sheet]
+    return [sheet for sheet in data_sheets() if key in map(normalize_name, sheet.shared_aliases)]
 
 
 def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
@@ -105,7 +122,7 @@ def _memory_assumption(sheet: DataSheet) -> str:
 
 def _gpu_of_size(text: str) -> DeviceFacts:
     size = parse_bytes(text)
-    if size is None:
+    if size is None or (size > MAX_MEMORY and _cards_with_prefix(text)):  # "3090ti": a card, or 3090 TiB
         raise _invalid_size(text)
     memory = format_bytes(size)
     if size < MIN_MEMORY:
@@ -133,15 +150,25 @@ def _gpu_of_size(text: str) -> DeviceFacts:
 
 def _invalid_size(text: str) -> RecipeError:
     argument = f"--gpu {shortened(text)}"
-    if re.fullmatch(r"\d+(ti)?", text.lower()) and normalize_name(f"rtx{text}") in _by_name():
-        return RecipeError(f"{argument} has no unit", f"write rtx{text} for the card, or a size such as 24GB")
-    if re.fullmatch(r"\d+\.?\d*", text):
+    if cards := _cards_with_prefix(text):
+        ids = " or ".join(sheet.id for sheet in cards)
         return RecipeError(
-            f"{argument} has no unit", f"write {text}GB or {text}GiB, or a name such as rtx4090"
+            f"{argument} is not a memory size", f"write {ids} for the card, or a size such as 24GB"
         )
+    if re.fullmatch(r"\d{1,12}(\.\d{1,12})?", text, re.ASCII):
+        units = [
+            unit for unit in ("GB", "MB", "B") if MIN_MEMORY <= (parse_bytes(text + unit) or 0) <= MAX_MEMORY
+        ]
+        size = f"{text}{units[0]}" if units else "24GB"
+        return RecipeError(f"{argument} has no unit", f"write a size such as {size}, or a name such as rtx4090")
     if text.startswith("-"):
         return RecipeError(f"{argument} is negative", "give the memory of a GPU, such as 24GB")
     return RecipeError(f"{argument} is neither a memory size nor a GPU of the catalogue", EXAMPLES)
+
+
+def _cards_with_prefix(text: str) -> list[DataSheet]:
+    """The cards that a name without `RTX`, `GTX` or `RX` may mean."""
+    return [sheet for prefix in ("rtx", "gtx", "rx") for sheet in _sheets_named(f"{prefix} {text}")]
 
 
 def _unknown(text: str, key: str) -> RecipeError:

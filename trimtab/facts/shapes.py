@@ -207,7 +207,12 @@ def uniform_shape(
 
 def check_shape(shape: ModelShape) -> ModelShape:
     """Returns the shape if its sizes are consistent; raises ModelError that names the wrong one otherwise."""
-    _check_positive(vocab_size=shape.vocab_size, hidden_size=shape.hidden_size, num_layers=shape.num_layers)
+    _check_positive(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        num_layers=shape.num_layers,
+        max_position_embeddings=shape.max_positions,
+    )
     for block, _ in shape.layer_groups():
         mixer, feed_forward = block.mixer, block.feed_forward
         _check_positive(intermediate_size=feed_forward.width, num_heads=mixer.num_heads)

@@ -66,9 +66,14 @@ def _rates_from_calibration(device: DeviceFacts, measured: Calibration, dtype: s
         to_host=measured.to_host or device.host_link,
         from_host=measured.from_host or device.host_link,
         disk_write=measured.disk_write,
-        basis=f"calibrated on this machine{f' on {when}' if when else ''}",
+        basis=f"calibrated on this machine{f' on {when}' if when else ''}{_doubt(measured)}",
         spread=MEASURED_RANGE,
     )
+
+
+def _doubt(measured: Calibration) -> str:
+    """The first reason to doubt a calibration, as an addition to the basis; empty if there is none."""
+    return f", with the warning that {measured.warnings[0]}" if measured.warnings else ""
 
 
 def _rates_from_data_sheet(

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
-from trimtab.facts.phases import STEP_PHASES, RunPhase
+from trimtab.facts.phases import STEP_PHASES
 from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.plan.changes import Change, savings
+from trimtab.plan.checkpoints import background_bytes
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.phases import PHASE_REMEDIES
@@ -56,8 +57,7 @@ def fits(plan: Plan) -> bool:
     """
     pinnable = plan.device.pinnable_bytes
     on_host = pinnable is None or plan.memory.host <= pinnable
-    needed = max(plan.memory.needed, plan.phases.peak.needed)
-    return on_host and needed <= min(plan.device.available_bytes, plan.limit)
+    return on_host and plan.needed <= min(plan.device.available_bytes, plan.limit)
 
 
 def _new_run_remedy(plan: Plan, available: int) -> str:
@@ -93,11 +93,11 @@ def _resumed_run_remedy(plan: Plan, device: DeviceFacts, available: int) -> str:
 def _describe_need(plan: Plan) -> str:
     """Describes the needed memory, and if `recompute` is automatic, that no other setting needs less."""
     moment = plan.memory.moment.describe()
-    if copy := _checkpoint_copy(plan):
+    if copy := background_bytes(plan.job, plan.disk):
         moment += f"; {format_bytes(copy)} of it for writing checkpoints in the background"
     peak = f"{format_bytes(_needed(plan), up=True)} at its peak ({moment})"
     auto = plan.recipe.recompute == "auto" and plan.recipe.gradient_checkpointing is None
-    if not auto or plan.memory.needed <= plan.limit:
+    if not auto or _needed(plan) <= plan.limit:
         return peak
     # The search found no fitting setting and returned the lowest-memory one.
     return f"at least {peak}, with recompute: {plan.resolved.memory_plan.description},"
@@ -105,14 +105,7 @@ def _describe_need(plan: Plan) -> str:
 
 def _needed(plan: Plan) -> int:
     """Device memory for training; on a CPU checkpoints are written from a copy in the same memory."""
-    return plan.memory.needed + _checkpoint_copy(plan)
-
-
-def _checkpoint_copy(plan: Plan) -> int:
-    checkpoint = plan.phases.of(RunPhase.CHECKPOINT)
-    if plan.job.device != "cpu" or plan.disk.saving.saves == 1 or checkpoint is None:
-        return 0
-    return checkpoint.needed - plan.memory.needed
+    return plan.memory.needed + background_bytes(plan.job, plan.disk)
 
 
 def _describe_available(plan: Plan, device: DeviceFacts, available: int) -> str:
@@ -172,13 +165,11 @@ def _describe(remedy: Remedy) -> str:
 
 def _options(plan: Plan, job: Job) -> list[tuple[Change, Remedy]]:
     suggested = [change for change in savings(plan, job) if change.suggested]
-    checkpoint_copy = _checkpoint_copy(plan)  # upper bound: the copy of a changed run is no larger
+    copy = background_bytes(plan.job, plan.disk)  # upper bound: the copy of a changed run is no larger
     return [
         (
             effect.change,
-            Remedy(
-                _change_text(effect.change), effect.needed + checkpoint_copy, effect.saved, effect.seconds
-            ),
+            Remedy(_change_text(effect.change), effect.needed + copy, effect.saved, effect.seconds),
         )
         for effect in effects(plan, suggested, job)
     ]

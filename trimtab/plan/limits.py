@@ -8,6 +8,8 @@ from trimtab.facts.errors import RecipeError
 from trimtab.facts.shapes import ModelShape
 from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse_share
 from trimtab.plan import dequantized_copies, memory_search
+from trimtab.plan.checkpoints import background_bytes, checkpoint_disk
+from trimtab.plan.data import total_steps
 from trimtab.plan.job import Job
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, predict
 from trimtab.plan.resolved import MemoryPlan
@@ -81,12 +83,13 @@ def resolve_memory_plan(
         tiles = recipe.mlp_tiles
     named = requested_policies(recipe, job.shape)
     job = job.changed(dequantized_layers=dequantized_copies.requested_copies(recipe, job.shape))
-    if named is None:
-        setting, fits = memory_search.find_setting(job, device, limit, tiles=tiles, fixed_loss=fixed_loss)
-    else:
-        setting, fits = memory_search.find_setting_with_policies(
-            job, device, limit, named, tiles=tiles, fixed_loss=fixed_loss
-        )
+    disk = checkpoint_disk(recipe, job, total_steps(recipe, None))
+    reserved = background_bytes(job, disk)
+    setting, fits = _search(job, device, limit, named, tiles, fixed_loss)
+    if fits and setting.needed > limit - reserved:
+        # The number of checkpoints may depend on the data. Until it is known, the number of tiles stays.
+        kept = setting.mlp_tiles if disk.saving.saves is None else tiles
+        setting, fits = _search(job, device, limit, named, kept, fixed_loss, reserved=reserved)
     if fits and recipe.dequantized_layers == "auto":
         setting = dequantized_copies.add_dequantized_copies(job, setting, limit)
     return MemoryPlan(
@@ -100,7 +103,27 @@ def resolve_memory_plan(
         if recipe.memory_limit is not None
         else None,
         host_bytes=setting.host,
-        reason=_reason(job, device, setting, named is not None, fits, limit, basis),
+        reason=_reason(job, device, setting, named is not None, fits, limit - reserved, basis),
+    )
+
+
+def _search(
+    job: Job,
+    device: DeviceFacts,
+    limit: int,
+    policies: tuple[str, ...] | None,
+    tiles: int | None,
+    fixed_loss: bool,
+    *,
+    reserved: int = 0,
+) -> tuple[memory_search.MemorySetting, bool]:
+    """The fastest setting within the limit and True, or the lowest-memory one and False."""
+    if policies is None:
+        return memory_search.find_setting(
+            job, device, limit, reserved=reserved, tiles=tiles, fixed_loss=fixed_loss
+        )
+    return memory_search.find_setting_with_policies(
+        job, device, limit - reserved, policies, tiles=tiles, fixed_loss=fixed_loss
     )
 
 
@@ -110,16 +133,17 @@ def _reason(
     setting: memory_search.MemorySetting,
     named: bool,
     fits: bool,
-    limit: int,
+    within: int,
     limit_name: str,
 ) -> str:
     if named:
         return "set in the recipe" if fits else f"set in the recipe; does not fit {limit_name}"
-    if not fits and setting.needed <= limit:
+    if not fits and setting.needed <= within:
         return f"the lowest-memory setting; it uses almost all of {limit_name}"
     if not fits:
         return f"the lowest-memory setting, and still more than {limit_name}"
-    save_all = predict(job.changed(policies=(), mlp_tiles=setting.mlp_tiles)).needed
+    variant = job.changed(policies=(), mlp_tiles=setting.mlp_tiles, loss_memory=setting.loss_memory)
+    save_all = predict(variant).needed
     if set(setting.policies) == {"none"}:
         return f"everything fits {limit_name}"
     job = job.changed(mlp_tiles=setting.mlp_tiles)

@@ -10,11 +10,12 @@ from typing import Any
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import data as plan_data
-from trimtab.plan import disk as plan_disk
 from trimtab.plan import memory as plan_memory
 from trimtab.plan import phases as plan_phases
 from trimtab.plan import time as plan_time
+from trimtab.plan.checkpoints import checkpoint_disk
 from trimtab.plan.data import DataFacts
+from trimtab.plan.disk import Disk
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
 from trimtab.plan.reserved import Reserved, reserved_memory
@@ -38,7 +39,7 @@ class Plan:
     memory: plan_memory.Memory
     data: dict[str, Any]
     time: plan_time.Time
-    disk: plan_disk.Disk
+    disk: Disk
     resolved: Resolved
     notes: tuple[str, ...]
     limit: int
@@ -56,14 +57,17 @@ class Plan:
             return None
         return reserved_memory(self.job, graphs=self.resolved.graphs.enabled)
 
+    @property
+    def needed(self) -> int:
+        """Bytes on the device in the phase that needs the most: a training step, or for example evaluation."""
+        return max(self.memory.needed, self.phases.peak.needed)
+
     def with_data(self, data: DataFacts) -> Plan:
         """Returns the plan with steps, time and disk for known data; the memory prediction is reused."""
         return dataclasses.replace(
             self,
             data=plan_data.describe(self.recipe, data, self.num_devices),
-            **_with_data(
-                self.recipe, self.job, self.resolved, self.device, self.memory, data, self.num_devices
-            ),
+            **_with_data(self.recipe, self.job, self.resolved, self.device, data, self.num_devices),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,7 +144,7 @@ def make_plan(
         job=job,
         memory=memory,
         data=plan_data.describe(recipe, data, num_devices),
-        **_with_data(recipe, job, resolved, device, memory, data, num_devices),
+        **_with_data(recipe, job, resolved, device, data, num_devices),
         resolved=resolved,
         notes=tuple(_notes(recipe, job, device)),
         limit=limit_of(recipe, device)[0],
@@ -152,18 +156,12 @@ def _with_data(
     job: Job,
     resolved: Resolved,
     device: DeviceFacts,
-    memory: plan_memory.Memory,
     data: DataFacts | None,
     num_devices: int,
 ) -> dict[str, Any]:
     """The parts of a plan that depend on the amount of data: disk and time."""
     steps = plan_data.total_steps(recipe, data, num_devices)
-    disk = plan_disk.estimate(
-        job.trained.trainable_bytes,
-        memory.peak.optimizer,
-        3 * len(job.trained.parameters),  # a weight and two moments; 8-bit scales are small
-        _save_schedule(recipe, steps),
-    )
+    disk = checkpoint_disk(recipe, job, steps)
     processed = None
     if steps is not None:
         length = plan_data.mean_length(recipe, data)
@@ -214,14 +212,6 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
         quantization=resolved.quantization,
         dequantized_layers=0 if memory is None else memory.dequantized_layers,
     )
-
-
-def _save_schedule(recipe: Recipe, steps: int | None) -> plan_disk.SaveSchedule:
-    """When a recipe saves checkpoints: every `save_steps`, and with an evaluation set also after evaluations that
-    improve (`best`)."""
-    measured = has_domain_set(recipe) or bool(recipe.data.eval.general)
-    best = recipe.eval_steps if measured else None
-    return plan_disk.SaveSchedule(recipe.save_total_limit, recipe.save_steps, best, steps)
 
 
 def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:

@@ -76,7 +76,13 @@ def search_rates(device: DeviceFacts, dtype: str) -> Rates:
 
 
 def find_setting(
-    job: Job, device: DeviceFacts, limit: int, *, tiles: int | None = None, fixed_loss: bool = False
+    job: Job,
+    device: DeviceFacts,
+    limit: int,
+    *,
+    reserved: int = 0,
+    tiles: int | None = None,
+    fixed_loss: bool = False,
 ) -> tuple[MemorySetting, bool]:
     """Returns (the fastest setting within the limit, True), or (the lowest-memory setting, False) if none fits.
 
@@ -84,6 +90,7 @@ def find_setting(
         job: the training job; its policies are ignored, its `loss_memory` is the maximum that is tried.
         device: the device with its rates and free host memory.
         limit: bytes on the device, including the process itself.
+        reserved: bytes of the limit for other purposes than a training step, such as writing checkpoints on a CPU.
         tiles: a fixed number of feed-forward tiles; None to try all.
         fixed_loss: whether to use exactly the job's loss memory.
 
@@ -99,7 +106,8 @@ def find_setting(
         True True
         True False
     """
-    budget, rates = usable_bytes(job, limit), search_rates(device, job.dtype)
+    # Not the sum of both: the search's slack may serve for what is reserved.
+    budget, rates = min(usable_bytes(job, limit), limit - reserved), search_rates(device, job.dtype)
     best: tuple[float, Job, Segments] | None = None
     smallest: tuple[int, Job, Segments] | None = None
     loss_seconds_by_memory = {

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.checkpoint import spec as checkpoint_spec
 from trimtab.data import spec as data_spec
-from trimtab.facts.dtypes import nbytes
 from trimtab.facts.operations import Part, bytes_by_part
 from trimtab.facts.phases import RunPhase
 from trimtab.plan import inference, weights_io
+from trimtab.plan.checkpoints import copy_bytes
 from trimtab.plan.disk import Disk
 from trimtab.plan.job import Job
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, PROCESS_BYTES, Buckets, Memory, Phase
@@ -244,9 +243,7 @@ class _Phases:
 
     def checkpoint(self) -> PhaseMemory:
         """A copy of the state in host memory, written by a background thread in files of bounded size."""
-        parameters = self.job.trained.parameters
-        largest = max(nbytes(parameter.dtype, parameter.count) for parameter in parameters)
-        copy = checkpoint_spec.host_bytes(self.disk.checkpoint_bytes, largest)
+        copy = copy_bytes(self.job, self.disk)
         if self.disk.saving.saves == 1:
             return self.make(
                 RunPhase.CHECKPOINT, self.memory.before, "once, at the end of the run", host=copy

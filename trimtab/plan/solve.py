@@ -16,6 +16,7 @@ from trimtab.facts.units import format_bytes, format_rate
 from trimtab.kernels.linear_cross_entropy.choice import MEMORY_DIVISOR
 from trimtab.plan import memory_search
 from trimtab.plan.changes import recipe_line
+from trimtab.plan.checkpoints import background_bytes
 from trimtab.plan.fit import fits
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
@@ -56,7 +57,7 @@ class Option:
         return {
             "name": self.name,
             "recipe": dict(self.keys),
-            "needed": self.plan.memory.needed,
+            "needed": self.plan.needed,
             "available": min(self.plan.limit, self.plan.device.available_bytes),
             "tokens_per_second": self.tokens_per_second,
             "dollars_per_million_tokens": self.dollars_per_million_tokens,
@@ -110,47 +111,77 @@ def solve_max_seq_length(plan: Plan, planner: Planner) -> Answer:
     """Finds the longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
     recipe, device = plan.recipe, plan.device
     limit, limit_name = limit_of(recipe, device)
-    longest = longest_tokens(plan.job, device, limit)
-    if longest == 0:
-        sentence = f"not even {STEP} tokens per sequence fit {limit_name}"
-        return Answer("max_seq_length", sentence)
+    memory_keys = _auto_memory_keys(recipe)
+
+    def planned(tokens: int) -> Plan:
+        return planner(changed_recipe(recipe, {"max_seq_length": tokens} | memory_keys), device)
+
     positions = plan.shape.max_positions
-    tokens = min(longest, positions)
-    keys = {"max_seq_length": tokens} | _auto_memory_keys(recipe)
-    best = planner(changed_recipe(recipe, keys), device)
+    longest = longest_tokens(plan.job, device, limit - background_bytes(plan.job, plan.disk))
+    tokens = _largest_planned(min(longest, positions), planned, STEP)
+    if tokens < min(plan.job.tokens, positions) and fits(plan):
+        return _current_answer("max_seq_length", plan, f"{plan.job.tokens:,} tokens per sequence", limit_name)
+    if tokens == 0:
+        return Answer("max_seq_length", f"not even {STEP} tokens per sequence fit {limit_name}")
+    keys = {"max_seq_length": tokens} | memory_keys
+    best = planned(tokens)
     sentence = f"sequences of up to {tokens:,} tokens fit {limit_name}"
-    if longest > positions:
+    if tokens == positions and longest > positions:
         sentence = f"{longest:,} tokens per sequence fit in memory; the model has {positions:,} positions"
     return Answer("max_seq_length", sentence, keys, best, (_option(f"{tokens:,} tokens", keys, best),))
 
 
 def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
     """Finds the largest per-device batch that fits and divides the recipe's global batch, so that the number of tokens
-    per optimizer step is unchanged."""
+    per optimizer step is unchanged; with `optim_in_backward`, which excludes accumulation, the largest up to it."""
     recipe, device = plan.recipe, plan.device
     limit_name = limit_of(recipe, device)[1]
-    largest = largest_batch(plan)
+    total = plan.job.batch * plan.job.accumulation
+    memory_keys = _auto_memory_keys(recipe)
+
+    def planned(batch: int, accumulation: int = 1) -> Plan:
+        return planner(changed_recipe(recipe, _batch_keys(batch, accumulation) | memory_keys), device)
+
+    largest = _largest_planned(largest_batch(plan), planned)
+    if largest < plan.job.batch and fits(plan):
+        return _current_answer("batch_size", plan, f"{plan.job.batch:,} sequences per microbatch", limit_name)
     if largest == 0:
         return Answer("batch_size", f"not even one sequence of {plan.job.tokens} tokens fits {limit_name}")
-    total = plan.job.batch * plan.job.accumulation
-    batch = max(count for count in range(1, min(largest, total) + 1) if total % count == 0)
-    keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
-    best = planner(changed_recipe(recipe, keys), device)
+    batch = min(largest, total)
+    if not recipe.optim_in_backward:
+        batch = max(count for count in range(1, batch + 1) if total % count == 0)
+    accumulation = max(total // batch, 1) if not recipe.optim_in_backward else 1
+    keys = _batch_keys(batch, accumulation) | memory_keys
+    best = planned(batch, accumulation)
     sentence = f"up to {largest:,} sequences per microbatch fit {limit_name}"
-    if batch < largest:
+    if batch * accumulation != total:
+        sentence += f"; optim_in_backward updates after each microbatch, so the global batch becomes {batch}"
+    elif batch < largest:
         sentence += f"; {batch} keeps the global batch at {total}"
     options = [_option(f"{batch} per device", keys, best)]
     if largest > batch:
-        larger_keys = {
-            "per_device_train_batch_size": largest,
-            "gradient_accumulation_steps": 1,
-        } | _auto_memory_keys(recipe)
         options.append(
-            _option(
-                f"{largest:,} per device", larger_keys, planner(changed_recipe(recipe, larger_keys), device)
-            )
+            _option(f"{largest:,} per device", _batch_keys(largest, 1) | memory_keys, planned(largest))
         )
     return Answer("batch_size", sentence, keys, best, tuple(options))
+
+
+def _largest_planned(most: int, planned: Callable[[int], Plan], step: int = 1) -> int:
+    """Returns the largest count up to `most` whose plan fits in every phase, a multiple of `step` if it is below
+    `most`; 0 if there is none. `most` was found for training steps alone, which usually need the most memory."""
+    if most == 0 or fits(planned(most)):
+        return most
+    low, high = 0, -(-most // step)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(planned(middle * step)) else (low, middle)
+    return low * step
+
+
+def _current_answer(question: str, plan: Plan, what: str, limit_name: str) -> Answer:
+    """The recipe as it is: it fits, but without the memory that searches leave free."""
+    sentence = f"the recipe's {what} just fit {limit_name}; more do not fit safely"
+    return Answer(question, sentence, {}, plan, (_option(what, {}, plan),))
 
 
 def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None) -> Answer:
@@ -160,10 +191,12 @@ def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None
     limit_name = limit_of(recipe, device)[1]
     largest, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
     batches = [item for item in range(min(largest, total), 0, -1) if total % item == 0][:MAX_BATCHES]
+    if recipe.optim_in_backward:  # no accumulation: only this microbatch keeps the global batch
+        batches = [total] if largest else []
     options = []
     for done, batch in enumerate(batches):
         _report(progress, f"{batch} sequences per microbatch", done, len(batches))
-        keys = _batch_keys(batch, total) | _auto_memory_keys(recipe)
+        keys = _batch_keys(batch, total // batch) | _auto_memory_keys(recipe)
         candidate = planner(changed_recipe(recipe, keys), device)
         if fits(candidate):
             options.append(_option(f"{batch} × {total // batch}", keys, candidate))
@@ -192,7 +225,7 @@ def solve_smallest_gpu(
         return Answer("smallest_gpu", "no GPU with a data sheet has enough memory for this job")
     best = options[0]
     memory = format_bytes(best.plan.device.memory_bytes)
-    sentence = f"{best.name} ({memory}): the job needs {format_bytes(best.plan.memory.needed)}"
+    sentence = f"{best.name} ({memory}): the job needs {format_bytes(best.plan.needed, up=True)}"
     return Answer("smallest_gpu", sentence, {}, best.plan, tuple(options))
 
 
@@ -227,7 +260,8 @@ def solve_cheapest(
 
 def largest_batch(plan: Plan) -> int:
     """Returns the largest microbatch that fits with the lowest-memory setting; 0 if not even one sequence fits."""
-    device, limit = plan.device, limit_of(plan.recipe, plan.device)[0]
+    device, copy = plan.device, background_bytes(plan.job, plan.disk)
+    limit = limit_of(plan.recipe, device)[0] - copy
     job = plan.job.changed(dequantized_layers=0)
     budget = memory_search.usable_bytes(job, limit)
 
@@ -266,8 +300,8 @@ def gpu_name(gpu: DeviceFacts) -> str:
     return gpu.name if gpu.sheet is None else gpu.sheet.id
 
 
-def _batch_keys(batch: int, total: int) -> dict[str, Any]:
-    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": total // batch}
+def _batch_keys(batch: int, accumulation: int) -> dict[str, Any]:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
 
 
 def _auto_memory_keys(recipe: Recipe) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _cell(model: str, method: str, gpu: str, plan: Plan, longest: bool) -> Cell:
         method,
         gpu,
         fits=fit,
-        needed=plan.memory.needed,
+        needed=plan.needed,
         available=limit,
         tokens_per_second=plan.time.tokens_per_second if fit else None,
         longest=tokens,

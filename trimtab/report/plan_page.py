@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.facts.units import format_bytes, format_rate, format_seconds
 from trimtab.report.html import figure_script, page_environment, policy, read_templates, write_html
-from trimtab.report.plan_panel import activations, plan_rows, verdict
+from trimtab.report.plan_panel import activations, highest_bytes, plan_rows, verdict
 from trimtab.report.plan_tables import AUTOMATIC, recipe_lines, signed_seconds
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
@@ -95,7 +95,7 @@ def _render(template: str, scripts: list[str], **values: Any) -> str:
 def _tiles(plan: dict[str, Any]) -> dict[str, str]:
     """The key figures at the top of the page."""
     memory, time, disk = section(plan, "memory"), section(plan, "time"), section(plan, "disk")
-    found = {"memory needed": format_bytes(memory["needed"], up=True)}
+    found = {"memory needed": format_bytes(highest_bytes(plan), up=True)}
     limit = min(memory.get("limit", memory["available"]), memory["available"])
     found["memory available"] = format_bytes(limit)
     if memory.get("host"):

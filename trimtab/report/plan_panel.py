@@ -41,19 +41,31 @@ def verdict(plan: dict[str, Any]) -> str:
             f"Does not fit: needs {format_bytes(needed, up=True)}, but {has} {format_bytes(limit)}; "
             f"{format_bytes(needed - limit, up=True)} are missing."
         )
-    phases = section(plan, "phases")
-    peak = next((phase for phase in phases.get("phases", []) if phase["phase"] == phases.get("peak")), None)
-    if peak is not None and int(peak["needed"]) > limit:
-        return (
-            f"Does not fit: the phase {peak['phase']} needs {format_bytes(int(peak['needed']), up=True)}, but {has} "
-            f"{format_bytes(limit)}."
-        )
+    highest = highest_bytes(plan)
+    if highest > limit:
+        phase, size = section(plan, "phases")["peak"], format_bytes(highest, up=True)
+        return f"Does not fit: the phase {phase} needs {size}, but {has} {format_bytes(limit)}."
     if plan.get("fits") is False:
         return f"Does not fit: the host has too little memory to pin {format_bytes(memory['host'])}."
     return (
-        f"Fits: needs {format_bytes(needed, up=True)} of the {format_bytes(limit)} that {has}; "
-        f"{format_bytes(limit - needed)} remain free."
+        f"Fits: needs {format_bytes(highest, up=True)} of the {format_bytes(limit)} that {has}; "
+        f"{format_bytes(limit - highest)} remain free."
     )
+
+
+def highest_bytes(plan: dict[str, Any]) -> int:
+    """Returns the memory of the phase that needs the most, merge and export excluded.
+
+    Example:
+        >>> phases = {"peak": "checkpoint", "phases": [{"phase": "checkpoint", "needed": 5}]}
+        >>> highest_bytes({"memory": {"needed": 3}, "phases": phases})
+        5
+    """
+    phases = section(plan, "phases")
+    peak = [
+        int(phase["needed"]) for phase in phases.get("phases", []) if phase["phase"] == phases.get("peak")
+    ]
+    return max([int(section(plan, "memory")["needed"]), *peak])
 
 
 def plan_view(plan: dict[str, Any], width: int) -> RenderableType:

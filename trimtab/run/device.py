@@ -38,8 +38,12 @@ def threads() -> int:
     return torch.get_num_threads()
 
 
-def detect(requested: str = "auto") -> DeviceFacts:
+def detect(requested: str = "auto", num_threads: int | None = None) -> DeviceFacts:
     """The device that will be used: the requested one; for `auto` a CUDA GPU if there is one, otherwise the CPU.
+
+    Args:
+        requested: a value of the recipe key `device`.
+        num_threads: CPU threads that will be used, which select a CPU's calibration; torch's default if None.
 
     Example:
         >>> detect("cpu").kind
@@ -47,23 +51,24 @@ def detect(requested: str = "auto") -> DeviceFacts:
     """
     kind, index = check_device(requested)
     if not has_torch() or kind == "cpu":
-        return _calibrated(_cpu())
+        return _calibrated(_cpu(), num_threads)
     import torch
 
     if not torch.cuda.is_available():
-        return _calibrated(_cpu())
+        return _calibrated(_cpu(), num_threads)
     with current_gpu(requested):
         return dataclasses.replace(_calibrated(_cuda()), index=index)
 
 
-def _calibrated(device: DeviceFacts) -> DeviceFacts:
+def _calibrated(device: DeviceFacts, num_threads: int | None = None) -> DeviceFacts:
     """The device with this machine's calibration (`trimtab plan --calibrate`), if there is one.
 
-    A CPU's calibration depends on torch's number of threads; torch is imported only if there are calibration files.
+    A CPU's calibration depends on the number of threads; for torch's default, torch is imported only if there are
+    calibration files.
     """
     if not calibration_folder().is_dir():
         return device
-    found = read_calibration(device.name, threads() if device.kind == "cpu" else None)
+    found = read_calibration(device.name, (num_threads or threads()) if device.kind == "cpu" else None)
     return device if found is None else dataclasses.replace(device, calibration=found)
 
 

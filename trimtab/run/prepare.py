@@ -67,7 +67,7 @@ def prepare(
     """
     if stored is None:
         num_threads = threads() if device is None else host_cores()
-        device = device or detect(recipe.device)
+        device = device or detect(recipe.device, recipe.num_threads)
         model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
         check_same_tokens(recipe, model)
         shape = shape_of(recipe, model)

@@ -118,7 +118,7 @@ def requests_device(before: Recipe, recipe: Recipe, overrides: Sequence[str]) ->
 def resume_device(stored: Resolved, recipe: Recipe, run: Path, *, asked: bool) -> DeviceFacts:
     """The device that a run resumes on: the requested one if the resume names one, otherwise the run's own."""
     if asked:
-        return detect(recipe.device)
+        return detect(recipe.device, recipe.num_threads)
     try:
         return detect(stored.device if recipe.device == "auto" else recipe.device)
     except ResourceError as error:

@@ -161,7 +161,7 @@ def planned_device(recipe: Recipe, gpu: str | None, host_memory: str | None = No
     """The named GPU, or this machine's device as the recipe requests it."""
     free = _host_bytes(host_memory)
     if gpu is None:
-        device = detect(recipe.device)
+        device = detect(recipe.device, recipe.num_threads)
         return device if free is None else dataclasses.replace(device, host_free_bytes=free)
     device = find_gpu(gpu)
     return device if free is None else dataclasses.replace(device, host_free_bytes=free)

@@ -113,12 +113,17 @@ class ConfigValues:
             )
         return value
 
-    def number(self, key: str, default: float) -> float:
-        """A finite number."""
+    def number(self, key: str, default: float, *, positive: bool = False) -> float:
+        """A finite number, above 0 if `positive`."""
         value = self.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: expected a number")
+        if positive and not float(value) > 0:
+            raise ModelError(
+                f"{self.where}: {key} is {value!r}, which is not above 0",
+                "download it again: expected a number",
+            )
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

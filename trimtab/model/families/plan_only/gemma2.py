@@ -12,7 +12,7 @@ from trimtab.model.families.plan_only import base
 
 def _describe(config: ConfigValues) -> ModelShape:
     cap = config.number("attn_logit_softcapping", 0.0) or None
-    scalar = config.number("query_pre_attn_scalar", 256.0)
+    scalar = config.number("query_pre_attn_scalar", 256.0, positive=True)
     attention = base.read_attention(
         config, scale=scalar**-0.5, softcap=cap, qkv_bias=config.flag("attention_bias"),
         o_bias=config.flag("attention_bias"),

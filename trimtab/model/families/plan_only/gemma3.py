@@ -50,7 +50,7 @@ def _attention(config: ConfigValues, kind: str, window: int | None) -> Attention
         config,
         _rope(config, kind),
         qk_norm="head",
-        scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        scale=config.number("query_pre_attn_scalar", 256.0, positive=True) ** -0.5,
         softcap=config.number("attn_logit_softcapping", 0.0) or None,
         window=window,
         qkv_bias=bias,
