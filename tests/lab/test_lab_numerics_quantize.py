@@ -235,3 +235,11 @@ def test_the_command_line(tmp_path: Path) -> None:
         "error: NF4 has no blocks of -64 values; use some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
     )
     assert call("numerics", "quantize", "--data", f"{tmp_path}/no.safetensors:x")[0] == 3
+
+
+def test_the_middle_edge_of_an_error_histogram_is_zero() -> None:
+    study = study_quantization("gauss", [64])
+    for errors in study.errors:
+        assert errors.edges[len(errors.edges) // 2] == 0.0
+        assert errors.edges[0] == -errors.edges[-1]
+        assert list(errors.edges) == sorted(errors.edges)

@@ -222,7 +222,9 @@ def _distribution(named: dict[str, torch.Tensor], *, symmetric: bool) -> Distrib
     if symmetric:
         highest = max(-lowest, highest) or 1.0
         lowest = -highest
-    edges = torch.linspace(lowest, highest, BINS + 1, dtype=torch.float64)
+    # Weighted ends instead of steps from the first one: the middle edge of a symmetric range is then exactly 0.
+    share = torch.arange(BINS + 1, dtype=torch.float64) / BINS
+    edges = lowest * (1 - share) + highest * share
     counts = tuple(
         Counts(name, tuple(int(n) for n in torch.histogram(values.double().flatten(), edges).hist))
         for name, values in named.items()
