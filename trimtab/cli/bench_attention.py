@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def attention(
@@ -56,6 +65,8 @@ def attention(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the time and memory of attention by backend, sequence length, head dimension and dtype.
@@ -93,4 +104,13 @@ def attention(
         weighted_sum=weighted_sum,
     )
     asked = cells(options, device=found.kind, memory_bytes=found.memory_bytes)
-    run_study("attention", asked, device=study_device(device), out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "attention",
+        asked,
+        device=study_device(device),
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def memory(
@@ -50,6 +59,8 @@ def memory(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of a step goes: peak by sequence length, timeline, largest allocations with source lines.
@@ -83,4 +94,13 @@ def memory(
         snapshots=snapshots,
     )
     asked = cells(options, device=place.partition(":")[0])
-    run_study("memory", asked, device=place, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "memory",
+        asked,
+        device=place,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )
