@@ -36,7 +36,7 @@ def memory(
     precisions: Annotated[
         str | None, typer.Option(metavar="A,B", help="fp32, tf32, bf16, fp16; fp32,bf16 by default.")
     ] = None,
-    passes: Annotated[
+    parts: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="forward, full (forward, backward and optimizer). Both by default."),
     ] = None,
@@ -87,7 +87,7 @@ def memory(
         sizes=split_words(sizes),
         contexts=parse_counts(contexts or "", "--contexts"),
         precisions=split_words(precisions),
-        passes=split_words(passes),
+        parts=split_words(parts),
         batch=batch,
         kernels=kernels,
         loss=loss,
