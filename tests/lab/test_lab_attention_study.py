@@ -16,7 +16,7 @@ import torch
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.lab.memory import retained_bytes
 from trimtab.lab.samples import CacheState, Samples
-from trimtab.lab.studies.attention.cells import Compile, Options, cells, compile_choice
+from trimtab.lab.studies.attention.cells import Options, cells
 from trimtab.lab.studies.attention.crossover import Crossover, Verdict, compare
 from trimtab.lab.studies.attention.formula import before_backward, longest_length, matrix_bytes, minimum_bytes
 from trimtab.lab.studies.attention.passes import AttentionRun
@@ -57,12 +57,17 @@ def test_the_defaults_cover_every_backend_and_are_smaller_on_a_cpu() -> None:
     assert max(one.length for one in asked("cuda", backends=["tiled"])) == 65536
 
 
-def test_torch_compile_is_for_plain_attention_all_or_none() -> None:
-    def compiled(choice: str) -> int:
-        found = asked(lengths=[256], head_dims=[64], batches=[1], compile=compile_choice(choice))
-        return sum(one.mode is Mode.COMPILED for one in found)
+def test_by_default_only_plain_attention_is_compiled_as_well() -> None:
+    def counts(*modes: str) -> tuple[int, int]:
+        found = asked(lengths=[256], head_dims=[64], batches=[1], modes=modes)
+        compiled = sum(one.mode is Mode.COMPILED for one in found)
+        return len(found) - compiled, compiled
 
-    assert (compiled("plain"), compiled("all"), compiled("none")) == (1, len(BACKENDS), 0)
+    every = len(BACKENDS)
+    assert counts() == (every, 1)
+    assert counts("eager") == (every, 0)
+    assert counts("compiled") == (0, every)
+    assert counts("eager", "compiled", "eager") == (every, every)
 
 
 def test_invalid_options_are_rejected_with_a_hint() -> None:
@@ -78,10 +83,9 @@ def test_invalid_options_are_rejected_with_a_hint() -> None:
     for seconds in (0.0, -1.0, float("nan")):
         with pytest.raises(RecipeError, match="use more than 0"):
             asked(seconds=seconds)
-    with pytest.raises(RecipeError, match="did you mean plain"):
-        compile_choice("plane")
+    with pytest.raises(RecipeError, match="--modes 'compile' is unknown; did you mean compiled"):
+        asked(modes=["compile"])
     assert asked(dtypes=["bfloat16", "bf16"], lengths=[8, 8])[0].dtype == "bf16", "torch's name, once"
-    assert compile_choice("none") is Compile.NONE
 
 
 def test_cells_that_cannot_fit_are_predicted_and_every_tries_them() -> None:

@@ -100,7 +100,7 @@ def test_cells_of_options() -> None:
     [
         (Options(sizes=["smal"]), "did you mean small"),
         (Options(["tiny"], precisions=["bf61"]), "did you mean bf16"),
-        (Options(["tiny"], passes=["ful"]), "did you mean full"),
+        (Options(["tiny"], parts=["ful"]), "did you mean full"),
         (Options(["tiny"], contexts=[0]), "use 1 to"),
         (Options(["tiny"], contexts=[10**6]), "use 1 to"),
         (Options(["tiny"], batch=0), "use at least 1"),
@@ -114,7 +114,7 @@ def test_invalid_options_are_rejected(options: Options, words: str) -> None:
 
 
 def test_the_full_step_is_called_full_as_in_bench_step() -> None:
-    chosen = cells(Options(["tiny"], contexts=[8], precisions=["fp32"], passes=["full"]))
+    chosen = cells(Options(["tiny"], contexts=[8], precisions=["fp32"], parts=["full"]))
     assert [cell.settings["pass"] for cell in chosen] == [Pass.FULL.value]
 
 
@@ -256,7 +256,7 @@ def test_five_mebibytes_of_the_largest_model() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--sizes", "tiny", "--contexts", "16", "--precisions", "fp32", "--passes", "forward"]
+    words = ["--sizes", "tiny", "--contexts", "16", "--precisions", "fp32", "--parts", "forward"]
     assert main(["bench", "memory", *words, "--device", "cpu", "--out", str(tmp_path / "lab")]) == 0
     said = capsys.readouterr()
     assert "tiny, 16 tokens, fp32, forward: the peak of" in said.out

@@ -242,6 +242,16 @@ def test_block_codes_are_those_of_the_kernels() -> None:
         assert row.bits[0] == format(int8_code & 0xFF, "08b")
 
 
+def test_the_largest_magnitude_of_a_block_is_exact_and_the_report_says_why() -> None:
+    found = study_bits(["3.14", "-1"], ["nf4", "fp16"]).numbers
+    assert describe_loss(found[0].codes[0]) == (
+        "nothing: it is the largest magnitude of its block; --absmax shows it in another"
+    )
+    assert "of the spacing" in describe_loss(found[1].codes[0])
+    assert describe_loss(study_bits(["3.14"], ["nf4"], "5").numbers[0].codes[0]) != "nothing"
+    assert describe_loss(study_bits(["0"], ["nf4"]).numbers[0].codes[0]) == "nothing"
+
+
 def test_a_block_has_a_largest_magnitude() -> None:
     found = study_bits(["0.25", "-2"], ["nf4", "int8"])
     assert found.absmax == 2

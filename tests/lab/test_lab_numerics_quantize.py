@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.kernels import int8, nf4
+from trimtab.lab.numerics.activation_scales import study_activation_scales
 from trimtab.lab.numerics.clipping import round_uniformly, sweep_clipping
 from trimtab.lab.numerics.naive_cast import naive_cast
 from trimtab.lab.numerics.quantize import (
@@ -235,3 +236,56 @@ def test_the_command_line(tmp_path: Path) -> None:
         "error: NF4 has no blocks of -64 values; use some of 32, 64, 128, 256, 512, 1024, 2048, 4096\n",
     )
     assert call("numerics", "quantize", "--data", f"{tmp_path}/no.safetensors:x")[0] == 3
+
+
+def test_the_middle_edge_of_an_error_histogram_is_zero() -> None:
+    study = study_quantization("gauss", [64])
+    for errors in study.errors:
+        assert errors.edges[len(errors.edges) // 2] == 0.0
+        assert errors.edges[0] == -errors.edges[-1]
+        assert list(errors.edges) == sorted(errors.edges)
+
+
+def test_static_and_dynamic_scales_of_activations_by_hand() -> None:
+    values_RC = load_sample("activations").values_RC.double()
+    calibration_RC, x_RC = values_RC[:128], values_RC[128:]
+    found = study_activation_scales()
+    static, percentile, tensor, token = found.rows
+    assert (found.calibration_tokens, found.tokens) == (128, 128)
+
+    def rms(scale: torch.Tensor | float) -> float:
+        codes_RC = (x_RC / scale).round().clamp(-127, 127)
+        return float((codes_RC * scale - x_RC).square().mean().sqrt())
+
+    absmax = float(calibration_RC.abs().max())
+    assert static.rms_error == pytest.approx(rms(absmax / 127), rel=1e-6)
+    limit = float(calibration_RC.abs().flatten().quantile(0.999))
+    assert percentile.rms_error == pytest.approx(rms(limit / 127), rel=1e-6)
+    assert percentile.clipped == pytest.approx(float((x_RC.abs() > limit).double().mean()))
+    assert percentile.clipped > 0
+    assert tensor.rms_error == pytest.approx(rms(float(x_RC.abs().max()) / 127), rel=1e-3)
+    assert token.rms_error == pytest.approx(rms(x_RC.abs().amax(1, keepdim=True) / 127), rel=1e-3)
+    assert token.clipped == tensor.clipped == 0
+    assert token.signal_to_noise == pytest.approx(
+        20 * math.log10(float(x_RC.square().mean().sqrt()) / token.rms_error)
+    )
+
+
+def test_activations_have_large_channels_and_tokens_of_different_magnitude() -> None:
+    x_RC = load_sample("activations").values_RC
+    by_channel = x_RC.square().mean(0).sqrt()
+    large = (by_channel > 8 * by_channel.median()).nonzero().flatten().tolist()
+    assert large == [0, 128, 256, 384]
+    by_token = x_RC.square().mean(1).sqrt()
+    assert 0.4 < float(by_token.log().std()) < 0.6
+
+
+def test_the_report_compares_static_with_dynamic_scales_and_one_block_with_nothing() -> None:
+    document = quantization_document(study_quantization("gauss", [64]))
+    section = document.sections[-1]
+    assert section.title == "Static and dynamic scales of activations"
+    (table,) = [block for block in section.blocks if isinstance(block, Table)]
+    assert [row[0] for row in table.rows] == ["static", "static", "dynamic", "dynamic"]
+    lesson = "".join(getattr(block, "text", "") for block in document.sections[1].blocks)
+    assert "From blocks" not in lesson
+    assert "For NF4, scales in 8 bits save" in lesson

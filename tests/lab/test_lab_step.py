@@ -18,6 +18,7 @@ from trimtab.lab.samples import Samples
 from trimtab.lab.step_settings import Part
 from trimtab.lab.step_times import StepTimes
 from trimtab.lab.studies.step.cells import cells
+from trimtab.lab.studies.step.entries import differ
 from trimtab.lab.studies.step.measure import measure
 from trimtab.lab.studies.step.report import sections
 from trimtab.lab.studies.step.result import StepResult, TimedStep, model_flops
@@ -198,7 +199,11 @@ def test_the_report_of_known_times() -> None:
     assert "38.3 and 36.8" in text, "the reference's figures of the same settings"
     assert "backward pass takes 2.0 times as long" in text
     assert "optimizer takes 25 % of a full step" in text
-    assert "cross entropy instead of the sum of the logits, forward + backward takes +10.0 %" in text
+    assert (
+        "cross entropy instead of the sum of the logits, the time of forward + backward changes by +10.0 %"
+        in text
+    )
+    assert "states a backward pass of 1.1 times the forward pass at 128 tokens" in text
     assert "From 128 to 256 tokens, 2 times as many, forward + backward of small takes 2.0 times" in text
     # 10⁹ FLOPs in 30 ms: 33.3 GFLOP/s, of 1 TFLOP/s measured and 2 by the data sheet
     assert "33.3 GFLOP/s" in text
@@ -219,6 +224,10 @@ def test_noise_is_reported_and_nothing_is_concluded_from_it() -> None:
     times = {"forward": [8.0, 12.0], "backward": [20.0, 20.0], "both": [28.0, 32.0], "full": [27.0, 35.0]}
     noisy = text_of(sections([made(one, times[one["part"]], cpu_share=0.5) for one in asked]))
     assert "The optimizer takes" not in noisy, "31 ± 6 is not clearly more than 30 ± 3"
+    (bars,) = charts_of(sections([made(one, times[one["part"]]) for one in asked]))
+    assert isinstance(bars, BarChart)
+    assert [name for name, _ in bars.bars[0].parts] == ["forward", "backward"]
+    assert re.search(r"\| 2\.00 \| – \| 30\.0 \|", noisy), "nor a share of the copy's rate"
     assert "standard deviations reach 28 % of the mean" in noisy
     assert "this process ran 50 % of the time" in noisy
     assert "above 100 %" not in noisy
@@ -231,6 +240,21 @@ def test_noise_is_reported_and_nothing_is_concluded_from_it() -> None:
     modes = settings(modes=["eager", "compiled"], losses=["logits_sum"], parts=["both"])
     unclear = text_of(sections([made(modes[0], [10.0, 12.0]), made(modes[1], [10.5, 10.6])]))
     assert "(1.04×, within noise)" in unclear
+
+
+def test_means_are_compared_by_welchs_interval() -> None:
+    few, many = Samples((10.0, 12.0, 14.0)), Samples((15.0, 15.1) * 5)
+    # By hand: the standard error is 2 / √3 with 2.0006 degrees of freedom, t = 4.302: an interval of ±4.97 around 3.05.
+    # With the 11 degrees of freedom of a pooled variance it would be ±2.54, and exclude zero.
+    assert not differ(few, many)
+    assert differ(few, Samples((17.1, 17.2) * 5))
+    assert differ(Samples((1.0, 1.0)), Samples((2.0, 2.0)))
+    assert not differ(Samples((1.0, 1.0)), Samples((1.0, 1.0)))
+
+
+def test_the_report_counts_the_warm_up_steps_that_ran() -> None:
+    (wanted,) = settings(parts=["forward"], losses=["logits_sum"], warm_up=[5])
+    assert "after 2 of warm-up" in text_of(sections([made(wanted, [1.0, 1.0], warm_up_ms=(9.0, 8.0))]))
 
 
 def test_gains_of_precision_mode_and_kernels() -> None:
@@ -316,7 +340,7 @@ def test_the_command_measures_reports_and_resumes(
     assert len(eager["result"]["times"]["host"]["times_ms"]) == 2
     assert (graphs["outcome"], graphs["message"]) == ("not supported", "CUDA graphs need a CUDA GPU")
     assert "forward" in (tmp_path / "report.md").read_text()
-    monkeypatch.setattr("trimtab.lab.sweep._Worker.measure", None)  # everything is recorded
+    monkeypatch.setattr("trimtab.lab.sweep.WorkerProcess.measure", None)  # everything is recorded
     assert main(words) == 0
     assert "Step time: fp32, eager" in capsys.readouterr().out
 

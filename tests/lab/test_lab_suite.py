@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from trimtab.cli.main import main
+from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
+from trimtab.lab.cell_times import CellTimes, Speed
+from trimtab.lab.studies.claims.cells import cells as claims
+from trimtab.lab.studies.concurrency.cells import cells as concurrency
 from trimtab.lab.studies.sizes.cells import cells
+from trimtab.lab.studies.step.cells import cells as step
 from trimtab.lab.suite import SIZES, suite_cells
-from trimtab.lab.sweep import RECORDS, run_sweep
+from trimtab.lab.sweep import RECORDS, TimeLimit, run_sweep
 
 GPU = 140 * 2**30
 
@@ -45,13 +52,71 @@ def test_an_unknown_suite_names_the_nearest() -> None:
         suite_cells("studi", device="cpu", memory_bytes=GPU)
 
 
+H200 = DeviceFacts("NVIDIA H200", "cuda", GPU, capability=(9, 0))
+
+
+def limit(seconds: float) -> TimeLimit:
+    return TimeLimit(seconds, CellTimes(Speed.of(H200)))
+
+
 def test_no_cell_begins_after_the_limit_and_the_next_call_continues(tmp_path: Path) -> None:
     every = cells(["small", "medium"])
-    assert run_sweep(every, tmp_path, device="cpu", limit_seconds=0) == []
+    assert run_sweep(every, tmp_path, device="cpu", limit=limit(0)) == []
     assert not (tmp_path / RECORDS).exists()
     run_sweep(every[:1], tmp_path, device="cpu")
-    assert len(run_sweep(every, tmp_path, device="cpu", limit_seconds=0)) == 1
-    assert len(run_sweep(every, tmp_path, device="cpu", limit_seconds=600)) == 2
+    assert len(run_sweep(every, tmp_path, device="cpu", limit=limit(0))) == 1
+    assert len(run_sweep(every, tmp_path, device="cpu", limit=limit(600))) == 2
+
+
+def test_the_study_fits_into_fifty_minutes_of_an_h200_in_pieces_below_nine() -> None:
+    times = CellTimes(Speed.of(H200))
+    found = suite_cells("study", device="cuda", memory_bytes=GPU)
+    assert 20 * 60 < times.total(found) < 50 * 60
+    assert max(map(times.seconds, found)) < 9 * 60
+
+
+def test_every_study_has_an_estimate(tmp_path: Path) -> None:
+    times = CellTimes(Speed.of(DeviceFacts("a CPU", "cpu", 2**34, cores=8)))
+    for cell in [*suite_cells("full", device="cpu", memory_bytes=2**34), *claims(), *concurrency()]:
+        assert 0 < times.seconds(cell) < 24 * 3600, cell
+
+
+def test_a_larger_model_and_a_slower_device_take_longer() -> None:
+    small, large = step(
+        device="cuda", sizes=["small", "2.7B"], contexts=[1024], parts=["full"], losses=["logits_sum"]
+    )
+    fast, slow = CellTimes(Speed.of(H200)), CellTimes(Speed.of(replace(H200, name="NVIDIA Some Card")))
+    assert fast.seconds(small) < fast.seconds(large) < slow.seconds(large)
+
+
+def test_the_cells_are_listed_and_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "sizes", "small", "medium", "--device", "cpu", "--out", str(tmp_path)]
+    run_sweep(cells(["small"]), tmp_path, device="cpu")
+    assert main([*words, "--list", "--minutes", "5"]) == 0
+    shown = capsys.readouterr().out
+    assert "   1  measured                  sizes small\n   2  about " in shown
+    assert "\nsizes: 2 cells, 1 recorded, about " in shown
+    assert "\nabout 1 command with --minutes 5\n" in shown
+    assert main([*words, "--list", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["outcome"], first["estimated_seconds"]) == ("measured", None)
+    assert (second["settings"], second["outcome"]) == ({"size": "medium"}, None)
+    assert second["estimated_seconds"] is not None
+    assert len((tmp_path / RECORDS).read_text().splitlines()) == 1
+
+
+def test_a_part_of_a_suite_has_no_report_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "sizes", "small", "medium", "--device", "cpu", "--out", str(tmp_path)]
+    run_sweep(cells(["small"]), tmp_path, device="cpu")
+    assert main([*words, "--minutes", "1e-9"]) == 0
+    said = capsys.readouterr()
+    assert "time limit reached with 1 of 2 cells remaining, about " in said.err
+    assert "; repeat the command to continue" in said.err
+    assert f"a report of the cells so far: trimtab bench report {tmp_path}" in said.err
+    assert said.out == ""
+    assert not (tmp_path / "report.md").exists()
+    assert main([*words, "--minutes", "5"]) == 0
+    assert (tmp_path / "report.md").exists()
 
 
 @pytest.mark.parametrize(

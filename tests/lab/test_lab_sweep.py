@@ -19,9 +19,11 @@ import torch
 from sample_study import STUDY, cell, make_known
 
 from trimtab.facts.errors import DataError
-from trimtab.lab import worker
+from trimtab.lab import cell_times, worker
+from trimtab.lab.cell_times import CellTimes, Speed
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.sweep import LOG, RECORDS, read_measurements, run_sweep
+from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, read_measurements, run_sweep
+from trimtab.lab.worker_process import oom_kills
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> No
     assert ends["raise as torch"] == (oom, "CUDA out of memory. Tried to allocate 20 GiB.")
     assert ends["refuse"] == (Outcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
     assert ends["predict"] == (Outcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
-    assert ends["kill"] == (oom, "the process was killed, as the kernel does when memory is full")
+    assert ends["kill"] == (failed, f"the process was ended by SIGKILL; see {tmp_path / LOG}")
     assert ends["abort"] == (failed, f"the process was ended by SIGABRT; see {tmp_path / LOG}")
     assert ends["exit"] == (failed, f"the process ended with code 7; see {tmp_path / LOG}")
     assert ends["fail"] == (failed, "ValueError: no such backend")
@@ -82,6 +84,70 @@ def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> No
     assert [line["outcome"] for line in lines(tmp_path)] == [m.outcome.value for m in found]
     assert [m.to_dict() for m in found] == lines(tmp_path)
     assert all(m.machine.device and m.commit == "abc" and m.time for m in found)
+
+
+@pytest.mark.parametrize("counts", [[3, 4], [None, None]])
+def test_a_worker_that_the_kernel_kills_ran_out_of_memory(
+    counts: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel's count of such kills; without a count, as on macOS, every SIGKILL is taken for one."""
+    monkeypatch.setattr("trimtab.lab.worker_process.oom_kills", lambda: counts.pop(0))
+    (found,) = sweep([cell("kill")], tmp_path)
+    assert found.outcome is Outcome.OUT_OF_MEMORY
+    assert found.message == "the process was killed, as the kernel does when memory is full"
+
+
+def test_the_kernels_count_of_kills(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 12\noom_kill_disable 1\n")
+    assert oom_kills(tmp_path / "vmstat") == 12
+    (tmp_path / "old").write_text("nr_free_pages 7\n")
+    assert oom_kills(tmp_path / "old") is None
+
+
+def limited(seconds: float, monkeypatch: pytest.MonkeyPatch, **estimates: float) -> TimeLimit:
+    """A time limit with the estimated seconds of each kind of cell; 0.01 for the others."""
+    monkeypatch.setitem(
+        cell_times._ESTIMATES, "sample", lambda settings, speed: estimates.get(settings["do"], 0.01)
+    )
+    return TimeLimit(seconds, CellTimes(Speed("cpu", {"fp32": 1e11}, 1e10)))
+
+
+def test_a_cell_that_runs_at_the_time_limit_is_stopped_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell("measure", value=1), cell("sleep", pids=str(tmp_path / "pids")), cell("measure", value=2)]
+    limit = limited(4.0, monkeypatch)
+    told: list[str] = []
+    found = sweep(cells, tmp_path, limit=limit, progress=lambda *words: told.append(words[2].name))
+    assert [m.result["value"] for m in found] == [1]
+    assert (limit.measured, limit.stopped) == ([cells[0]], [cells[1]])
+    assert ended(tmp_path / "pids")
+    assert [line["settings"]["do"] for line in lines(tmp_path)] == ["measure"]
+
+
+def test_a_cell_that_would_not_end_in_time_waits_for_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell("measure", value=1), cell("refuse"), cell("measure", value=2)]
+    limit = limited(60.0, monkeypatch, refuse=1000.0)
+    assert [m.result["value"] for m in sweep(cells, tmp_path, limit=limit)] == [1, 2]
+    assert not limit.stopped
+    # As the first one it begins, so that every command makes progress.
+    found = sweep(cells, tmp_path, limit=limited(60.0, monkeypatch, refuse=1000.0))
+    assert [m.outcome for m in found] == [Outcome.MEASURED, Outcome.NOT_SUPPORTED, Outcome.MEASURED]
+
+
+def test_estimates_follow_the_cells_that_were_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = limited(60.0, monkeypatch, measure=100.0)
+    (one,) = sweep([cell("measure", value=1)], tmp_path, limit=limit)
+    assert limit.times.seconds(cell("measure", value=2)) == pytest.approx(one.seconds)
+    again = limited(60.0, monkeypatch, measure=100.0)
+    sweep([cell("measure", value=1)], tmp_path, limit=again)
+    assert again.times.seconds(cell("measure", value=2)) == pytest.approx(one.seconds, abs=1e-3), (
+        "records count as well"
+    )
 
 
 def test_recorded_cells_are_not_measured_again(tmp_path: Path) -> None:

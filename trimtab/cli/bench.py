@@ -15,7 +15,7 @@ from trimtab.cli.bench_memory import memory
 from trimtab.cli.bench_report import report
 from trimtab.cli.bench_sizes import sizes
 from trimtab.cli.bench_step import step
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice
+from trimtab.cli.studying import AsJson, ListCells, Minutes, Out, Remeasure, StudyDevice
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -27,12 +27,8 @@ def bench(
     suite: Annotated[
         str | None, typer.Option(help="Measure a set of studies in one sweep: study or full.")
     ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="With --suite: start no further cell after this many minutes; repeat the command to continue."
-        ),
-    ] = None,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
@@ -44,6 +40,8 @@ def bench(
 
     `trimtab bench --suite study` runs sizes, step, kernels, memory, compile and attention, with at most two seconds of
     timing per cell.
+
+    `trimtab bench --suite study --list` lists its cells with an estimate of their time.
 
     `trimtab bench --suite study --minutes 9` runs a part of the suite; repeat the command to continue.
 
@@ -59,8 +57,6 @@ def bench(
 
     if suite is None:
         raise RecipeError("no study given", "name a study, or use --suite study; see `trimtab bench --help`")
-    if minutes is not None and minutes <= 0:
-        raise RecipeError(f"--minutes {minutes:g} is not positive", "give a number above 0")
     from trimtab.cli.studying import run_study, study_device
     from trimtab.lab.suite import suite_cells
     from trimtab.run.device import detect
@@ -73,9 +69,10 @@ def bench(
         out=out,
         remeasure=remeasure,
         as_json=as_json,
+        minutes=minutes,
+        listed=listed,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
-        limit_seconds=None if minutes is None else 60 * minutes,
     )
 
 

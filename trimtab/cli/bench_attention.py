@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def attention(
@@ -29,13 +38,17 @@ def attention(
         str | None,
         typer.Option(metavar="A,B", help="fp32, bf16, fp16. fp32,bf16 by default, fp32 on a CPU."),
     ] = None,
-    batches: Annotated[
-        str | None, typer.Option(metavar="N,M", help="Batch sizes in sequences. 8,1 by default.")
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,M", help="Sequences per pass. 8,1 by default.")
     ] = None,
     heads: Annotated[int, typer.Option(help="Number of attention heads.")] = 1,
-    compile: Annotated[
-        str, typer.Option(help="Which backends to measure under torch.compile as well: plain, all or none.")
-    ] = "plain",
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="eager, compiled (torch.compile). By default eager, and for unfused attention both.",
+        ),
+    ] = None,
     causal: Annotated[bool, typer.Option(help="Apply a causal mask.")] = True,
     repetitions: Annotated[
         int, typer.Option(help="Timed repetitions of each pass, unless --budget ends first.")
@@ -56,6 +69,8 @@ def attention(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Measure the time and memory of attention by backend, sequence length, head dimension and dtype.
@@ -69,10 +84,10 @@ def attention(
 
         trimtab bench attention                                              everything
         trimtab bench attention --backends reference,sdpa_flash --head-dims 64
-        trimtab bench attention --backends triton --precisions bf16 --batches 1 --heads 32 --compile none
+        trimtab bench attention --backends triton --precisions bf16 --batch 1 --heads 32
     """
     from trimtab.lab.choices import parse_counts, split_words
-    from trimtab.lab.studies.attention.cells import Options, cells, compile_choice
+    from trimtab.lab.studies.attention.cells import Options, cells
     from trimtab.lab.studies.attention.settings import Visibility
     from trimtab.run.device import detect, require_torch
 
@@ -83,9 +98,9 @@ def attention(
         dtypes=split_words(precisions),
         head_dims=parse_counts(head_dims or "", "--head-dims"),
         lengths=parse_counts(contexts or "", "--contexts"),
-        batches=parse_counts(batches or "", "--batches"),
+        batches=parse_counts(batch or "", "--batch"),
         heads=heads,
-        compile=compile_choice(compile),
+        modes=split_words(modes),
         visibility=Visibility.CAUSAL if causal else Visibility.FULL,
         repetitions=repetitions,
         seconds=budget,
@@ -93,4 +108,13 @@ def attention(
         weighted_sum=weighted_sum,
     )
     asked = cells(options, device=found.kind, memory_bytes=found.memory_bytes)
-    run_study("attention", asked, device=study_device(device), out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "attention",
+        asked,
+        device=study_device(device),
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 RUN_SECONDS = 6 * 3600.0
 """Time limit of one run."""
@@ -38,6 +47,8 @@ def claims(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Test claims about training: paired runs over seeds, confidence intervals, a verdict for each hypothesis.
@@ -67,5 +78,13 @@ def claims(
     used = study_device(device)
     chosen = cells(names or (), seeds=seeds, steps=steps, models=split_words(models), device=used)
     run_study(
-        "claims", chosen, device=used, out=out, remeasure=remeasure, as_json=as_json, cell_seconds=RUN_SECONDS
+        "claims",
+        chosen,
+        device=used,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+        cell_seconds=RUN_SECONDS,
     )

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def compile(
@@ -53,6 +62,8 @@ def compile(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what torch.compile costs and gains: graph breaks, recompilations, compile time and step time.
@@ -83,4 +94,13 @@ def compile(
         backend=backend,
         steps=steps,
     )
-    run_study("compile", asked, device=chosen, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "compile",
+        asked,
+        device=chosen,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

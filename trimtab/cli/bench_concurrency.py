@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def concurrency(
@@ -36,6 +45,8 @@ def concurrency(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare ways to generate a file of prompts: one by one, batched, threads, asyncio, processes.
@@ -63,4 +74,13 @@ def concurrency(
         workers=workers,
         device=used,
     )
-    run_study("concurrency", chosen, device=used, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "concurrency",
+        chosen,
+        device=used,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

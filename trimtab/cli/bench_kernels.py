@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import DEFAULT_FOLDER, AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    DEFAULT_FOLDER,
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def kernels(
@@ -47,6 +57,8 @@ def kernels(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where a step spends its time: by kernel and by kind of kernel, for forward pass and full step.
@@ -79,4 +91,13 @@ def kernels(
         trace=(out or DEFAULT_FOLDER / "kernels") if trace else None,
         nvtx=nvtx,
     )
-    run_study("kernels", asked, device=chosen, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "kernels",
+        asked,
+        device=chosen,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def memory(
@@ -27,7 +36,7 @@ def memory(
     precisions: Annotated[
         str | None, typer.Option(metavar="A,B", help="fp32, tf32, bf16, fp16; fp32,bf16 by default.")
     ] = None,
-    passes: Annotated[
+    parts: Annotated[
         str | None,
         typer.Option(metavar="A,B", help="forward, full (forward, backward and optimizer). Both by default."),
     ] = None,
@@ -50,6 +59,8 @@ def memory(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of a step goes: peak by sequence length, timeline, largest allocations with source lines.
@@ -76,11 +87,20 @@ def memory(
         sizes=split_words(sizes),
         contexts=parse_counts(contexts or "", "--contexts"),
         precisions=split_words(precisions),
-        passes=split_words(passes),
+        parts=split_words(parts),
         batch=batch,
         kernels=kernels,
         loss=loss,
         snapshots=snapshots,
     )
     asked = cells(options, device=place.partition(":")[0])
-    run_study("memory", asked, device=place, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "memory",
+        asked,
+        device=place,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def sizes(
@@ -20,6 +29,8 @@ def sizes(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Count the parameters of the study models, or of any other model, exactly and by part.
@@ -41,4 +52,6 @@ def sizes(
         out=out,
         remeasure=remeasure,
         as_json=as_json,
+        minutes=minutes,
+        listed=listed,
     )

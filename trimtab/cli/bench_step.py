@@ -6,7 +6,16 @@ from typing import Annotated
 
 import typer
 
-from trimtab.cli.studying import AsJson, Out, Remeasure, StudyDevice, run_study, study_device
+from trimtab.cli.studying import (
+    AsJson,
+    ListCells,
+    Minutes,
+    Out,
+    Remeasure,
+    StudyDevice,
+    run_study,
+    study_device,
+)
 
 
 def step(
@@ -71,6 +80,8 @@ def step(
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
+    minutes: Minutes = None,
+    listed: ListCells = False,
     as_json: AsJson = False,
 ) -> None:
     """Time forward, backward, both, and a full step with the optimizer, over model sizes and sequence lengths.
@@ -107,4 +118,13 @@ def step(
         steps=steps,
         budget_s=budget,
     )
-    run_study("step", asked, device=found, out=out, remeasure=remeasure, as_json=as_json)
+    run_study(
+        "step",
+        asked,
+        device=found,
+        out=out,
+        remeasure=remeasure,
+        as_json=as_json,
+        minutes=minutes,
+        listed=listed,
+    )

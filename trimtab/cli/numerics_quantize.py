@@ -13,7 +13,8 @@ def quantize(
     data: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="gauss, outliers, uniform, relu, or a tensor as FILE.safetensors:TENSOR."
+            metavar="NAME",
+            help="gauss, outliers, uniform, relu, activations, or a tensor as FILE.safetensors:TENSOR.",
         ),
     ] = "gauss",
     blocks: Annotated[
@@ -26,8 +27,8 @@ def quantize(
     """Quantize values to INT8 and NF4 with several schemes and show the error of each.
 
     Affine and absmax INT8 with one scale per tensor, row or block; NF4 with 32-bit and 8-bit scales; error and size of
-    each, clipping error vs. rounding error, and the cast to int8 that silently wraps around. These are the quantizers
-    that trimtab trains with.
+    each, clipping error vs. rounding error, the cast to int8 that silently wraps around, and static vs. dynamic scales
+    of activations. These are the quantizers that trimtab trains with.
 
         trimtab numerics quantize
         trimtab numerics quantize --data outliers --blocks 32,4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from trimtab.facts.units import format_seconds
+
 if TYPE_CHECKING:
     from trimtab.lab.study import Cell, Measurement
+    from trimtab.lab.sweep import TimeLimit
     from trimtab.report.document import Document
 
 Out = Annotated[
@@ -23,6 +27,18 @@ Remeasure = Annotated[
 ]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the measurements as JSON lines instead of the report.")
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        metavar="N",
+        help="Stop after this many minutes: no cell starts that is expected to end later. Repeat the command to "
+        "continue.",
+    ),
+]
+ListCells = Annotated[
+    bool,
+    typer.Option("--list", help="List the cells with their records or estimated times; measure nothing."),
 ]
 StudyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or cuda:1 for the second GPU.")]
 
@@ -45,12 +61,15 @@ def run_study(
     out: Path | None,
     remeasure: bool,
     as_json: bool,
+    minutes: float | None = None,
+    listed: bool = False,
     command: str | None = None,
     title: str | None = None,
     cell_seconds: float | None = None,
-    limit_seconds: float | None = None,
 ) -> None:
     """Measures the cells of a study, writes its report and prints it; exit code 1 if a cell failed.
+
+    With a time limit the report is written once all cells have been measured: while pictures are drawn, the GPU waits.
 
     Args:
         name: name of the study and of its folder in `lab`.
@@ -59,17 +78,26 @@ def run_study(
         out: the folder of records and report; lab/NAME by default.
         remeasure: whether to measure cells that already have a record.
         as_json: whether to print the measurements as JSON lines instead of the report.
+        minutes: the time limit of this command; None for none.
+        listed: whether to list the cells instead of measuring them.
         command: the command in the report's footer; `trimtab bench NAME` by default.
         title: title of the report; the study's title by default.
         cell_seconds: time limit of one cell; ten minutes by default.
-        limit_seconds: no cell starts after this time; the report then has the cells measured so far.
+
+    Raises:
+        RecipeError: `minutes` is not positive.
     """
     from trimtab.cli.interrupts import begin_work
+    from trimtab.cli.study_list import list_cells
     from trimtab.cli.study_progress import StudyProgress, count_outcomes, has_failed
     from trimtab.lab.reporting import build_report, prepare_folder
     from trimtab.lab.sweep import CELL_SECONDS, run_sweep
 
     folder = out or DEFAULT_FOLDER / name
+    limit = _time_limit(minutes, device)
+    if listed:
+        list_cells(cells, folder, device=device, minutes=minutes, as_json=as_json)
+        return
     prepare_folder(folder)
     begin_work()
     with StudyProgress(len(cells)) as progress:
@@ -81,7 +109,7 @@ def run_study(
                 progress=progress,
                 remeasure=remeasure,
                 cell_seconds=cell_seconds or CELL_SECONDS,
-                limit_seconds=limit_seconds,
+                limit=limit,
             )
         except KeyboardInterrupt:
             same = "the same command without --remeasure" if remeasure else "the same command"
@@ -94,17 +122,51 @@ def run_study(
     )
     print(count_outcomes(measurements) + before, file=sys.stderr)
     if len(measurements) < len(cells):
-        remaining = len(cells) - len(measurements)
-        print(
-            f"time limit reached with {remaining} of {len(cells)} cells remaining; repeat the command to continue",
-            file=sys.stderr,
-        )
-    if not measurements:
-        return
-    document = build_report(measurements, command or f"trimtab bench {name}", title)
-    show_report(document, measurements, folder, as_json=as_json)
+        same = "repeat it without --remeasure" if remeasure else "repeat the command"
+        print(_unfinished(cells, measurements, limit, same, folder), file=sys.stderr)
+        if as_json:
+            print_records(measurements)
+    else:
+        document = build_report(measurements, command or f"trimtab bench {name}", title)
+        show_report(document, measurements, folder, as_json=as_json)
     if has_failed(measurements):
         raise typer.Exit(1)
+
+
+def _time_limit(minutes: float | None, device: str) -> TimeLimit | None:
+    if minutes is None:
+        return None
+    from trimtab.facts.errors import RecipeError
+    from trimtab.lab.cell_times import CellTimes, Speed
+    from trimtab.lab.sweep import TimeLimit
+    from trimtab.run.device import detect
+
+    if not 0 < minutes < math.inf:
+        raise RecipeError(f"--minutes {minutes:g} is not positive", "give a number above 0")
+    return TimeLimit(60 * minutes, CellTimes(Speed.of(detect(device))))
+
+
+def _unfinished(
+    cells: Sequence[Cell],
+    measurements: Sequence[Measurement],
+    limit: TimeLimit | None,
+    same: str,
+    folder: Path,
+) -> str:
+    """What is left after the time limit, and how to continue."""
+    assert limit is not None, "only a time limit leaves cells unmeasured"
+    measured = {measurement.cell.key for measurement in measurements}
+    left = [cell for cell in cells if cell.key not in measured]
+    lines = [
+        f"time limit reached with {len(left)} of {len(cells)} cells remaining, about "
+        f"{format_seconds(limit.times.total(left))}; {same} to continue"
+    ]
+    lines += [f"stopped at the limit, not recorded: {cell.name}" for cell in limit.stopped]
+    if limit.stopped and not limit.measured:
+        lines.append("this cell alone takes longer than the limit: give more --minutes")
+    if measurements:
+        lines.append(f"a report of the cells so far: trimtab bench report {folder}")
+    return "\n".join(lines)
 
 
 def show_report(

@@ -8,6 +8,9 @@ from typing import Any
 
 from trimtab.lab.samples import DECIMALS, Samples, damaged_record
 
+LEAST_STEPS = 2
+"""Minimum number of timed steps, even when the budget has run out: a standard deviation needs two."""
+
 
 @dataclass(frozen=True)
 class StepTimes:

@@ -15,11 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from trimtab.lab.samples import Samples
-from trimtab.lab.step_times import StepTimes
+from trimtab.lab.step_times import LEAST_STEPS, StepTimes
 from trimtab.lab.timing import Run
-
-LEAST_STEPS = 2
-"""Minimum number of timed steps, even when the budget has run out: a standard deviation needs two."""
 
 
 class StepClock(Protocol):
@@ -107,7 +104,7 @@ def time_steps(
         steps: the number of timed steps, at least one.
         warm_up: steps before them; with 0 the first timed step includes the process's one-time setup.
         budget_s: no further step begins after this many timed seconds, except for the first `LEAST_STEPS`; None for no
-            limit.
+            limit. It limits the warm-up in the same way, except for its first step.
         clock: the device's clock by default; tests pass another.
 
     Example:
@@ -119,20 +116,28 @@ def time_steps(
     assert steps >= 1, "at least one step is timed"
     assert warm_up >= 0, "a warm-up cannot be negative"
     clock = clock or clock_of(device)
-    warm = [_time_one(prepare, clock) for _ in range(warm_up)]
-    timed: list[tuple[float, float | None]] = []
-    spent_ms = 0.0
-    while len(timed) < steps:
-        if budget_s is not None and spent_ms >= 1e3 * budget_s and len(timed) >= LEAST_STEPS:
-            break
-        timed.append(_time_one(prepare, clock))
-        spent_ms += timed[-1][0]
+    warm = _time_several(prepare, clock, warm_up, least=1, budget_s=budget_s)
+    timed = _time_several(prepare, clock, steps, least=LEAST_STEPS, budget_s=budget_s)
     spans = tuple(span for _, span in timed if span is not None)
     return StepTimes(
         host=Samples(tuple(host for host, _ in timed)),
         device=Samples(spans) if spans else None,
         warm_up_ms=tuple(host for host, _ in warm),
     )
+
+
+def _time_several(
+    prepare: Callable[[], Run], clock: StepClock, steps: int, *, least: int, budget_s: float | None
+) -> list[tuple[float, float | None]]:
+    """Times of several steps; after `budget_s` timed seconds only as many as `least`."""
+    timed: list[tuple[float, float | None]] = []
+    spent_ms = 0.0
+    while len(timed) < steps:
+        if budget_s is not None and spent_ms >= 1e3 * budget_s and len(timed) >= least:
+            break
+        timed.append(_time_one(prepare, clock))
+        spent_ms += timed[-1][0]
+    return timed
 
 
 def _time_one(prepare: Callable[[], Run], clock: StepClock) -> tuple[float, float | None]:

@@ -99,7 +99,7 @@ def _study_on_gpu(device: str, memory_bytes: int) -> Iterator[Cell]:
     for dtype in ("fp32", "bf16"):
         flash = attention.Options(
             dtypes=(dtype,), head_dims=(64, 128), lengths=FLASH_LENGTHS, batches=(1,), seconds=BUDGET_S,
-            compile=attention.Compile.NONE, weighted_sum=False,
+            modes=("eager",), weighted_sum=False,
         )  # fmt: skip
         yield from attention.cells(flash, device=kind, memory_bytes=memory_bytes)
 

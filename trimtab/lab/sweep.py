@@ -6,39 +6,50 @@ stopped sweep continues where it ended: cells that this machine has measured wit
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trimtab.facts.errors import DataError
-from trimtab.facts.units import format_seconds
+from trimtab.lab.cell_times import CellTimes
 from trimtab.lab.records import append_record, provenance, timestamp
 from trimtab.lab.studies import find_study
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.worker import READY, answer_without_result, measure_cell
+from trimtab.lab.worker import measure_cell
+from trimtab.lab.worker_process import WorkerProcess
 
 RECORDS = "records.jsonl"
 LOG = "worker.log"
 """The workers' output, tracebacks included."""
 CELL_SECONDS = 600.0
 """Default time limit of a cell."""
-START_SECONDS = 300.0
-"""Time limit of a worker's start, which imports torch; not part of a cell's time."""
 UNFINISHED = (Outcome.FAILED, Outcome.TIMED_OUT)
 """Outcomes that the next sweep measures again."""
 PACKAGES = ("torch", "triton", "trimtab")
 
 Progress = Callable[[int, int, Cell, Measurement | None], None]
 """(finished cells, total cells, the cell, its measurement or None when it begins)."""
+
+
+@dataclass(frozen=True)
+class TimeLimit:
+    """The time limit of a sweep.
+
+    No cell begins that would end later, by its estimate, except for the first one, so that each command makes progress.
+    A cell that still runs at the limit is stopped and not recorded: the next sweep measures it.
+    """
+
+    seconds: float
+    times: CellTimes
+    """Estimates the seconds of cells; the sweep adds those that it measures."""
+    stopped: list[Cell] = field(default_factory=list)
+    """The cell that was stopped at the limit, if there was one."""
+    measured: list[Cell] = field(default_factory=list)
+    """The cells that were measured within the limit."""
 
 
 def run_sweep(
@@ -49,7 +60,7 @@ def run_sweep(
     progress: Progress | None = None,
     remeasure: bool = False,
     cell_seconds: float = CELL_SECONDS,
-    limit_seconds: float | None = None,
+    limit: TimeLimit | None = None,
     commit: str | None = None,
 ) -> list[Measurement]:
     """Measures the cells that are not recorded yet; returns the measurements of all cells on this machine.
@@ -61,7 +72,7 @@ def run_sweep(
         progress: called before and after each cell.
         remeasure: also measure cells that have a record.
         cell_seconds: the time limit of one cell.
-        limit_seconds: no cell begins after this time; recorded cells are returned all the same.
+        limit: the time limit of the sweep; recorded cells are returned all the same.
         commit: commit of the code, if git does not know it.
 
     Example:
@@ -70,24 +81,21 @@ def run_sweep(
     """
     origin = provenance(device, PACKAGES, commit)
     machine = Machine(origin["device"], origin["versions"])
-    known = {} if remeasure else _known(folder / RECORDS, machine)
+    known = {} if remeasure else _known(cells, folder / RECORDS, machine)
+    clock = _Clock(limit, known.values())
     measurements: list[Measurement] = []
-    begun = time.perf_counter()
-    with _Worker(device, folder / LOG) as worker:
+    with WorkerProcess(device, folder / LOG) as worker:
         for number, cell in enumerate(cells):
             measurement = known.get(cell.key)
-            if measurement is None and _is_over(begun, limit_seconds):
-                continue
             if measurement is None:
+                if not clock.allows(cell):
+                    continue
                 if progress is not None:
                     progress(number, len(cells), cell, None)
-                study = find_study(cell.study)
-                if study.in_process:
-                    start = time.perf_counter()
-                    answer = measure_cell(study.measure, dict(cell.settings))
-                    seconds = time.perf_counter() - start
-                else:
-                    answer, seconds = worker.measure(study.measure, cell, cell_seconds)
+                answer, seconds = _answer(worker, cell, cell_seconds, clock.end)
+                if answer["outcome"] == Outcome.TIMED_OUT.value and clock.remaining <= 0:
+                    clock.stop(cell)
+                    continue
                 measurement = Measurement(
                     cell,
                     Outcome(answer["outcome"]),
@@ -99,14 +107,63 @@ def run_sweep(
                     timestamp(),
                 )
                 append_record(folder / RECORDS, measurement.to_dict())
+                clock.add(measurement)
             measurements.append(measurement)
             if progress is not None:
                 progress(number + 1, len(cells), cell, measurement)
     return measurements
 
 
-def _is_over(begun: float, limit_seconds: float | None) -> bool:
-    return limit_seconds is not None and time.perf_counter() - begun > limit_seconds
+def _answer(worker: WorkerProcess, cell: Cell, seconds: float, end: float) -> tuple[dict[str, Any], float]:
+    """(answer, seconds) of a cell, measured in a worker or, for a study that only counts, in this process."""
+    study = find_study(cell.study)
+    if not study.in_process:
+        return worker.measure(study.measure, cell, seconds, end)
+    start = time.perf_counter()
+    answer = measure_cell(study.measure, dict(cell.settings))
+    return answer, time.perf_counter() - start
+
+
+class _Clock:
+    """The time that remains of a sweep, and the cells that fit into it."""
+
+    def __init__(self, limit: TimeLimit | None, known: Iterable[Measurement]) -> None:
+        self._limit = limit
+        self.end = math.inf if limit is None else time.perf_counter() + limit.seconds
+        """When the limit is reached, by `time.perf_counter`."""
+        self._is_first = True
+        for measurement in known:
+            self.observe(measurement)
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the limit."""
+        return self.end - time.perf_counter()
+
+    def allows(self, cell: Cell) -> bool:
+        """Whether a cell may begin."""
+        if self._limit is None:
+            return True
+        if self.remaining <= 0 or (not self._is_first and self._limit.times.seconds(cell) > self.remaining):
+            return False
+        self._is_first = False
+        return True
+
+    def observe(self, measurement: Measurement) -> None:
+        """Corrects the estimates by a measured cell."""
+        if self._limit is not None:
+            self._limit.times.observe(measurement)
+
+    def add(self, measurement: Measurement) -> None:
+        """Notes a cell that was measured within the limit."""
+        if self._limit is not None:
+            self._limit.measured.append(measurement.cell)
+        self.observe(measurement)
+
+    def stop(self, cell: Cell) -> None:
+        """Notes that a cell was stopped at the limit."""
+        assert self._limit is not None
+        self._limit.stopped.append(cell)
 
 
 def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
@@ -163,128 +220,29 @@ def _read_file(file: Path) -> tuple[list[Measurement], int]:
     return measurements, damaged
 
 
-def _known(path: Path, machine: Machine) -> dict[str, Measurement]:
-    """Finished measurements of this machine with the same versions, by cell key."""
+def recorded_cells(cells: Sequence[Cell], folder: Path, *, device: str) -> dict[str, Measurement]:
+    """The measurements of cells that the next sweep would not repeat, by cell key.
+
+    Example:
+        >>> recorded_cells([Cell("sizes", {"size": "small"})], Path("missing"), device="cpu")
+        {}
+    """
+    origin = provenance(device, PACKAGES)
+    return _known(cells, folder / RECORDS, Machine(origin["device"], origin["versions"]))
+
+
+def _known(cells: Sequence[Cell], path: Path, machine: Machine) -> dict[str, Measurement]:
+    """Finished measurements of these cells on this machine with the same versions, by cell key."""
     if not path.exists():
         return {}
     try:
         measurements, _ = read_measurements([path])
     except DataError:
         return {}
+    keys = {cell.key for cell in cells}
     tried = {
-        measurement.cell.key: measurement for measurement in measurements if measurement.machine == machine
+        measurement.cell.key: measurement
+        for measurement in measurements
+        if measurement.machine == machine and measurement.cell.key in keys
     }
     return {key: measurement for key, measurement in tried.items() if measurement.outcome not in UNFINISHED}
-
-
-class _Worker:
-    """A process that measures cells; it is replaced after a crash, a failure or running out of memory."""
-
-    def __init__(self, device: str, log: Path) -> None:
-        self.device, self.log = device, log
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-    def measure(self, function: str, cell: Cell, seconds: float) -> tuple[dict[str, Any], float]:
-        """(the worker's answer, seconds that it took); a crash and a timeout are answers as well.
-
-        Args:
-            function: "module:function".
-            cell: the settings.
-            seconds: the timeout.
-        """
-        if cell.fresh:
-            self.stop()
-        start = time.perf_counter()
-        line: str | None = READY
-        if self._process is None:
-            self._process = self._start()
-            line = self._line(START_SECONDS)
-        process = self._process
-        if line == READY:
-            start = time.perf_counter()
-            line = self._ask({"measure": function, "settings": dict(cell.settings)}, seconds)
-        took = time.perf_counter() - start
-        if line is None:
-            self.stop()
-            return answer_without_result(Outcome.TIMED_OUT, f"took longer than {format_seconds(took)}"), took
-        if not line:
-            return self._crashed(process), took
-        answer: dict[str, Any] = json.loads(line)
-        if answer["outcome"] in (Outcome.OUT_OF_MEMORY.value, Outcome.FAILED.value):
-            self.stop()
-        return answer, took
-
-    def _ask(self, request: dict[str, Any], seconds: float) -> str | None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._line(seconds)
-
-    def _line(self, seconds: float) -> str | None:
-        """The worker's next line; empty if it has ended, None after a timeout."""
-        try:
-            return self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return None
-
-    def _start(self) -> subprocess.Popen[str]:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            # In a new session: Ctrl-C reaches only this process, which then ends the worker and its children.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab.lab.worker", self.device],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-            )
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        self._lines = lines
-        return process
-
-    def _crashed(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        code = process.wait()
-        self.stop()
-        if code in (-9, 128 + 9):  # SIGKILL, as the kernel's OOM killer sends it
-            return answer_without_result(
-                Outcome.OUT_OF_MEMORY, "the process was killed, as the kernel does when memory is full"
-            )
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return answer_without_result(Outcome.FAILED, f"the process {how}; see {self.log}")
-
-    def stop(self) -> None:
-        """Kills the process and its children."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if sys.platform == "win32":
-            process.kill()
-        else:
-            with contextlib.suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()

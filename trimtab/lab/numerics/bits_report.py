@@ -136,6 +136,8 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
         'everything: the largest number is 65504'
     """
     if row.outcome is Outcome.EXACT:
+        if isinstance(row, StoredCode) and row.exact.value and abs(row.exact.value) == row.absmax:
+            return "nothing: it is the largest magnitude of its block; --absmax shows it in another"
         return "nothing"
     if row.outcome is Outcome.NOT_STORED:
         return "everything: a block that contains it has no scale"

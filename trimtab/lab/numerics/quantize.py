@@ -18,6 +18,7 @@ from trimtab.facts.names import shortened
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.nf4 import spec as nf4_spec
+from trimtab.lab.numerics.activation_scales import ActivationScales, study_activation_scales
 from trimtab.lab.numerics.clipping import ClippingSweep, sweep_clipping
 from trimtab.lab.numerics.naive_cast import NaiveCast, naive_cast
 from trimtab.lab.numerics.samples import load_sample
@@ -92,17 +93,20 @@ class QuantizeStudy:
     rows: tuple[ErrorRow, ...]
     naive: NaiveCast
     clipping: tuple[ClippingSweep, ...]
+    activations: ActivationScales
+    """On random activations, whatever the values are."""
     values: Distribution
     errors: tuple[Distribution, ...]
 
     def records(self) -> list[dict[str, Any]]:
-        """One JSON record for each scheme, one for the cast, one for each sweep."""
+        """One JSON record for each scheme, one for the cast, one for each sweep, one for activations."""
         sample = {"data": self.data, "shape": self.shape}
         records = [{**sample, "row": row} for row in self.rows]
         return [
             *records,
             {**sample, "naive_cast": self.naive, "spread": self.spread},
             *({**sample, "clipping": sweep} for sweep in self.clipping),
+            {"activation_scales": self.activations},
         ]
 
 
@@ -112,7 +116,7 @@ def study_quantization(
     """Quantizes values with every scheme and measures the errors.
 
     Args:
-        data: gauss, outliers, uniform, relu, or FILE.safetensors:TENSOR.
+        data: gauss, outliers, uniform, relu, activations, or FILE.safetensors:TENSOR.
         blocks: block sizes, for INT8 in groups and NF4: 32, 64, … 4096.
         seed: seed of randomly drawn values.
 
@@ -139,6 +143,7 @@ def study_quantization(
         rows,
         naive_cast(x_RC),
         tuple(sweep_clipping(x_RC, bits) for bits in (8, 4)),
+        study_activation_scales(seed),
         _distribution({"values": x_RC}, symmetric=False),
         tuple(_error_distribution(errors_RC, family) for family in _FAMILIES),
     )
@@ -222,7 +227,9 @@ def _distribution(named: dict[str, torch.Tensor], *, symmetric: bool) -> Distrib
     if symmetric:
         highest = max(-lowest, highest) or 1.0
         lowest = -highest
-    edges = torch.linspace(lowest, highest, BINS + 1, dtype=torch.float64)
+    # Weighted ends instead of steps from the first one: the middle edge of a symmetric range is then exactly 0.
+    share = torch.arange(BINS + 1, dtype=torch.float64) / BINS
+    edges = lowest * (1 - share) + highest * share
     counts = tuple(
         Counts(name, tuple(int(n) for n in torch.histogram(values.double().flatten(), edges).hist))
         for name, values in named.items()

@@ -20,7 +20,7 @@ def quantization_document(
         >>> quantization_document(study_quantization("uniform", [64])).title
         'Quantizing uniform'
     """
-    sections = (_data(study), _errors(study), _naive(study), _clipping(study))
+    sections = (_data(study), _errors(study), _naive(study), _clipping(study), _activations(study))
     return Document(f"Quantizing {study.data}", tuple(facts), sections, command)
 
 
@@ -102,13 +102,18 @@ def _lesson(study: QuantizeStudy) -> str:
     doubled = [entry for entry in study.rows if entry.scheme is Scheme.NF4_DOUBLE]
     lost = max(-_gain(b, a) for a, b in zip(blocks, doubled, strict=True))
     saved = max(a.bytes_per_value - b.bytes_per_value for a, b in zip(blocks, doubled, strict=True))
+    between_blocks = (
+        f"From blocks of {blocks[-1].shared_by} to blocks of {blocks[0].shared_by} NF4 changes by "
+        f"{_gain(blocks[0], blocks[-1]):+.1f} dB; scales"
+        if len(blocks) > 1
+        else "For NF4, scales"
+    )
     return (
         f"With one scale INT8 has steps of {step:.3g}; values spread evenly over a step would have an rms error of "
         f"step / √12 = {step / math.sqrt(12):.3g}, and {tensor.rms_error:.3g} was measured. A scale for each row "
         f"changes the signal-to-noise ratio by {_gain(row, tensor):+.1f} dB, a zero point "
         f"by {_gain(affine, tensor):+.1f} dB (it helps where values are not symmetric). "
-        f"From blocks of {blocks[-1].shared_by} to blocks of {blocks[0].shared_by} NF4 changes by "
-        f"{_gain(blocks[0], blocks[-1]):+.1f} dB; scales in 8 bits save up to {saved:.3f} "
+        f"{between_blocks} in 8 bits save up to {saved:.3f} "
         f"bytes per value and cost at most {max(lost, 0.0):.2f} dB."
     )
 
@@ -210,3 +215,41 @@ def _clipping_chart(sweep: ClippingSweep) -> LineChart:
         log_y=True,
         note=f"Minimum at {sweep.best.threshold:.4g}.",
     )
+
+
+def _activations(study: QuantizeStudy) -> Section:
+    scales = study.activations
+    static, percentile, tensor, token = scales.rows
+    table = Table(
+        f"INT8 on {scales.tokens} tokens that calibration has not seen",
+        ("scale", "from", "one scale for each", "largest", "clipped", "rms error", "signal to noise, dB"),
+        tuple(
+            (
+                row.kind,
+                row.source,
+                row.shared_by,
+                f"{row.largest:.3g}",
+                f"{row.clipped:.3%}",
+                f"{row.rms_error:.3g}",
+                f"{row.signal_to_noise:.1f}",
+            )
+            for row in scales.rows
+        ),
+    )
+    beyond = scales.absmax / scales.calibration_absmax
+    text = (
+        "Weights are known before a run, activations are not. A static scale is measured beforehand, on calibration "
+        f"data (here {scales.calibration_tokens} tokens), and costs nothing later; values beyond it are clipped. A "
+        "dynamic scale is that of the values at hand: nothing is clipped, but every activation is read once more to "
+        "find its largest magnitude before it can be quantized. The activations are random, with tokens of different "
+        "magnitude and four channels 20 times as large as the others; `--data activations` shows their schemes."
+    )
+    lesson = (
+        f"The largest value is {beyond:.2f} times that of calibration. A static scale that covers all of calibration "
+        f"reaches {static.signal_to_noise:.1f} dB; one that clips a thousandth of it "
+        f"{percentile.signal_to_noise:.1f} dB, since the clipped values are the large channels. A dynamic scale for "
+        f"the tensor reaches {tensor.signal_to_noise:.1f} dB, one for each token {token.signal_to_noise:.1f} dB: small "
+        "tokens no longer share the scale of large ones. Scales by channel would help more, but a product adds up over "
+        "channels, so that its result could not be scaled back."
+    )
+    return Section("Static and dynamic scales of activations", (Text(text), table, Text(lesson)))

@@ -21,9 +21,14 @@ KINDS = {
     "outliers": "the same, one value in a thousand 20 times as large",
     "uniform": "all values between -0.05 and 0.05 equally likely",
     "relu": "normal values, those below zero set to 0, as activations after a ReLU",
+    "activations": "normal values in rows of log-normal magnitude (tokens), four columns (channels) 20 times as large",
 }
 """Name and description of the random distributions."""
 SHAPE = (256, 512)
+TOKEN_DEVIATION = 0.5
+"""Standard deviation of the logarithm of a token's magnitude, for `activations`."""
+OUTLIER_CHANNELS = 4
+"""Channels that are large in every token, as in the activations of language models (LLM.int8(), arXiv 2208.07339)."""
 MOST_VALUES = 2**21
 """Maximum number of values of a tensor; more rows would not change the displayed digits."""
 SUFFIX = ".safetensors"
@@ -77,6 +82,11 @@ def _drawn(kind: str, seed: int) -> torch.Tensor:
     values_RC = torch.randn(SHAPE, generator=generator) * 0.02
     if kind == "relu":
         return values_RC.relu()
+    if kind == "activations":
+        tokens_R1 = (TOKEN_DEVIATION * torch.randn(SHAPE[0], 1, generator=generator)).exp()
+        values_RC = values_RC * tokens_R1
+        values_RC[:, :: SHAPE[1] // OUTLIER_CHANNELS] *= 20
+        return values_RC
     if kind == "outliers":
         large_RC = torch.rand(SHAPE, generator=generator) < 1e-3
         values_RC = torch.where(large_RC, 20 * values_RC, values_RC)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -34,24 +33,6 @@ LONGEST_TILED = 4096
 BATCHES = (8, 1)
 
 
-class Compile(enum.Enum):
-    """The backends that are also measured under torch.compile."""
-
-    PLAIN = "plain"
-    ALL = "all"
-    NONE = "none"
-
-
-def compile_choice(name: str) -> Compile:
-    """Parses --compile; raises RecipeError with the nearest name if it is unknown.
-
-    Example:
-        >>> compile_choice("all")
-        <Compile.ALL: 'all'>
-    """
-    return choose_members(Compile, [name], "--compile")[0]
-
-
 @dataclass(frozen=True)
 class Options:
     """The options of the study; an empty sequence means the device's default.
@@ -62,7 +43,7 @@ class Options:
         head_dims, lengths, batches: every combination is measured. Lengths are 256 … 65536 by default, on a CPU
             256 … 4096.
         heads: the number of heads.
-        compile: the backends that are also measured under torch.compile.
+        modes: eager, compiled (torch.compile); by default eager, and for plain attention both.
         visibility: causal, or every query sees every key.
         repetitions: repetitions of each pass.
         seconds: time limit per cell, for the repetitions of both passes together.
@@ -76,7 +57,7 @@ class Options:
     lengths: Sequence[int] = ()
     batches: Sequence[int] = ()
     heads: int = 1
-    compile: Compile = Compile.PLAIN
+    modes: Sequence[str] = ()
     visibility: Visibility = Visibility.CAUSAL
     repetitions: int = 100
     seconds: float = 2.0
@@ -126,7 +107,7 @@ def _attention(
     for dtype, batch, length, head_dim, backend in itertools.product(*axes):
         if backend == TILED and length > LONGEST_TILED and not long_tiled:
             continue
-        for mode in _modes(backend, checked.compile):
+        for mode in _modes(backend, checked.modes):
             cell = AttentionSettings(
                 backend, mode, dtype, batch, checked.heads, head_dim, length, checked.visibility,
                 device, checked.repetitions, checked.seconds,
@@ -135,9 +116,10 @@ def _attention(
             yield cell if fits else replace(cell, memory_bytes=memory_bytes)
 
 
-def _modes(backend: str, compile: Compile) -> tuple[Mode, ...]:
-    also = compile is Compile.ALL or (compile is Compile.PLAIN and backend == PLAIN)
-    return (Mode.EAGER, Mode.COMPILED) if also else (Mode.EAGER,)
+def _modes(backend: str, names: Sequence[str]) -> Sequence[Mode]:
+    if names:
+        return [Mode(name) for name in names]
+    return (Mode.EAGER, Mode.COMPILED) if backend == PLAIN else (Mode.EAGER,)
 
 
 def _checked(options: Options, device: str) -> Options:
@@ -151,7 +133,8 @@ def _checked(options: Options, device: str) -> Options:
         or (DTYPES[:1] if cpu else DTYPES[:2]),
         head_dims=check_counts(options.head_dims, "--head-dims") or HEAD_DIMS,
         lengths=check_counts(options.lengths, "--contexts") or lengths,
-        batches=check_counts(options.batches, "--batches") or BATCHES,
+        batches=check_counts(options.batches, "--batch") or BATCHES,
+        modes=[mode.value for mode in choose_members(Mode, options.modes, "--modes")],
     )
     check_counts([options.heads], "--heads")
     check_counts([options.repetitions], "--repetitions")

@@ -149,7 +149,7 @@ def charts(readings: Readings, group: Group) -> list[LineChart]:
     return [
         chart("time", "Forward + backward", "ms", lambda result: result.times.total_ms),
         chart(
-            "memory", "Allocated before backward", "MiB", lambda result: result.before_backward_bytes / MIB
+            "memory", "Allocated before backward", "bytes", lambda result: float(result.before_backward_bytes)
         ),
     ]
 

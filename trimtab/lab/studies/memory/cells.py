@@ -20,8 +20,8 @@ CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
 """Defaults on a CPU, where a step of the larger models takes minutes."""
 PRECISIONS = (Precision.FP32.value, Precision.BF16.value)
 BATCH = 4
-PASSES = {"forward": Pass.FORWARD, "full": Pass.FULL}
-"""Values of --passes, named as the parts of `trimtab bench step`."""
+PARTS = {"forward": Pass.FORWARD, "full": Pass.FULL}
+"""Values of --parts, which are parts of `trimtab bench step`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Options:
         sizes: study models, recipes or models by name; all five study models by default, on a CPU `small`.
         contexts: tokens per sequence; 128 to 1024 by default, on a CPU 128 and 256.
         precisions: fp32, tf32, bf16, fp16; fp32 and bf16 by default.
-        passes: forward, full; both by default.
+        parts: forward, full; both by default.
         batch: sequences per step.
         kernels: reference or fast.
         loss: logits_sum or cross_entropy.
@@ -42,7 +42,7 @@ class Options:
     sizes: Sequence[str] = ()
     contexts: Sequence[int] = ()
     precisions: Sequence[str] = ()
-    passes: Sequence[str] = ()
+    parts: Sequence[str] = ()
     batch: int = BATCH
     kernels: str = Kernels.REFERENCE.value
     loss: str = Loss.LOGITS_SUM.value
@@ -64,7 +64,7 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     sizes = options.sizes or (CPU_SIZES if on_cpu else tuple(STUDY_MODELS))
     contexts = options.contexts or (CPU_CONTEXTS if on_cpu else CONTEXTS)
     precisions = choose_members(Precision, options.precisions or PRECISIONS, "--precisions")
-    passes = [PASSES[name] for name in choose_names(options.passes or list(PASSES), list(PASSES), "--passes")]
+    parts = [PARTS[name] for name in choose_names(options.parts or list(PARTS), list(PARTS), "--parts")]
     [kernels] = choose_members(Kernels, [options.kernels], "--kernels")
     [loss] = choose_members(Loss, [options.loss], "--loss")
     check_counts([options.batch], "--batch")
@@ -72,7 +72,7 @@ def cells(options: Options | None = None, *, device: str = "cpu") -> list[Cell]:
     for size in dict.fromkeys(sizes):
         _check_contexts(size, contexts)
         model = model_settings(size)
-        for context, precision, part in itertools.product(dict.fromkeys(contexts), precisions, passes):
+        for context, precision, part in itertools.product(dict.fromkeys(contexts), precisions, parts):
             step = StepSettings(size, context, options.batch, precision, kernels, loss, device)
             folder = None if options.snapshots is None else str(options.snapshots.expanduser().absolute())
             cell_settings = MemorySettings(step, part, model.get("shape"), folder)

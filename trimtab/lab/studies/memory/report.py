@@ -18,7 +18,7 @@ from trimtab.lab.studies.memory.settings import MemorySettings, Pass
 from trimtab.lab.study import Measurement, Outcome
 from trimtab.report.document import Block, LineChart, Section, Series, Table, Text
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 NOTHING = "–"
 PERSISTENT_BYTES = 4 * BYTES["fp32"]
 """Bytes per parameter of weights, gradients and AdamW's two moments in fp32."""
@@ -82,8 +82,8 @@ def _reading(measurement: Measurement) -> Reading:
 
 def _peak_blocks(readings: Sequence[Reading], measured: Sequence[Measured]) -> Iterator[Block]:
     batches = sorted({reading.settings.step.batch for reading in readings})
-    kinds = {(reading.settings.step.kernels.value, reading.settings.step.loss.value) for reading in readings}
-    kernels = "; ".join(f"{kernels} kernels, loss {loss}" for kernels, loss in sorted(kinds))
+    kinds = {(reading.settings.step.kernels.value, reading.settings.step.loss.label) for reading in readings}
+    kernels = "; ".join(f"{kernels} kernels, the loss is {loss}" for kernels, loss in sorted(kinds))
     yield Text(
         "Peak memory of all tensors, in a run without the recorder. Forward is inference: nothing is saved for a "
         "backward pass, and there is no optimizer. A full step is forward, backward and AdamW. Weights are fp32 in "
@@ -122,13 +122,13 @@ def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
     lines: dict[str, dict[int, float | None]] = {}
     for reading in readings:
         step = reading.settings.step
-        peak = None if reading.result is None else reading.result.measured_peak / GIB
+        peak = None if reading.result is None else float(reading.result.measured_peak)
         lines.setdefault(f"{step.size}, {step.precision.value}", {})[step.context] = peak
     series = tuple(Series(name, tuple(sorted(values.items()))) for name, values in lines.items())
     words = part.value.replace(" ", "-")
     title = f"Peak memory over context length, {part.value}"
     x_label = "context length, tokens"
-    return LineChart(f"memory-peak-{words}", title, x_label, "GiB", series, log_x=True, log_y=True)
+    return LineChart(f"memory-peak-{words}", title, x_label, "bytes", series, log_x=True, log_y=True)
 
 
 def _growth(measured: Sequence[Measured]) -> Iterator[str]:

@@ -164,7 +164,9 @@ def digits_of(ms: float) -> int:
 
 
 def differ(a: Samples, b: Samples) -> bool:
-    """Whether the 95 % interval of the difference of two means excludes zero; False for single samples.
+    """Whether Welch's 95 % interval of the difference of two means excludes zero; False for single samples.
+
+    Welch's interval allows unequal variances and numbers of samples: times before and after a change often have both.
 
     Example:
         >>> differ(Samples((10.0, 10.2)), Samples((12.0, 12.2))), differ(Samples((10.0, 14.0)), Samples((12.0, 12.2)))
@@ -174,10 +176,12 @@ def differ(a: Samples, b: Samples) -> bool:
     """
     if min(a.repetitions, b.repetitions) < 2:
         return False
-    freedom = a.repetitions + b.repetitions - 2
-    quantile = t_quantile(0.05, freedom)
-    error = math.sqrt(a.std_ms**2 / a.repetitions + b.std_ms**2 / b.repetitions)
-    return abs(a.mean_ms - b.mean_ms) > quantile * error
+    squares = [samples.std_ms**2 / samples.repetitions for samples in (a, b)]
+    if not sum(squares):
+        return a.mean_ms != b.mean_ms
+    spread = sum(s**2 / (samples.repetitions - 1) for s, samples in zip(squares, (a, b), strict=True))
+    quantile = t_quantile(0.05, sum(squares) ** 2 / spread)
+    return abs(a.mean_ms - b.mean_ms) > quantile * math.sqrt(sum(squares))
 
 
 def between(values: Sequence[float], form: Callable[[float], str]) -> str:

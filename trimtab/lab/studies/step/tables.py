@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trimtab.facts.units import format_bytes, format_rate
+from trimtab.lab.samples import Samples
 from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
 from trimtab.lab.studies import reference_figures as reference
 from trimtab.lab.studies.step.entries import (
@@ -33,6 +34,8 @@ def group_section(group: Group, grid: Grid) -> Section:
     """Times of one configuration, conclusions from them, and utilization of the device."""
     blocks: list[Block] = [_times(group, grid)]
     text = _times_text(grid)
+    if is_reference(group) and any(reference.is_known(*row) for row in grid.rows):
+        text = " ".join(filter(None, (text, reference.BACKWARD_TO_FORWARD)))
     if text:
         blocks.append(Text(text))
     blocks += _charts(group, grid)
@@ -80,7 +83,9 @@ def _times_note(grid: Grid) -> str:
     note = f"Mean ± standard deviation by the host's clock. The loss is {LOSS_NAMES[grid.loss]}."
     if timed:
         steps = between([entry.samples.repetitions for entry in timed if entry.samples], "{:.0f}".format)
-        warm = between([entry.timed.warm_up for entry in timed], "{:.0f}".format)
+        warm = between(
+            [len(entry.result.times.warm_up_ms) for entry in timed if entry.result], "{:.0f}".format
+        )
         attention = ", ".join(dict.fromkeys(entry.result.attention for entry in timed if entry.result))
         note += f" {steps} steps after {warm} of warm-up. Attention: {attention}."
     reasons = grid.reasons()
@@ -96,8 +101,9 @@ def _times_text(grid: Grid) -> str:
         both, full = grid.samples(row, Part.FORWARD_BACKWARD), grid.samples(row, Part.FULL)
         if forward and backward:
             ratios.append(backward.mean_ms / forward.mean_ms)
-        if both and full and full.mean_ms > both.mean_ms and differ(both, full):
-            shares.append(1 - both.mean_ms / full.mean_ms)
+        optimizer_ms = _optimizer_ms(both, full)
+        if full and optimizer_ms:
+            shares.append(optimizer_ms / full.mean_ms)
         real = grid.samples(row, Part.FORWARD_BACKWARD, other) if other else None
         if both and real and differ(both, real):
             losses.append(real.mean_ms / both.mean_ms - 1)
@@ -110,7 +116,7 @@ def _times_text(grid: Grid) -> str:
         sentences.append(f"The optimizer takes {between(shares, percent)} of a full step.")
     if losses and other:
         sentences.append(
-            f"With {LOSS_NAMES[other]} instead of {LOSS_NAMES[grid.loss]}, forward + backward takes "
+            f"With {LOSS_NAMES[other]} instead of {LOSS_NAMES[grid.loss]}, the time of forward + backward changes by "
             f"{between(losses, lambda x: f'{100 * x:+.1f} %')}."
         )
     return " ".join([*sentences, *_growth(grid), *_doubts(grid)])
@@ -195,8 +201,9 @@ def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:
     if forward is None or backward is None:
         return None
     parts = [("forward", forward.mean_ms), ("backward", backward.mean_ms)]
-    if both and full and full.mean_ms > both.mean_ms:
-        parts.append(("optimizer", full.mean_ms - both.mean_ms))
+    optimizer_ms = _optimizer_ms(both, full)
+    if optimizer_ms:
+        parts.append(("optimizer", optimizer_ms))
     total = sum(value for _, value in parts)
     return Bar(row[0], tuple(parts), f"{total:.{digits_of(total)}f} ms")
 
@@ -230,7 +237,8 @@ def _utilization(grid: Grid) -> Table | None:
     note = (
         "tokens/s of the most complete step that was timed. FLOPs are the model's: products and causal attention, "
         "backward counted as twice the forward pass. Shares, MFU and median are of forward + backward. AdamW's time is "
-        "the difference of two means; it reads and writes weights and moments, and reads gradients."
+        "the difference of two means, shown where it exceeds the noise; it reads and writes weights and moments, and "
+        "reads gradients."
     )
     return Table("Use of the device", head, tuple(rows), note)
 
@@ -241,15 +249,20 @@ def _ratio(forward: StepResult | None, backward: StepResult | None) -> str:
     return f"{backward.times.host.mean_ms / forward.times.host.mean_ms:.2f}"
 
 
+def _optimizer_ms(both: Samples | None, full: Samples | None) -> float | None:
+    """The optimizer's time: the difference of two means; None if it is not positive or within noise."""
+    if both is None or full is None or full.mean_ms <= both.mean_ms or not differ(both, full):
+        return None
+    return full.mean_ms - both.mean_ms
+
+
 def _optimizer_share(both: StepResult | None, full: StepResult | None) -> str:
     """Bytes per second that AdamW moves, as a share of a copy's."""
-    if both is None or full is None:
-        return NOTHING
-    seconds = (full.times.host.mean_ms - both.times.host.mean_ms) / 1e3
-    if seconds <= 0:
+    milliseconds = _optimizer_ms(both and both.times.host, full and full.times.host)
+    if full is None or milliseconds is None:
         return NOTHING
     moved = bytes_moved("adamw_torch", (full.parameters,), "fp32", "fp32")
-    return percent(moved / seconds / full.copy_bytes)
+    return percent(1e3 * moved / milliseconds / full.copy_bytes)
 
 
 def _ceiling_text(grid: Grid) -> str:

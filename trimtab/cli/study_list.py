@@ -1,0 +1,84 @@
+"""`--list`: the cells of a study, those that have a record, and the estimated time of the others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trimtab.facts.units import format_seconds
+
+if TYPE_CHECKING:
+    from trimtab.lab.cell_times import CellTimes
+    from trimtab.lab.study import Cell, Measurement
+
+
+def list_cells(
+    cells: Sequence[Cell], folder: Path, *, device: str, minutes: float | None, as_json: bool
+) -> None:
+    """Prints the cells in the order of measurement; measures nothing."""
+    from trimtab.lab.cell_times import CellTimes, Speed
+    from trimtab.lab.sweep import recorded_cells
+    from trimtab.run.device import detect
+
+    known = recorded_cells(cells, folder, device=device)
+    times = CellTimes(Speed.of(detect(device)))
+    for measurement in known.values():
+        times.observe(measurement)
+    if as_json:
+        for cell in cells:
+            print(json.dumps(_record(cell, known.get(cell.key), times), ensure_ascii=False))
+        return
+    for number, cell in enumerate(cells, start=1):
+        print(f"{number:4}  {_state(cell, known.get(cell.key), times):24}  {cell.name}")
+    print()
+    print("\n".join(_summary(cells, known, times, minutes)))
+
+
+def _record(cell: Cell, measurement: Measurement | None, times: CellTimes) -> dict[str, object]:
+    return {
+        "study": cell.study,
+        "settings": dict(cell.settings),
+        "outcome": None if measurement is None else measurement.outcome.value,
+        "estimated_seconds": round(times.seconds(cell), 2) if measurement is None else None,
+    }
+
+
+def _state(cell: Cell, measurement: Measurement | None, times: CellTimes) -> str:
+    """The recorded outcome, or the estimated time."""
+    return (
+        f"about {format_seconds(times.seconds(cell))}" if measurement is None else measurement.outcome.value
+    )
+
+
+def _summary(
+    cells: Sequence[Cell], known: dict[str, Measurement], times: CellTimes, minutes: float | None
+) -> list[str]:
+    """A line for each study and one for all of them together."""
+    lines = []
+    for study in dict.fromkeys(cell.study for cell in cells):
+        same = [cell for cell in cells if cell.study == study]
+        lines.append(f"{study}: {_amount(same, known, times)}")
+    left = [cell for cell in cells if cell.key not in known]
+    if len(lines) > 1:
+        lines.append(f"together: {_amount(cells, known, times)}")
+    if minutes is not None and left:
+        pieces = max(1, math.ceil(times.total(left) / (60 * minutes)))
+        lines.append(f"about {pieces} command{'' if pieces == 1 else 's'} with --minutes {minutes:g}")
+    lines.append(
+        "Estimates from FLOPs, launches and compilation; expect them to be within a factor of three until cells of "
+        "the same study are measured."
+    )
+    return lines
+
+
+def _amount(cells: Sequence[Cell], known: dict[str, Measurement], times: CellTimes) -> str:
+    left = [cell for cell in cells if cell.key not in known]
+    recorded = len(cells) - len(left)
+    total = f"{len(cells)} cell{'' if len(cells) == 1 else 's'}"
+    if not left:
+        return f"{total}, all recorded"
+    done = f", {recorded} recorded" if recorded else ""
+    return f"{total}{done}, about {format_seconds(times.total(left))} left"

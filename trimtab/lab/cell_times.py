@@ -1,0 +1,223 @@
+"""Estimates how long a cell will take, before it is measured. Imports no torch.
+
+The estimates plan sweeps: `--list` prints them, and `--minutes` starts no cell that would not end in time. They count
+FLOPs, kernel launches, compilation and process starts with the constants below, which were chosen for an H200 and a
+laptop's CPU: expect them to be within a factor of three. `CellTimes` corrects them by the cells of the same study that
+this machine has already measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.shapes import ModelShape
+from trimtab.lab.step_settings import Mode, Part
+from trimtab.lab.step_times import LEAST_STEPS
+from trimtab.lab.study import Cell, Measurement, Outcome
+from trimtab.lab.study_models import named_shape
+from trimtab.model.spec import flops_per_token
+
+REACHED = 0.5
+"""Share of the peak FLOP/s that a step reaches."""
+UNKNOWN_GPU = {"fp32": 15e12, "tf32": 50e12, "bf16": 100e12, "fp16": 100e12}
+"""FLOP/s of a GPU without a data sheet."""
+CORE_FLOPS = 40e9
+"""FLOP/s of one CPU core in fp32."""
+EMULATED = 0.2
+"""Speed of 16-bit products relative to fp32 on a CPU without instructions for them."""
+LAUNCH_SECONDS = {"cuda": 1e-5, "cpu": 3e-5}
+"""Host time of one operation of a step."""
+LAYER_OPERATIONS = 60
+"""Operations of the forward pass of one layer; a backward pass has twice as many."""
+START_SECONDS = {"cuda": 12.0, "cpu": 5.0}
+"""Start of a process, with torch and the CUDA context."""
+BUILD_SECONDS = 0.5
+"""Building a model, releasing the previous one, and writing the record."""
+COMPILE_LAYER_SECONDS = 3.5
+"""Compiling forward and backward of one layer as a part of the whole model."""
+COMPILE_REGION_SECONDS = 15.0
+"""Compiling one block, which all layers share."""
+COMPILE_ATTENTION_SECONDS = 8.0
+TRACE_SHARE = 0.1
+"""Time of a compilation that only traces, relative to one that generates code."""
+EVENT_SECONDS = 5e-4
+"""Reading one operation from the profiler, per profile."""
+RECORDED_SECONDS = 2e-3
+"""Recording and attributing the memory of one operation."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the estimates assume about a device."""
+
+    kind: str
+    """cpu or cuda."""
+    flops: Mapping[str, float]
+    """Peak FLOP/s by precision."""
+    bandwidth: float
+    """Bytes per second of the device's memory."""
+
+    @staticmethod
+    def of(device: DeviceFacts) -> Speed:
+        """From the device's data sheet; typical values without one.
+
+        Example:
+            >>> Speed.of(DeviceFacts("NVIDIA H200", "cuda", 150 * 2**30)).flops["bf16"] / 1e12
+            989.4
+        """
+        if device.kind == "cuda":
+            sheet = device.data_sheet
+            flops = UNKNOWN_GPU if sheet is None else {**UNKNOWN_GPU, **sheet.flops}
+            return Speed("cuda", flops, 1e12 if sheet is None else sheet.bandwidth)
+        fp32 = CORE_FLOPS * (device.cores or 1)
+        half = fp32 * (1.0 if device.bf16 else EMULATED)
+        return Speed("cpu", {"fp32": fp32, "tf32": fp32, "bf16": half, "fp16": fp32 * EMULATED}, 1e10)
+
+
+@dataclass
+class CellTimes:
+    """Estimated seconds of cells, corrected by measured ones.
+
+    Example:
+        >>> times = CellTimes(Speed("cpu", {"fp32": 1e11}, 1e10))
+        >>> times.seconds(Cell("sizes", {"size": "small"}))
+        0.01
+    """
+
+    speed: Speed
+    _measured: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """(estimated, measured) seconds by study."""
+
+    def seconds(self, cell: Cell) -> float:
+        """The estimate for one cell."""
+        return estimate(cell, self.speed) * self._correction(cell.study)
+
+    def observe(self, measurement: Measurement) -> None:
+        """Learns from a cell that was measured on this machine."""
+        if measurement.outcome is Outcome.MEASURED:
+            pair = (estimate(measurement.cell, self.speed), measurement.seconds)
+            self._measured.setdefault(measurement.cell.study, []).append(pair)
+
+    def total(self, cells: Iterable[Cell]) -> float:
+        """Seconds of several cells together."""
+        return sum(map(self.seconds, cells))
+
+    def _correction(self, study: str) -> float:
+        """Measured divided by estimated time of the study's cells."""
+        pairs = self._measured.get(study, ())
+        estimated = sum(pair[0] for pair in pairs)
+        return sum(pair[1] for pair in pairs) / estimated if estimated else 1.0
+
+
+def estimate(cell: Cell, speed: Speed) -> float:
+    """Seconds of one cell; the start of its worker counts only if it needs a new one.
+
+    Example:
+        >>> fast = Speed("cuda", {"fp32": 60e12}, 4e12)
+        >>> from trimtab.lab.studies.step.cells import cells
+        >>> [round(estimate(cell, fast), 1) for cell in cells(device="cuda", sizes=["small"], contexts=[128])][:2]
+        [0.7, 1.0]
+    """
+    seconds = _ESTIMATES[cell.study](cell.settings, speed)
+    return seconds + (START_SECONDS[speed.kind] if cell.fresh and seconds else 0.0)
+
+
+def _sizes(settings: Mapping[str, Any], speed: Speed) -> float:
+    return 0.01
+
+
+def _step(settings: Mapping[str, Any], speed: Speed) -> float:
+    if settings["mode"] == Mode.GRAPHS.value and speed.kind == "cpu":
+        return 0.01  # not supported
+    shape, part = named_shape(settings["size"]), Part(settings["part"])
+    forward = _pass(shape, settings, speed)
+    timed = forward * {Part.FORWARD: 1, Part.BACKWARD: 2}.get(part, 3)
+    once = forward if part is Part.FORWARD else 3 * forward
+    budget = settings["budget_s"]
+    steps, warm_up = settings["steps"], settings["warm_up"]
+    if budget is not None:
+        most = math.ceil(budget / timed)
+        steps, warm_up = min(steps, max(most, LEAST_STEPS)), min(warm_up, max(most, 1))
+    seconds = BUILD_SECONDS + (steps + warm_up) * once
+    if settings["mode"] == Mode.COMPILED.value:
+        seconds += shape.num_layers * COMPILE_LAYER_SECONDS
+    return seconds if settings["mode"] == Mode.EAGER.value else seconds + 6 * 3 * forward
+
+
+def _kernels(settings: Mapping[str, Any], speed: Speed) -> float:
+    shape, rounds = named_shape(settings["size"]), settings["rounds"]
+    forward = _pass(shape, settings, speed)
+    if settings.get("nvtx"):
+        return BUILD_SECONDS + (rounds + 1) * 3 * forward
+    steps = (
+        2 * 3 + 2 * rounds * 5 + rounds * 3
+    )  # warm-up; clocks and profiles of three passes; parts of attention
+    events = shape.num_layers * LAYER_OPERATIONS * 3 * rounds * 3
+    return BUILD_SECONDS + steps * forward + events * EVENT_SECONDS
+
+
+def _memory(settings: Mapping[str, Any], speed: Speed) -> float:
+    shape = named_shape(settings["size"])
+    passes = 1 if settings["pass"] == "forward" else 3
+    operations = shape.num_layers * LAYER_OPERATIONS * passes
+    return BUILD_SECONDS + 3 * passes * _pass(shape, settings, speed) + operations * RECORDED_SECONDS
+
+
+def _attention(settings: Mapping[str, Any], speed: Speed) -> float:
+    if settings.get("memory_bytes") is not None:
+        return 0.01  # predicted to run out of memory, and not tried
+    if "length" not in settings:
+        return BUILD_SECONDS + settings["seconds"]
+    elements = settings["batch"] * settings["heads"] * settings["length"] ** 2
+    flops = speed.flops.get(settings["dtype"], speed.flops["fp32"])
+    once = 14 * elements * settings["head_dim"] / (REACHED * flops) + 40 * elements / speed.bandwidth + 2e-4
+    timed = max(min(settings["seconds"], settings["repetitions"] * once), once)
+    return (
+        BUILD_SECONDS
+        + timed
+        + 4 * once
+        + (COMPILE_ATTENTION_SECONDS if settings["mode"] == "compiled" else 0.0)
+    )
+
+
+def _compile(settings: Mapping[str, Any], speed: Speed) -> float:
+    shape, lengths = named_shape(settings["size"]), settings["lengths"]
+    programs = 1 if settings["shapes"] == "dynamic" else len(lengths)
+    whole = settings["scope"] == "whole"
+    program = shape.num_layers * COMPILE_LAYER_SECONDS if whole else COMPILE_REGION_SECONDS
+    if settings["backend"] != "inductor":
+        return BUILD_SECONDS + programs * program * TRACE_SHARE
+    # A second process compiles again with a warm cache.
+    return BUILD_SECONDS + START_SECONDS[speed.kind] + programs * program * 1.4
+
+
+def _claims(settings: Mapping[str, Any], speed: Speed) -> float:
+    return 15.0 + settings["steps"] * (0.4 if speed.kind == "cpu" else 0.05)
+
+
+def _concurrency(settings: Mapping[str, Any], speed: Speed) -> float:
+    return START_SECONDS[speed.kind] + (20.0 if speed.kind == "cpu" else 10.0)
+
+
+_ESTIMATES = {
+    "sizes": _sizes,
+    "step": _step,
+    "kernels": _kernels,
+    "memory": _memory,
+    "attention": _attention,
+    "compile": _compile,
+    "claims": _claims,
+    "concurrency": _concurrency,
+}
+
+
+def _pass(shape: ModelShape, settings: Mapping[str, Any], speed: Speed) -> float:
+    """Seconds of one forward pass: the larger of its products' time and its launches' time."""
+    tokens = settings["batch"] * settings["context"]
+    flops = tokens * flops_per_token(shape, settings["context"], training=False)
+    products = flops / (REACHED * speed.flops[settings["precision"]])
+    return max(products, shape.num_layers * LAYER_OPERATIONS * LAUNCH_SECONDS[speed.kind])
