@@ -403,6 +403,14 @@ def test_help_of_every_verb(cli: Call, words: list[str]) -> None:
             "error: option '--report' requires an argument; see `trimtab doctor --help`",
         ),
         (["export", "hf", "x"], "error: missing argument 'folder'; see `trimtab export hf --help`"),
+        (
+            ["generate", "starter", "x", "--top-p", "2"],
+            "error: --top-p must be less than or equal to 1; see `trimtab generate --help`",
+        ),
+        (
+            ["generate", "starter", "x", "--max-new-tokens", "abc"],
+            "error: --max-new-tokens must be a valid integer; see `trimtab generate --help`",
+        ),
         (["plan", "x", "--fast"], "error: no such option: --fast; see `trimtab plan --help`"),
         (
             ["train", "x", "--max_steps=5"],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe import build, dump, load, loads
+from trimtab.recipe.other_names import OTHER_VALUES, PEFT_NAMES, UNSUPPORTED_NAMES
 from trimtab.recipe.rules import TEMPLATE_NAMES
 
 MINIMAL = "model: starter\ndata:\n  train: [notes.txt]\n"
@@ -73,7 +75,34 @@ def test_shorthands() -> None:
         (MINIMAL + "lr: 1e-4\n", "unknown key 'lr' (line 4); did you mean 'learning_rate'?"),
         (
             MINIMAL + "packing: yes\n",
-            "packing must be true or false, not 'yes' (line 4)",
+            "packing must be true or false, not 'yes' (line 4); write `packing: true`",
+        ),
+        (
+            MINIMAL + "learning_rate: '2e-4'\n",
+            "learning_rate must be a number, not '2e-4' (line 4); write it without quotes: `learning_rate: 2e-4`",
+        ),
+        (
+            MINIMAL + "lora: true\n",
+            "lora must be a mapping of keys to values, not true (line 4); "
+            "write it like `lora: {r: 16, lora_alpha: 32}`",
+        ),
+        (
+            "model: a\ndata: {train: x, replay: 0.1}\n",
+            "data.replay must be a mapping of keys to values, not 0.1 (line 2); "
+            "write it like `replay: {share: 0.1, sources: [./general-text]}`",
+        ),
+        (
+            "model: a\ndata: {train: x, eval: held-out.txt}\n",
+            "data.eval must be a mapping of keys to values, not 'held-out.txt' (line 2); "
+            "write it like `eval: {domain: [./heldout], general: [starter:general]}`",
+        ),
+        (
+            MINIMAL + "gradient_checkpointing: unsloth\n",
+            "gradient_checkpointing must be true or false, not 'unsloth' (line 4); write recompute: offload instead",
+        ),
+        (
+            MINIMAL + "dtype:\n",
+            "dtype has no value (line 4); give one, for example `dtype: bf16`, or leave it out",
         ),
         (MINIMAL + "learning_rate: abc\n", "learning_rate must be a number, not 'abc' (line 4)"),
         (MINIMAL + "learning_rate: true\n", "learning_rate must be a number, not true (line 4)"),
@@ -106,6 +135,62 @@ def test_unknown_choice_suggests_the_nearest() -> None:
     assert text.endswith("(line 4); did you mean 'adamw_8bit'?")
 
 
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("optim: adamw", "adamw_torch"),
+        ("optim: adamw_torch_8bit", "adamw_8bit"),
+        ("optim: paged_adamw_32bit", "adamw_torch"),
+        ("lr_scheduler_type: cosine_with_restarts", "cosine"),
+    ],
+)
+def test_other_tools_choices_suggest_the_closest(line: str, value: str) -> None:
+    assert message(f"{MINIMAL}{line}\n").endswith(f"(line 4); did you mean '{value}'?")
+
+
+def test_choices_of_other_tools_are_no_choices_here() -> None:
+    for key, values in OTHER_VALUES.items():
+        for other, ours in values.items():
+            assert f"'{other}' is not one of" in message(MINIMAL, (f"{key}={other}",))
+            loads(MINIMAL, [f"{key}={ours}"])
+
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3.1-8B
+model_type: LlamaForCausalLM
+tokenizer_type: AutoTokenizer
+datasets: [{path: tatsu-lab/alpaca, type: alpaca}]
+adapter: qlora
+lora_model_dir:
+lora_target_modules:
+lora_target_linear: true
+pad_to_sequence_len: true
+train_on_inputs: false
+fp16:
+bf16: auto
+tf32: false
+deepspeed:
+resume_from_checkpoint:
+eval_table_size:
+special_tokens: {pad_token: <|end_of_text|>}
+"""
+
+
+def test_keys_that_are_off_in_another_tools_recipe_are_to_be_left_out() -> None:
+    remedies = dict(re.findall(r"unknown key '(\w+)' \(line \d+\); (.*)", message(AXOLOTL)))
+    leave = {key for key, remedy in remedies.items() if remedy.startswith("leave it out")}
+    assert set(remedies) - leave == {"base_model", "datasets", "adapter", "bf16"}
+    assert remedies["fp16"] == remedies["lora_model_dir"] == "leave it out: it has no value"
+    assert "unknown key 'fp16' (line 4); leave it out: it is false" in message(MINIMAL + "fp16: false\n")
+    assert "write dtype: fp16" in message(MINIMAL + "fp16: true\n")
+    assert "did you mean 'learning_rate'?" in message(MINIMAL + "lerning_rate:\n")
+
+
+def test_keys_of_pefts_config_in_the_lora_section() -> None:
+    assert "'bias' in lora (line 4); leave it out" in message(MINIMAL + "lora: {r: 8, bias: none}\n")
+    assert set(PEFT_NAMES) <= set(UNSUPPORTED_NAMES)
+
+
 def test_all_problems_at_once() -> None:
     text = message("model: {nam: a}\nlerning_rate: 1\ndata: {trane: x, replay: {}}\npacking: 'no'\n")
     assert text.startswith("5 problems in recipe.yaml:")
@@ -126,7 +211,9 @@ def test_all_problems_at_once() -> None:
         ("- a\n- b\n", "must be a mapping"),
         ("just words", "must be a mapping"),
         ("a: [1,\n", "is not YAML"),
-        ("\tmodel: a", "is not YAML"),
+        ("\tmodel: a", "is indented with a tab (line 1); indent with spaces"),
+        ("model: a\ndata:\n\ttrain: x\n", "is indented with a tab (line 3); indent with spaces"),
+        ("model: a\ndata: {train: *.txt}\n", "put a text that begins with * or & in quotes"),
         ("model: a\x00", "is not YAML"),
         ("model: &x a\ndata: {train: *x}\n", "anchor or alias (line 1)"),
         ("model: !!python/object:os.system a\n", "YAML tag"),
@@ -235,7 +322,8 @@ NO_VALUE = {
     "(lora.target_modules=null)",
     "lora.rank_pattern.q_proj": "give one, or leave it out (lora.rank_pattern.q_proj=null)",
     "data.chat_template_kwargs.a": "give one, or leave it out (data.chat_template_kwargs.a=null)",
-    "data.eval": "give one, or leave it out (data.eval=null)",
+    "data.eval": "give one, for example `eval: {domain: [./heldout], general: [starter:general]}`, or leave it out "
+    "(data.eval=null)",
 }
 """Numbers, strings, lists, mappings and optional sections."""
 NEEDED = {

@@ -62,6 +62,13 @@ def test_overrides_of_mappings_with_arbitrary_names() -> None:
     assert again.lora.rank_pattern == {"q_proj": 9, "layers.0.mlp.up_proj": 4, "0": 1}
 
 
+def test_a_value_that_begins_with_an_asterisk_is_a_glob() -> None:
+    assert loads(MINIMAL, ["data.train=*.jsonl"]).data.train[0].source == "*.jsonl"
+    recipe = loads(MINIMAL, ["data.train=*.csv", "data.train.0.text_column=body"])
+    assert (recipe.data.train[0].source, recipe.data.train[0].text_column) == ("*.csv", "body")
+    assert message(MINIMAL, ("data.train=[*.csv]",)).startswith("'data.train=[*.csv]' uses a YAML anchor")
+
+
 def test_an_override_replaces_the_mutually_exclusive_key() -> None:
     recipe = loads(MINIMAL + "num_train_epochs: 3\nwarmup_ratio: 0.1\n", ["max_steps=50", "warmup_steps=5"])
     assert (recipe.max_steps, recipe.num_train_epochs) == (50, None)

@@ -221,9 +221,11 @@ file_case("loading.py:loads: start with a line such as `model: ...`", "- a\n- b\
 file_case("yaml_text.py:read: give a recipe: a YAML file of a few lines", "#" * 1_000_001)
 file_case("yaml_text.py:_reject_unsupported: delete it; recipes are YAML 1.2", "%YAML 1.1\n---\n" + BASE)
 file_case(
-    "yaml_text.py:_reject_unsupported: repeat the value instead",
-    "model: &m starter\n" + BASE.partition("\n")[2],
+    "yaml_text.py:_reject_unsupported: write the value out; put a text that begins with * or & in quotes",
+    BASE.replace("train: starter:math", "train: *.txt"),
+    BASE.replace("train: starter:math", 'train: "*.txt"'),
 )
+file_case("yaml_text.py:read: indent with spaces", "model: starter\ndata:\n\ttrain: starter:math\n")
 file_case(
     "yaml_text.py:_reject_unsupported: recipes are plain data: remove it",
     BASE.replace("starter\n", "!!str starter\n"),
@@ -333,6 +335,38 @@ def elsewhere(w: World, remedy: str) -> None:
 
 
 case("recipe/problems.py:unknown_key: {}", lambda w: recipe("bf16=true"), elsewhere)
+case(
+    "recipe/problems.py:unknown_key: leave it out: it is false",
+    lambda w: loads(f"{BASE}fp16: false\n"),
+    lambda w, remedy: loads(BASE),
+)
+for key in ("fp16", "lora_model_dir"):
+    case(
+        "recipe/problems.py:unknown_key: leave it out: it has no value",
+        lambda w, key=key: loads(f"{BASE}{key}:\n"),  # type: ignore[misc]
+        lambda w, remedy: loads(BASE),
+    )
+
+
+def write(w: World, remedy: str) -> None:
+    """What the remedy writes, as a line of the recipe."""
+    line = re.search("`(.*)`|write (.*) instead", remedy)
+    assert line is not None
+    loads(f"{BASE}{line[1] or line[2]}\n")
+
+
+case(
+    "recipe/problems.py:_wrong_type: write recompute: offload instead",
+    lambda w: loads(f"{BASE}gradient_checkpointing: unsloth\n"),
+    write,
+)
+case("recipe/problems.py:_wrong_type: write `{}: {}`", lambda w: loads(f"{BASE}packing: yes\n"), write)
+case(
+    "recipe/problems.py:_wrong_type: write it without quotes: `{}: {}`",
+    lambda w: loads(f"{BASE}learning_rate: '2e-4'\n"),
+    write,
+)
+case("recipe/problems.py:_wrong_type: write it like `{}: {}`", lambda w: loads(f"{BASE}lora: true\n"), write)
 case(
     "recipe/problems.py:_problem: did you mean '{}'?",
     lambda w: recipe("optim=adamw_9bit"),

@@ -104,6 +104,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
         "checkpoint/manifest.py:verify: (none)",
         "recipe/problems.py:_no_matching_type: (none)",
         "recipe/problems.py:_problem: (none)",
+        "recipe/problems.py:_wrong_type: (none)",
         "run/out_of_memory.py:MemoryExplainer.during: (none)",
     ),
     OURS: (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import itertools
+import re
 import shlex
 import sys
 from importlib import import_module
@@ -170,6 +171,10 @@ def _misused(error: Any, arguments: list[str]) -> RecipeError:
     path = context.command_path if context is not None else f"trimtab {arguments[0]}"
     possible = sorted(getattr(error, "possibilities", None) or [])
     text = f"no such option: {error.option_name}" if possible else " ".join(error.format_message().split())
+    # A value that pydantic refused: `--top-p must be less than or equal to 1`.
+    text = re.sub(
+        r"Invalid value for '(\S+)'[^:]*: Input should be (.*?)(, unable to .*)?$", r"\1 must be \2", text
+    )
     cause = f"{text[:1].lower()}{text[1:]}".rstrip(".")
     override = _override(getattr(error, "option_name", None), arguments)
     if override is not None and path in ("trimtab train", "trimtab plan", "trimtab profile"):

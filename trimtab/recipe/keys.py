@@ -206,7 +206,9 @@ class Data(Section):
     """Training data: one source or a list of sources."""
     replay: Annotated[Replay | None, Field(examples=[{"share": 0.1, "sources": ["./general-text"]}])] = None
     """General text to mix in. Default: none."""
-    eval: Evaluation = Evaluation()
+    eval: Annotated[
+        Evaluation, Field(examples=[{"domain": ["./heldout"], "general": ["starter:general"]}])
+    ] = Evaluation()
     """Evaluation data."""
     eval_share: Annotated[float, Field(ge=0, lt=1, examples=[0.01])] = 0.01
     """Fraction of the training documents that is held out for evaluation if `data.eval.domain` is empty; 0 holds out

@@ -140,7 +140,7 @@ def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str])
         return
     value: Any = text
     if not problems.expects_text(path) or text in (*NULLS, ""):
-        value = read(text, label)[0]
+        value = _read_value(text, f"'{_quoted(override)}'")
     parent = _descend(path, data, label)
     last = path[-1]
     if isinstance(parent, list):
@@ -153,6 +153,11 @@ def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str])
     for old in [key for key in where if key[: len(path)] == path]:
         del where[old]
     where[path] = label
+
+
+def _read_value(text: str, name: str) -> Any:
+    """Reads the value of an override as YAML. A value that begins with `*` is a glob, not an alias of YAML."""
+    return text if text.startswith("*") else read(text, name)[0]
 
 
 def _quoted(override: str) -> str:
@@ -225,7 +230,7 @@ def _sets_key(override: str, whole: Path, path: Path) -> bool:
     """Whether an override of a section or list (`data.train=[a, b]`) sets a key inside it (`data.train.0.source`)."""
     if len(path) <= len(whole) or path[: len(whole)] != whole:
         return False
-    value = read(_parse(override)[1], f"from '{_quoted(override)}'")[0]
+    value = _read_value(_parse(override)[1], f"'{_quoted(override)}'")
     for depth in range(len(whole), len(path)):
         part, section = path[depth], problems.section_at(path[:depth])
         if isinstance(part, int):

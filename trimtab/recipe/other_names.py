@@ -6,7 +6,54 @@ ATTENTION_IS_AUTOMATIC = (
     "leave it out: the fastest exact attention is chosen; model.attn_implementation forces a backend"
 )
 
+FROM_CONFIG = "leave it out: it is read from the model's config.json"
+TOKENIZER_FROM_FILES = (
+    "leave it out: the tokenizer is read from the model's files; model.tokenizer names another one"
+)
+PADDING_IS_AUTOMATIC = "leave it out: sequences are packed, or padded to max_seq_length with packing: false"
+ANSWERS_ONLY = "leave it out: only answers are trained on; with `train_on: all` in a source, every token"
+ONE_DEVICE = "leave it out: a run uses one device; memory_limit and recompute make large models fit"
+NO_WANDB_KEY = (
+    "write report_to: wandb; Weights & Biases reads its own environment variables, such as WANDB_NAME"
+)
+NO_LORA_BIAS = "leave it out: adapters have no biases, and those of the model are frozen"
+ALWAYS_SO = "leave it out: trimtab needs no such setting"
+
 UNSUPPORTED_NAMES = {
+    "model_type": FROM_CONFIG,
+    "tokenizer_type": TOKENIZER_FROM_FILES,
+    "special_tokens": "leave it out: the tokenizer's own are used; model: {added_tokens: [...]} adds new ones",
+    "pad_to_sequence_len": PADDING_IS_AUTOMATIC,
+    "pad_to_max_length": PADDING_IS_AUTOMATIC,
+    "eval_sample_packing": "leave it out: evaluation sets are packed if packing is true",
+    "train_on_inputs": ANSWERS_ONLY,
+    "train_on_responses_only": ANSWERS_ONLY,
+    "completion_only_loss": ANSWERS_ONLY,
+    "assistant_only_loss": ANSWERS_ONLY,
+    "lora_target_linear": "leave it out: lora: {target_modules: all-linear} is the default",
+    "lora_bias": NO_LORA_BIAS,
+    "bias": NO_LORA_BIAS,
+    "task_type": ALWAYS_SO,
+    "fan_in_fan_out": ALWAYS_SO,
+    "lora_fan_in_fan_out": ALWAYS_SO,
+    "loftq_config": "leave it out: LoftQ is not supported; weights are quantized without it",
+    "init_lora_weights": "leave it out: A is random and B is zero at the start, peft's default",
+    "strict": ALWAYS_SO,
+    "debug": ALWAYS_SO,
+    "remove_unused_columns": ALWAYS_SO,
+    "gradient_checkpointing_kwargs": "leave it out: gradient_checkpointing: true is recompute: block",
+    "dataloader_num_workers": "leave it out: data.num_proc sets the number of tokenizer processes",
+    "local_rank": ONE_DEVICE,
+    "fsdp_config": ONE_DEVICE,
+    "neftune_noise_alpha": "leave it out: noise on embeddings (NEFTune) is not supported",
+    "auto_find_batch_size": "leave it out: `trimtab plan RECIPE --solve batch_size` finds the largest that fits",
+    "full_finetuning": "leave it out: all parameters are trained if there is no lora section",
+    "wandb_watch": NO_WANDB_KEY,
+    "wandb_name": NO_WANDB_KEY,
+    "wandb_run_id": NO_WANDB_KEY,
+    "wandb_log_model": NO_WANDB_KEY,
+    "xformers_attention": ATTENTION_IS_AUTOMATIC,
+    "sdp_attention": ATTENTION_IS_AUTOMATIC,
     "trust_remote_code": "code from a model repository is never run; delete the line",
     "token": "an access token must not be in a recipe, which is saved with the run; log in with `hf auth login`",
     "hub_token": "an access token must not be in a recipe, which is saved with the run; log in with `hf auth login`",
@@ -47,12 +94,15 @@ UNSUPPORTED_NAMES = {
     "hub_model_id": "leave it out: nothing is uploaded; `trimtab export hf` writes a folder for `hf upload`",
     "wandb_project": "write report_to: wandb, and set the environment variable WANDB_PROJECT",
     "wandb_entity": "write report_to: wandb; Weights & Biases reads the environment variable WANDB_ENTITY",
-    "deepspeed": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
-    "fsdp": "leave it out: a run uses one device; memory_limit and recompute make large models fit",
+    "deepspeed": ONE_DEVICE,
+    "fsdp": ONE_DEVICE,
     "rl": "leave it out: preference training is not supported; train on the chosen answers",
     "beta": "leave it out: preference training is not supported; AdamW's betas are adam_beta1 and adam_beta2",
 }
 """Names without an equivalent key, and what to do instead."""
+
+PEFT_NAMES = ("bias", "fan_in_fan_out", "init_lora_weights", "loftq_config", "task_type")
+"""Those of them that peft's LoraConfig has, and a `lora` section may contain."""
 
 OTHER_NAMES = {
     "lr": "learning_rate",
@@ -126,7 +176,6 @@ OTHER_NAMES = {
     "template": "model.chat_template",
     "chat_template": "model.chat_template",
     "attn_impl": "model.attn_implementation",
-    "special_tokens": "model.added_tokens",
     "dataset": "data.train",
     "datasets": "data.train",
     "dataset_name": "data.train",
@@ -138,11 +187,11 @@ OTHER_NAMES = {
     "path": "data.train.0.source",
     "text_field": "data.train.0.text_column",
     "dataset_text_field": "data.train.0.text_column",
+    "cosine_min_lr_ratio": "min_lr_ratio",
+    "device_map": "device",
+    "max_memory": "memory_limit",
     "max_samples": "data.train.0.first",
     "max_train_samples": "data.train.0.first",
-    "train_on_inputs": "data.train.0.train_on",
-    "train_on_responses_only": "data.train.0.train_on",
-    "completion_only_loss": "data.train.0.train_on",
     "eval_dataset": "data.eval.domain",
     "test_datasets": "data.eval.domain",
     "validation_file": "data.eval.domain",
@@ -162,7 +211,6 @@ OTHER_NAMES = {
     "dropout": "lora.lora_dropout",
     "lora_target_modules": "lora.target_modules",
     "lora_target": "lora.target_modules",
-    "lora_target_linear": "lora.target_modules",
     "lora_modules_to_save": "lora.modules_to_save",
     "additional_target": "lora.modules_to_save",
     "lora_model_dir": "lora.adapter",
@@ -171,3 +219,30 @@ OTHER_NAMES = {
     "peft_use_rslora": "lora.use_rslora",
 }
 """Names in transformers, trl, peft, Unsloth, Axolotl and LLaMA-Factory, and the recipe key for each."""
+
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    "optim": {
+        "adamw": "adamw_torch",
+        "adam": "adamw_torch",
+        "adamw_hf": "adamw_torch",
+        "adamw_apex_fused": "adamw_torch",
+        "adamw_torch_8bit": "adamw_8bit",
+        "adamw_torch_xla": "adamw_torch",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
+        "paged_adamw": "adamw_torch",
+        "paged_adamw_32bit": "adamw_torch",
+    },
+    "lr_scheduler_type": {
+        "cosine_with_restarts": "cosine",
+        "cosine_with_min_lr": "cosine",
+        "polynomial": "linear",
+    },
+    "model.attn_implementation": {
+        "flash_attention_2": "auto",
+        "flash_attention_3": "auto",
+        "sdpa": "auto",
+        "eager": "sdpa_math",
+    },
+}
+"""Values of other tools for keys with a fixed choice, and trimtab's value that is closest to each."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from trimtab.facts.errors import RecipeError
 from trimtab.recipe.keys import Recipe
-from trimtab.recipe.other_names import OTHER_NAMES, UNSUPPORTED_NAMES
+from trimtab.recipe.other_names import OTHER_NAMES, OTHER_VALUES, PEFT_NAMES, UNSUPPORTED_NAMES
 from trimtab.recipe.yaml_text import Path
 
 _MESSAGES = {
@@ -55,6 +56,8 @@ def _key_of(path: Path) -> Path:
     return path
 
 
+_MAPPING_TYPES = ("model_type", "dict_type", "model_attributes_type")
+_BOOLEANS = {"yes": "true", "on": "true", "true": "true", "no": "false", "off": "false", "false": "false"}
 _SCALAR_TYPES = ("bool", "float", "int", "str")
 
 
@@ -85,7 +88,8 @@ def _missing_value(path: Path, where: dict[Path, str]) -> tuple[str, str]:
     if field is not None and field.is_required():
         omit = ""
     else:
-        omit = ", or leave it out" + (f" ({dotted(path)}=null)" if is_default_null(path) else "")
+        as_override = _is_override(_place(path, where)) and is_default_null(path)
+        omit = ", or leave it out" + (f" ({dotted(path)}=null)" if as_override else "")
     return f"{dotted(path)} has no value{_place(path, where)}", f"give one{example}{omit}"
 
 
@@ -107,7 +111,7 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
     elif kind == "unusable_name":
         yield f"{dotted(path)} {detail['ctx']['cause']}{place}", detail["ctx"]["remedy"]
     elif kind == "extra_forbidden":
-        yield unknown_key(path, place)
+        yield unknown_key(path, place, value)
     elif value is None and path:
         yield _missing_value(path, where)
     elif kind == "missing":
@@ -119,23 +123,52 @@ def _problem(detail: Any, where: dict[Path, str]) -> Iterator[tuple[str, str | N
         choices = [word.strip("'") for word in detail["ctx"]["expected"].replace(" or ", ", ").split(", ")]
         choices = [word.lower() if word in ("True", "False") else word for word in choices]
         cause = f"{dotted(path)}: {_inline(value)} is not one of {', '.join(choices)}{place}"
-        similar = difflib.get_close_matches(str(value), choices, n=1)
+        other = OTHER_VALUES.get(dotted(path), {}).get(str(value).lower())
+        similar = [other] if other else difflib.get_close_matches(str(value), choices, n=1)
         yield cause, f"did you mean '{similar[0]}'?" if similar else None
     else:
         sentence = _MESSAGES.get(kind) or detail["msg"].replace("Input should", "must")
-        yield f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}", None
+        cause = f"{dotted(path) or 'the recipe'} {sentence}, not {_inline(value)}{place}"
+        yield _wrong_type(path, kind, value, cause)
 
 
-def unknown_key(path: Path, place: str) -> tuple[str, str]:
-    """(cause, remedy) for a key that does not exist at its level; the remedy suggests the nearest key."""
+def _wrong_type(path: Path, kind: str, value: Any, cause: str) -> tuple[str, str | None]:
+    """(cause, remedy) for a value of the wrong type: the same value as YAML writes it, or an example."""
+    key, field, text = (path or ("",))[-1], _field(path), str(value).lower()
+    if path == ("gradient_checkpointing",) and text == "unsloth":
+        return cause, "write recompute: offload instead"
+    if kind == "bool_type" and text in _BOOLEANS:
+        return cause, f"write `{key}: {_BOOLEANS[text]}`"
+    if kind == "float_type" and isinstance(value, str) and _is_number(text):
+        return cause, f"write it without quotes: `{key}: {value}`"
+    if kind in _MAPPING_TYPES and field is not None and field.examples:
+        return cause, f"write it like `{key}: {_as_yaml(field.examples[0])}`"
+    return cause, None
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text) is not None
+
+
+def unknown_key(path: Path, place: str, value: Any = "") -> tuple[str, str]:
+    """(cause, remedy) for a key that does not exist at its level; the remedy suggests the nearest key.
+
+    Recipes of other tools list keys that are off (`fp16: false`, `deepspeed:`). Such a key can be left out.
+    """
     key, parent = str(path[-1]), path[:-1]
     cause = f"unknown key '{key}'{' in ' + dotted(parent) if parent else ''}{place}"
-    if key in UNSUPPORTED_NAMES and parent != ("lora",):
-        return cause, UNSUPPORTED_NAMES[key]
-    typed_as_override = place.startswith(" (from ")
+    if key in UNSUPPORTED_NAMES and (parent != ("lora",) or key in PEFT_NAMES):
+        remedy = UNSUPPORTED_NAMES[key]
+        if (value is None or value is False) and "leave it out" not in remedy and key != "trust_remote_code":
+            return cause, f"leave it out: it {'is false' if value is False else 'has no value'}"
+        return cause, remedy
+    typed_as_override = _is_override(place)
     if "." in key and as_path(key) in all_keys():
         return cause, f"write `{nested(as_path(key))}`; dots are for the command line"
     similar = nearest_key(path)
+    is_optional = near is None or (key in OTHER_NAMES and not _is_required(near))
+    if value is None and is_optional and not typed_as_override:
+        return cause, "leave it out: it has no value"
     if similar is not None:
         if similar[:-1] == parent:
             return cause, f"did you mean '{similar[-1]}'?"
@@ -301,6 +334,17 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
         if found is not None:
             return found
     return None
+
+
+def _is_override(place: str) -> bool:
+    """Whether a place in the input is an override (`key=value`), not a line of a file."""
+    return place.startswith(" (from ")
+
+
+def _is_required(path: Path) -> bool:
+    """Whether a recipe must set the key at this path."""
+    field = _field(path)
+    return field is not None and field.is_required()
 
 
 def _place(path: Path, where: dict[Path, str]) -> str:

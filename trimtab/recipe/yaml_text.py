@@ -47,6 +47,8 @@ def read(text: str, name: str) -> tuple[Any, dict[Path, int]]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" (line {mark.line + 1})" if mark is not None else ""
+        if "'\\t'" in str(error.problem):
+            raise RecipeError(f"{name} is indented with a tab{line}", "indent with spaces") from error
         raise RecipeError(
             f"{name} is not YAML: {(error.problem or 'cannot be read').strip()}{line}",
             "correct that line; put text that contains : or # or begins with a sign in quotes",
@@ -97,7 +99,10 @@ def _reject_unsupported(text: str, name: str) -> None:
         if isinstance(event, DocumentStartEvent) and (event.version or event.tags):
             raise RecipeError(f"{name} has a YAML directive (line {line})", "delete it; recipes are YAML 1.2")
         if isinstance(event, AliasEvent) or (isinstance(event, NodeEvent) and event.anchor):
-            raise RecipeError(f"{name} uses an anchor or alias (line {line})", "repeat the value instead")
+            raise RecipeError(
+                f"{name} uses a YAML anchor or alias (line {line})",
+                "write the value out; put a text that begins with * or & in quotes",
+            )
         tag = getattr(event, "ctag", None)
         if tag is not None:
             raise RecipeError(
