@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import choose_attention
+from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.triton_support import runs_triton
 from trimtab.lab.step_settings import Kernels, Loss, Part, Precision, StepSettings
 from trimtab.lab.study import NotSupported
@@ -186,8 +187,9 @@ def _decoder(shape: ModelShape, settings: StepSettings) -> Decoder:
     pointwise, loss_impl = "reference", "chunked"
     if settings.kernels is Kernels.FAST:
         attention = [_attention(shape, layer, settings) for layer in range(shape.num_layers)]
-        if runs_triton(torch.device(settings.device)):
-            pointwise = loss_impl = "triton"
+        triton = runs_triton(torch.device(settings.device))
+        pointwise = choose_pointwise(triton=triton, autocast=settings.precision.is_mixed).impl
+        loss_impl = "triton" if triton else loss_impl
     decoder = build(
         shape,
         dtype="fp32",
