@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trimtab.lab import study_graphs, study_modes
+from trimtab.lab import study_graphs, study_modes, study_step
 from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision, StepSettings
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_graphs import GraphStep
@@ -43,6 +43,19 @@ def test_each_part_runs_its_passes_and_starts_without_gradients(step: StudyStep,
         assert all(torch.equal(a, p.grad) for a, p in zip(once, step.parameters, strict=True)), "not added up"
     if part is Part.FULL:
         assert all(p.grad is None for p in step.parameters)
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_fast_kernels_under_autocast_have_torchs_norms(
+    precision: Precision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in training: trimtab's norms, RoPE and gates need one dtype, and the residual stream is fp32."""
+    monkeypatch.setattr(study_step, "runs_triton", lambda device: True)
+    monkeypatch.setattr(study_step, "check_supported", lambda settings: None)
+    settings = dataclasses.replace(SETTINGS, precision=precision, kernels=Kernels.FAST)
+    decoder = StudyStep(settings).decoder
+    assert {layer.pointwise for layer in decoder.kernels} == {"reference" if precision.is_mixed else "triton"}
+    assert decoder.loss_impl == "triton"
 
 
 def test_losses_and_kernels_agree() -> None:

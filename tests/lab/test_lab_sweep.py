@@ -320,6 +320,9 @@ def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
         torch.empty(2**55, dtype=torch.uint8)
     assert worker.is_out_of_memory(caught.value)
     assert worker.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert worker.is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
     outer = ValueError("step failed")
     outer.__cause__ = MemoryError()
     assert worker.is_out_of_memory(outer)

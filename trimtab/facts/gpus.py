@@ -160,7 +160,9 @@ def _invalid_size(text: str) -> RecipeError:
             unit for unit in ("GB", "MB", "B") if MIN_MEMORY <= (parse_bytes(text + unit) or 0) <= MAX_MEMORY
         ]
         size = f"{text}{units[0]}" if units else "24GB"
-        return RecipeError(f"{argument} has no unit", f"write a size such as {size}, or a name such as rtx4090")
+        return RecipeError(
+            f"{argument} has no unit", f"write a size such as {size}, or a name such as rtx4090"
+        )
     if text.startswith("-"):
         return RecipeError(f"{argument} is negative", "give the memory of a GPU, such as 24GB")
     return RecipeError(f"{argument} is neither a memory size nor a GPU of the catalogue", EXAMPLES)

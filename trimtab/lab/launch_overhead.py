@@ -11,9 +11,10 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.operations import Kind
 from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.attention import Layout
+from trimtab.lab.eager_model import build_eager_model
 from trimtab.lab.probes_blocks import Choices
 from trimtab.lab.timing import time_once
-from trimtab.model import build, init_weights
+from trimtab.model import init_weights
 from trimtab.model.spec_block import block_operations
 from trimtab.model.spec_operations import Execution
 
@@ -44,7 +45,9 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
         head_dim=head_dim,
         max_positions=TOKENS,
     )
-    decoder = build(shape, dtype=dtype, device=device.kind, attention=impl, pointwise=choices.pointwise)
+    decoder = build_eager_model(
+        shape, device.kind, dtype=dtype, weights_dtype=dtype, attention=[impl], pointwise=choices.pointwise
+    )
     block = init_weights(decoder, 0).model.layers[0]
     x_BTC = choices.random(1, TOKENS, shape.hidden_size).requires_grad_()
     positions_BT = torch.arange(TOKENS, device=device.kind)[None]

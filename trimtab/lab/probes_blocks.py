@@ -17,6 +17,7 @@ from trimtab.facts.dtypes import BYTES
 from trimtab.facts.operations import Kind
 from trimtab.kernels.attention import Layout, attention, choose_attention
 from trimtab.kernels.attention import spec as attention_spec
+from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.gated_mlp import gated_activation
 from trimtab.kernels.gated_mlp import spec as gate_spec
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm
@@ -52,7 +53,7 @@ class Choices:
     @property
     def pointwise(self) -> str:
         """The implementation of norms, RoPE and gated activations."""
-        return "triton" if self.device.runs_triton else "reference"
+        return choose_pointwise(triton=self.device.runs_triton, autocast=False).impl
 
     def attention(self, head_dim: int, tokens: int, *, packed: bool) -> str:
         """The attention backend."""

@@ -20,14 +20,15 @@ from torch.nn import functional as F
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import choose_attention
+from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.triton_support import runs_triton
+from trimtab.lab.eager_model import build_eager_model
 from trimtab.lab.step_settings import Kernels, Loss, Part, Precision, StepSettings
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_models import named_shape
 from trimtab.lab.timing import Run
-from trimtab.model.building import build, torch_dtype
+from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
-from trimtab.model.parts import LayerKernels
 from trimtab.optim import AdamW
 
 __all__ = ["Kernels", "Loss", "Part", "Precision", "StepSettings", "StudyStep", "check_supported"]
@@ -186,13 +187,17 @@ def _decoder(shape: ModelShape, settings: StepSettings) -> Decoder:
     pointwise, loss_impl = "reference", "chunked"
     if settings.kernels is Kernels.FAST:
         attention = [_attention(shape, layer, settings) for layer in range(shape.num_layers)]
-        if runs_triton(torch.device(settings.device)):
-            pointwise = loss_impl = "triton"
-    decoder = build(
+        triton = runs_triton(torch.device(settings.device))
+        pointwise = choose_pointwise(triton=triton, autocast=settings.precision.is_mixed).impl
+        loss_impl = "triton" if triton else loss_impl
+    precision = settings.precision
+    decoder = build_eager_model(
         shape,
-        dtype="fp32",
-        device=settings.device,
-        kernels=[LayerKernels(impl, impl, pointwise) for impl in attention],
+        settings.device,
+        dtype=precision.value if precision.is_mixed else "fp32",
+        weights_dtype="fp32",
+        attention=attention,
+        pointwise=pointwise,
         loss_impl=loss_impl,
     )
     generator = torch.Generator(settings.device).manual_seed(SEED)

@@ -166,7 +166,7 @@ def unknown_key(path: Path, place: str, value: Any = "") -> tuple[str, str]:
     if "." in key and as_path(key) in all_keys():
         return cause, f"write `{nested(as_path(key))}`; dots are for the command line"
     similar = nearest_key(path)
-    is_optional = near is None or (key in OTHER_NAMES and not _is_required(near))
+    is_optional = similar is None or (key in OTHER_NAMES and not _is_required(similar))
     if value is None and is_optional and not typed_as_override:
         return cause, "leave it out: it has no value"
     if similar is not None:

@@ -22,7 +22,7 @@ from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.attention.choice import choose_attention
-from trimtab.kernels.choice import ImplChoice
+from trimtab.kernels.choice import ImplChoice, choose_pointwise
 from trimtab.kernels.linear_cross_entropy.choice import choose_loss
 from trimtab.plan.job import Job
 from trimtab.plan.limits import resolve_memory_plan
@@ -192,6 +192,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
         tokens=recipe.per_device_train_batch_size * recipe.max_seq_length,
         vocabulary=shape.vocab_size,
     )
+    pointwise = choose_pointwise(triton=device.runs_triton, autocast=dtype != weights)
     return Resolved(
         device=device.kind,
         threads=recipe.num_threads or threads,
@@ -209,7 +210,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
             label_smoothing=recipe.label_smoothing_factor or 0.0,
             z_loss=recipe.z_loss or 0.0,
         ),
-        pointwise=_pointwise(device, autocast=dtype != weights),
+        pointwise=PointwiseConfig(pointwise.impl, pointwise.reason),
         lora=settings,
         quantization=quantization,
     )
@@ -324,14 +325,6 @@ def _compile(recipe: Recipe, device: DeviceFacts, attention: set[str]) -> Compil
     else:
         reason = obstacle or "CUDA graphs and fused kernels leave little to gain"
     return CompileConfig(False, dynamic, reason)
-
-
-def _pointwise(device: DeviceFacts, *, autocast: bool) -> PointwiseConfig:
-    if not device.runs_triton:
-        return PointwiseConfig("reference", "torch operators, on any device")
-    if autocast:  # the residual stream is fp32 and layer outputs are 16 bits: the kernels require one dtype
-        return PointwiseConfig("reference", "torch operators, which support autocast")
-    return PointwiseConfig("triton", "norms, RoPE and gates in one kernel each")
 
 
 def _compute_dtype(recipe: Recipe, device: DeviceFacts) -> str:

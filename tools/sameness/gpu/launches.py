@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
-from triton.runtime.jit import _triton_jit_function_registry
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tools.sameness.gpu.log import Log, Specialization
@@ -106,8 +107,16 @@ def recorded_launches(log: Log) -> Iterator[None]:
 
 
 def _forget_compiled() -> None:
-    for function in _triton_jit_function_registry.values():
+    for _, function in _functions():
         function.device_caches.clear()
+
+
+def _functions() -> Iterator[tuple[str, JITFunction[Any]]]:
+    """Module and name of each Triton function of the imported modules. Triton's own registry is new in 3.7."""
+    for name, module in list(sys.modules.items()):
+        for function in list(getattr(module, "__dict__", {}).values()):
+            if type(function) is JITFunction and function.module == name:
+                yield f"{name}:{function.fn.__qualname__}", function
 
 
 def launchable(package: str) -> set[str]:
@@ -115,8 +124,4 @@ def launchable(package: str) -> set[str]:
 
     Functions named `…_kernel` are launched; other Triton functions are called by kernels.
     """
-    return {
-        name
-        for name in _triton_jit_function_registry
-        if name.startswith(f"{package}.") and name.endswith("_kernel")
-    }
+    return {name for name, _ in _functions() if name.startswith(f"{package}.") and name.endswith("_kernel")}
