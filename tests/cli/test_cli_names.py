@@ -62,16 +62,16 @@ def test_run_folders_by_names_that_are_too_long(cli: Call, world: World, name: s
             ("train", "a/own-txt"),
             "there is no recipe at a/own-txt; check the path, or name a recipe that ships",
         ),
-        (("help", "trian"), "there is no verb 'trian'; did you mean `trimtab train`?"),
-        (("trian", "x.yaml"), "there is no verb 'trian'; did you mean `trimtab train`?"),
+        (("help", "trian"), "there is no command 'trian'; did you mean `trimtab train`?"),
+        (("trian", "x.yaml"), "there is no command 'trian'; did you mean `trimtab train`?"),
         (("generat",), "did you mean `trimtab generate`?"),
         (("recipe.yaml", "a=1"), "did you mean `trimtab train recipe.yaml`?"),
         (
             ("version",),
             f"'version' (this is trimtab {trimtab.__version__}); did you mean `trimtab --version`?",
         ),
-        (("resume", "runs/a"), "there is no verb 'resume'; did you mean `trimtab train --resume RUN`?"),
-        (("fly",), "the verbs are demo, train, plan"),
+        (("resume", "runs/a"), "there is no command 'resume'; did you mean `trimtab train --resume RUN`?"),
+        (("fly",), "the commands are demo, train, plan"),
     ],
 )
 def test_unknown_verbs(cli: Call, words: tuple[str, ...], message: str) -> None:

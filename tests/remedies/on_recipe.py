@@ -493,7 +493,7 @@ case(
     lambda w, remedy: w.cli("train", w.recipe(), "max_steps=1"),
 )
 case(
-    "cli/commands.py:_unknown_verb: the verbs are {}",
+    "cli/commands.py:_unknown_verb: the commands are {}",
     lambda w: w.cli("zzzzzz"),
     lambda w, remedy: in_turn(lambda verb: w.cli(verb, "--help"), remedy.partition("are ")[2].split(", ")),
 )

@@ -87,18 +87,18 @@ class LazyVerbs(typer.core.TyperGroup):
 def _unknown_verb(word: str) -> RecipeError:
     near = [MEANT[word]] if word in MEANT else difflib.get_close_matches(word, VERBS, n=1, cutoff=0.5)
     version = f" (this is trimtab {__version__})" if word == "version" else ""
-    cause = f"there is no verb '{shortened(word)}'{version}"
+    cause = f"there is no command '{shortened(word)}'{version}"
     if word.endswith((".yaml", ".yml")):
         return RecipeError(cause, f"did you mean `trimtab train {shortened(word)}`?")
     return RecipeError(
-        cause, f"did you mean `trimtab {near[0]}`?" if near else f"the verbs are {', '.join(VERBS)}"
+        cause, f"did you mean `trimtab {near[0]}`?" if near else f"the commands are {', '.join(VERBS)}"
     )
 
 
 app = typer.Typer(
     cls=LazyVerbs,
     help="Train large language models on the hardware you have. `trimtab plan` predicts memory and time beforehand.",
-    epilog="Start with `trimtab demo`. For the help of a verb: `trimtab train --help`.",
+    epilog="Start with `trimtab demo`. For the help of a command: `trimtab train --help`.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
