@@ -175,6 +175,24 @@ def test_a_table_of_models_methods_and_gpus(cli: Call, tmp_path: Path) -> None:
     assert all(cell["longest"] >= 0 for cell in cells)
 
 
+def test_the_reserved_memory_and_the_limit_of_launches_are_shown(cli: Call, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    out = " ".join(cli("plan", MODEL, "--gpu", "rtx4090", "--method", "lora", "--page", page).out.split())
+    assert "by torch's allocator, " in out
+    assert "limited by kernel launches, " in out, "packed documents: no CUDA graphs"
+    assert "because the CPU needs that long to launch the kernels" in page.read_text()
+    captured = cli("plan", MODEL, "--gpu", "h200", "--method", "lora", "--page", page).out
+    assert "kernel launches" not in captured
+    assert "to launch the kernels" not in page.read_text()
+
+
+def test_a_narrow_terminal_shows_whole_words(cli: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli("plan", MODEL, "--gpu", "rtx4090", "--what-if").out
+    assert "…" not in out
+    assert "8-bit optimizer" in out
+
+
 def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_path: Path) -> None:
     for gpu, code in (("rtx4090", 0), ("3GB", 6)):
         page = tmp_path / f"{gpu}.html"
@@ -198,6 +216,11 @@ def test_a_page_is_written_for_plans_that_fit_and_that_do_not(cli: Call, tmp_pat
         ((MODEL, *GPU, "--solve", "everything"), 2, "choose one of max_seq_length"),
         ((MODEL, *GPU, "--host-memory", "-1"), 2, "64GB"),
         (("max_steps=5",), 2, "no recipe or model given"),
+        ((MODEL, "--models", "a,b"), 2, "--models is an option of --table; add --table"),
+        ((MODEL, "--prices", "p.yaml", "--solve", "fastest"), 2, "add --solve cheapest"),
+        (("--table", "--what-if"), 2, "--table does not use --what-if"),
+        (("--table", "--solve", "fastest"), 2, "--table does not answer --solve fastest"),
+        (("--table", "--methods", "lora,quick"), 2, "--method quick is not known"),
     ],
 )
 def test_bad_input(cli: Call, words: tuple[str, ...], code: int, cause: str) -> None:

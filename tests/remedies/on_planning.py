@@ -7,6 +7,8 @@ from pathlib import Path
 
 from cases import World, case, in_turn
 
+from trimtab.facts.prices import SHIPPED
+
 MODEL = "Qwen/Qwen3-0.6B"
 GPU = ("--gpu", "rtx4090")
 
@@ -73,8 +75,32 @@ case(
     lambda w: plan(w, "unknown/nothing", *GPU),
     lambda w, remedy: plan(w, w.model / "config.json", *GPU, "max_seq_length=64"),
 )
+TABLE = ("--table", "--models", MODEL, "--gpus", "rtx4090", "--methods", "lora")
 case(
-    "run/target.py:with_method: choose one of {}",
+    "cli/plan_questions.py:check_options: add --table",
+    lambda w: plan(w, *TABLE[1:]),
+    lambda w, remedy: plan(w, *TABLE),
+)
+case(
+    "cli/plan_questions.py:check_options: use --solve max_seq_length, or no --table",
+    lambda w: plan(w, *TABLE, "--solve", "fastest"),
+    lambda w, remedy: (
+        plan(w, *TABLE, "--solve", "max_seq_length"),
+        plan(w, MODEL, *GPU, "--solve", "fastest"),
+    ),
+)
+case(
+    "cli/plan_questions.py:check_options: leave {} or --table out",
+    lambda w: plan(w, *TABLE, "--what-if"),
+    lambda w, remedy: (plan(w, *TABLE), plan(w, MODEL, *GPU, "--what-if")),
+)
+case(
+    "cli/plan_questions.py:check_options: add --solve cheapest",
+    lambda w: plan(w, MODEL, *GPU, "--prices", SHIPPED),
+    lambda w, remedy: plan(w, MODEL, *GPU, "--prices", SHIPPED, "--solve", "cheapest"),
+)
+case(
+    "run/target.py:check_method: choose one of {}",
     lambda w: plan(w, MODEL, *GPU, "--method", "quick"),
     lambda w, remedy: in_turn(lambda word: plan(w, MODEL, *GPU, "--method", word), choices(remedy)),
 )

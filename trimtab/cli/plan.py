@@ -119,6 +119,20 @@ def plan(
         questions.calibrate(None if target is None else named_recipe(target, words, method), as_json=as_json)
         if target is None:
             return
+    questions.check_options(
+        {
+            "--what-if": what_if,
+            "--recompute": recompute,
+            "--dtypes": dtypes,
+            "--host-memory": host_memory is not None,
+            "--prices": prices is not None,
+            "--models": models is not None,
+            "--gpus": gpus is not None,
+            "--methods": methods is not None,
+        },
+        table=table,
+        solve=solve,
+    )
     if table:
         lists = questions.TableLists.parse(target, models, gpus or gpu, methods or method)
         questions.print_table(lists, words, longest=solve == "max_seq_length", as_json=as_json, page=page)

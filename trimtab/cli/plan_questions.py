@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trimtab.facts.errors import ResourceError
+from trimtab.facts.errors import RecipeError, ResourceError
 
 if TYPE_CHECKING:
     from trimtab.plan import PolicyCost
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 TABLE_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B")
 TABLE_GPUS = ("rtx4060ti-16gb", "rtx4090", "a100-80gb", "h200")
 TABLE_METHODS = ("full", "lora", "qlora")
+LISTS = ("--models", "--gpus", "--methods")
+"""Options of `--table` only."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,29 @@ class TableLists:
 
 def _listed(text: str | None) -> tuple[str, ...]:
     return tuple(word.strip() for word in (text or "").split(",") if word.strip())
+
+
+def check_options(given: dict[str, bool], *, table: bool, solve: str | None) -> None:
+    """Raises a RecipeError for an option that would be ignored.
+
+    Args:
+        given: option → whether it is given.
+        table: whether a table is requested.
+        solve: the question; None if there is none.
+    """
+    used = [name for name, is_given in given.items() if is_given]
+    lists = [name for name in used if name in LISTS]
+    if table and solve not in (None, "max_seq_length"):
+        raise RecipeError(
+            f"--table does not answer --solve {solve}", "use --solve max_seq_length, or no --table"
+        )
+    if table and used != lists:
+        other = next(name for name in used if name not in LISTS)
+        raise RecipeError(f"--table does not use {other}", f"leave {other} or --table out")
+    if lists and not table:
+        raise RecipeError(f"{lists[0]} is an option of --table", "add --table")
+    if given.get("--prices") and solve != "cheapest":
+        raise RecipeError("--prices is an option of --solve cheapest", "add --solve cheapest")
 
 
 def print_answer(found: Target, question: str, prices: Path | None, *, as_json: bool) -> None:

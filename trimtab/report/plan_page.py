@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.facts.units import format_bytes, format_rate, format_seconds
 from trimtab.report.html import figure_script, page_environment, policy, read_templates, write_html
-from trimtab.report.plan_panel import activations, highest_bytes, plan_rows, verdict
+from trimtab.report.plan_panel import activations, highest_bytes, launch_bound, plan_rows, verdict
 from trimtab.report.plan_tables import AUTOMATIC, recipe_lines, signed_seconds
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
@@ -63,6 +63,7 @@ def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
         str(device.get("name", "")),
     ]
     used = [effect for effect in effects if effect["in_use"]]
+    step = section(section(plan, "time"), "step")
     return _render(
         "plan.html",
         scripts,
@@ -75,7 +76,7 @@ def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
         phases=_phases(section(plan, "phases").get("phases") or []),
         activations=_shares(activations(plan)),
         operations=_operations(plan.get("operations") or []),
-        step=section(plan, "time").get("step"),
+        launches=format_seconds(step["seconds"]) if step and launch_bound(step) else "",
         useful=[_effect(effect) for effect in effects if not effect["in_use"]],
         used=[_effect(effect) for effect in used],
         rows=plan_rows(plan),

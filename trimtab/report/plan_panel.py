@@ -280,10 +280,26 @@ def _needs(plan: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("host", f"up to {format_bytes(host)}" + (f", including {pinned}" if pinned else "")))
     elif pinned:
         rows.append(("host", pinned))
+    reserved = section(plan, "reserved")
+    if reserved:
+        amounts = (
+            f"{format_bytes(reserved['reserved'])} by torch's allocator, {format_bytes(reserved['process'])}"
+        )
+        rows.append(("reserved", f"{amounts} by the whole process while training"))
     if disk.get("checkpoint_bytes"):
         each, total_size = format_bytes(disk["checkpoint_bytes"]), format_bytes(disk["total_bytes"])
         rows.append(("disk", f"{each} per checkpoint, {total_size} in total"))
     return rows + _times(time)
+
+
+def launch_bound(step: dict[str, Any]) -> bool:
+    """Returns whether a step takes as long as the host needs to launch its kernels, which is longer than they run.
+
+    Example:
+        >>> launch_bound({"seconds": 0.9, "host_seconds": 0.9}), launch_bound({"seconds": 0.9, "host_seconds": 0.0})
+        (True, False)
+    """
+    return bool(step["host_seconds"]) and step["host_seconds"] >= 0.999 * step["seconds"]
 
 
 def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
@@ -296,7 +312,8 @@ def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
             if time.get("tokens_per_second")
             else ""
         )
-        rows.append(("time", f"about {format_seconds(step['seconds'])} per step ({between}){rate}"))
+        limited = ", limited by kernel launches" if launch_bound(step) else ""
+        rows.append(("time", f"about {format_seconds(step['seconds'])} per step ({between}){limited}{rate}"))
     if time.get("seconds"):
         parts = [
             f"{format_seconds(time[key])} for {name}"

@@ -13,8 +13,8 @@ from trimtab.report.plain import as_text, plain
 
 MAX_OPTIONS = 8
 """Maximum number of listed candidates of a search."""
-AUTOMATIC = "(chosen automatically if memory is short)"
-"""Shown instead of a recipe line for a technique that no recipe key sets."""
+AUTOMATIC = "(if memory is short)"
+"""Shown instead of a recipe line for a technique that no recipe key sets: the planner uses it by itself."""
 
 
 def what_if_view(effects: list[dict[str, Any]]) -> RenderableType:

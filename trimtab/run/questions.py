@@ -23,7 +23,7 @@ from trimtab.plan import (
 )
 from trimtab.plan.solve import Progress, check_question
 from trimtab.recipe import Recipe
-from trimtab.run.target import Target, named_recipe, plan_shape, shape_of_recipe
+from trimtab.run.target import Target, check_method, named_recipe, plan_shape, shape_of_recipe
 
 
 def answer(
@@ -96,5 +96,7 @@ def table(
         recipe, shape = read(model, method)
         return plan_shape(recipe, shape, device)
 
+    for method in methods:
+        check_method(method)
     named = [(name, find_gpu(name)) for name in gpus]
     return make_table(models, named, methods, plan, longest=longest, progress=progress)

@@ -227,8 +227,7 @@ def with_method(recipe: Recipe, method: str | None) -> Recipe:
     """
     if method is None:
         return recipe
-    if method not in METHODS:
-        raise RecipeError(f"--method {method} is not known", f"choose one of {', '.join(METHODS)}")
+    check_method(method)
     plain = recipe.model_dump(mode="json", exclude_unset=True)
     keys: dict[str, Any] = {"load_in_4bit": method == "qlora", "load_in_8bit": method == "int8"}
     if method == "full":
@@ -236,6 +235,12 @@ def with_method(recipe: Recipe, method: str | None) -> Recipe:
     elif recipe.lora is None:
         keys["lora"] = {"r": 16}
     return build(plain | keys)
+
+
+def check_method(method: str) -> None:
+    """Raises a RecipeError for a name that is not one of `METHODS`."""
+    if method not in METHODS:
+        raise RecipeError(f"--method {method} is not known", f"choose one of {', '.join(METHODS)}")
 
 
 def _catalogued(recipe: Recipe) -> CatalogueEntry | None:
