@@ -240,17 +240,17 @@ def test_streams_with_equal_first_rows_have_different_names(tmp_path: Path) -> N
     streams = [passed[source.source].stream for source in sources]
     assert [stream and [value for _, value in stream.values()] for stream in streams] == [own, old, None]
     # On resume, equal rows get the same names, and different rows are refused.
-    again = DataArgument.of(data).store_again(built, quiet(), tmp_path)
+    again = DataArgument.of(data).store_for_resume(built, quiet(), tmp_path)
     assert set(again) == {source.source for source in sources}
     same = {**recipe["data"], **data, "streaming": True}
-    assert set(DataArgument.of(same).store_again(built, quiet(), tmp_path)) == set(again)
+    assert set(DataArgument.of(same).store_for_resume(built, quiet(), tmp_path)) == set(again)
     with pytest.raises(
         trimtab.TrimtabError, match="data contains eval_sequences, but a resumed run uses the data"
     ):
-        DataArgument.of({**same, "eval_sequences": 7}).store_again(built, quiet(), tmp_path)
+        DataArgument.of({**same, "eval_sequences": 7}).store_for_resume(built, quiet(), tmp_path)
     data["train"] = [{"source": ["another", *own[1:]]}]
     with pytest.raises(trimtab.TrimtabError, match=r"is not the data with which .* was started"):
-        DataArgument.of(data).store_again(built, quiet(), tmp_path)
+        DataArgument.of(data).store_for_resume(built, quiet(), tmp_path)
 
 
 def test_streamed_rows_end_or_are_combined_with_files(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_damaged_metrics_are_reported_by_resume_and_report(
     assert message in " ".join(shown.out.split())
 
 
-def test_complete_metrics_have_no_flaws(run: Path, cli: Call) -> None:
+def test_complete_metrics_have_no_problems(run: Path, cli: Call) -> None:
     assert "metrics.jsonl" not in cli("report", run).out
     assert "metrics.jsonl" not in cli("train", "--resume", run).out
 

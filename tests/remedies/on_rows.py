@@ -115,12 +115,12 @@ def anew(w: World, remedy: str) -> None:
 
 
 case(
-    "api/rows.py:DataArgument.store_again: pass the same rows, or start a new run",
+    "api/rows.py:DataArgument.store_for_resume: pass the same rows, or start a new run",
     lambda w: go_on(w, ROWS[:9]),
     anew,
 )
 case(
-    "api/rows.py:DataArgument.store_again.key_of: pass the same data, or start a new run",
+    "api/rows.py:DataArgument.store_for_resume.key_of: pass the same data, or start a new run",
     lambda w: go_on(w, ROWS, data_key="other"),
     anew,
 )

@@ -216,7 +216,7 @@ class Waiting(MicrobatchLoss):
     later = False
 
     def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss = super().of(inputs)
+        loss = super().compute(inputs)
         if not self.later or any(parameter.grad is not None for parameter in self.decoder.parameters()):
             assert float(loss.detach()) > 0
         return loss
