@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cli_world import Call, World
 
+from trimtab.recipe import load
 from trimtab.report.summary import signed
 
 Job = Callable[..., Path]
@@ -425,6 +426,19 @@ def test_the_remedy_for_keys_that_may_not_change_works(run: Path, cli: Call) -> 
     (words,) = commands(result.err)
     assert cli(*words).code == 0
     assert f"{run}/checkpoints/step-00000006" in (Path(f"{run}-2") / "recipe.yaml").read_text()
+
+
+def test_a_path_of_the_run_may_be_repeated(
+    run: Path, world: World, cli: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder has it as an absolute path."""
+    source = Path(load(run / "recipe.yaml").data.train[0].source)
+    monkeypatch.chdir(source.parent)
+    assert cli("train", "--resume", run, f"data.train.0.source={source.name}", "max_steps=7").code == 0
+    assert load(run / "recipe.yaml").data.train[0].source == str(source)
+    (source.parent / "other.jsonl").write_text(source.read_text())
+    refused = cli("train", "--resume", run, "data.train.0.source=other.jsonl")
+    refused.refused(2, "may not change", "data.train.0.source")
 
 
 def test_a_lora_run_as_a_model_is_refused_with_a_remedy(job: Job, cli: Call, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from trimtab.facts.errors import RecipeError
@@ -92,22 +90,6 @@ def test_all_changes_are_listed() -> None:
         "set them back, or start a new run from this one's weights: "
         "`trimtab train RUN/recipe.yaml output_dir=RUN-2 model.name=RUN`"
     )
-
-
-def test_a_path_of_the_run_that_is_given_again_is_to_be_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It said that the run may not change '/…/texts' to './texts'."""
-    monkeypatch.chdir(tmp_path)
-    text = f"model: a\ndata: {{train: {tmp_path / 'texts'}}}\n"
-    with pytest.raises(RecipeError) as caught:
-        check_resume(loads(text), loads(text, ["data.train=./texts"]))
-    assert str(caught.value) == (
-        "a resumed run already has data.train.0.source ('./texts'), as an absolute path; "
-        "give only the keys that change"
-    )
-    with pytest.raises(RecipeError, match="may not change"):
-        check_resume(loads(text), loads(text, ["data.train=./other"]))
 
 
 def test_implementations_may_change_with_the_device() -> None:

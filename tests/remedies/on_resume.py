@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import shutil
@@ -61,11 +60,6 @@ def follow_changed(w: World, remedy: str, folder: Path) -> None:
     commands(w, remedy)
 
 
-case(
-    "recipe/resume.py:check_resume: give only the keys that change",
-    lambda w: resume(w, f"data.train={os.path.relpath(load(run(w) / 'recipe.yaml').data.train[0].source)}"),
-    lambda w, remedy: resume(w, "max_steps=5"),
-)
 case(CHANGED, lambda w: resume(w, "learning_rate=1e-4"), lambda w, remedy: follow_changed(w, remedy, run(w)))
 case(
     CHANGED,

@@ -6,7 +6,6 @@ may change, each with the reason; changing any other key is an error.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -69,12 +68,6 @@ def check_resume(old: Recipe, new: Recipe, *, run: str = "RUN", overrides: Seque
     ]
     if not changed:
         return
-    if all(_is_same_path(before.get(key), after.get(key)) for key in changed):
-        again = ", ".join(f"{key} ({after.get(key)!r})" for key in changed)
-        raise RecipeError(
-            f"a resumed run already has {again}, as an absolute path",
-            "give only the keys that change",
-        )
     listed = ", ".join(f"{key} ({before.get(key)!r} → {after.get(key)!r})" for key in changed)
     remedy = "set it back" if len(changed) == 1 else "set them back"
     raise RecipeError(
@@ -103,13 +96,6 @@ def _new_run_command(old: Recipe, run: str, overrides: Sequence[str]) -> str:
     if old.model.revision is not None:
         words.append("model.revision=null")
     return f"{first}`{shlex.join(['trimtab', 'train', *words, *overrides])}`"
-
-
-def _is_same_path(before: Any, after: Any) -> bool:
-    """Whether a value is a path that the run's recipe has as an absolute path."""
-    if not isinstance(before, str) or not isinstance(after, str) or not os.path.isabs(before):
-        return False
-    return os.path.abspath(os.path.expanduser(after)) == os.path.normpath(before)
 
 
 def _is_allowed(key: str, allowed: set[str]) -> bool:

@@ -240,9 +240,9 @@ def recipe_of(folder: RunFolder, overrides: Sequence[str]) -> Recipe:
         >>> recipe_of(RunFolder(Path("runs/demo")), ["max_steps=200"]).max_steps  # doctest: +SKIP
         200
     """
-    if folder.recipe.is_file():
-        return load(folder.recipe, overrides)
-    return loads(dump(read_recipe(folder)), overrides)
+    stored = folder.recipe.is_file()
+    recipe = load(folder.recipe, overrides) if stored else loads(dump(read_recipe(folder)), overrides)
+    return absolute(recipe) if overrides else recipe  # the same path as at the start is no change
 
 
 def _execute(
