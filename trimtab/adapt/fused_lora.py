@@ -48,7 +48,7 @@ class FusedLayer:
 
     @staticmethod
     def plain(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scaling: float) -> FusedLayer:
-        """The part of a plain, unquantized weight."""
+        """A layer whose frozen weight is not quantized."""
         return FusedLayer((weight_OI,), PackedLayout.plain(*weight_OI.shape).text, a_RI, b_OR, scaling)
 
 

@@ -105,7 +105,7 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
 
 @contextmanager
 def eager_blocks(decoder: Decoder) -> Iterator[None]:
-    """Runs all blocks in eager mode inside."""
+    """Runs all blocks in eager mode inside the `with` block."""
     with ExitStack() as stack:
         for block in decoder.model.layers:
             if isinstance(block.recompute, _TiledBlock):
@@ -264,7 +264,7 @@ class _TiledBlock:
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Runs both halves in eager mode inside."""
+        """Runs both halves in eager mode inside the `with` block."""
         saved, (self.attend, self.feed) = (self.attend, self.feed), self.plain
         try:
             yield

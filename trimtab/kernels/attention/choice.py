@@ -188,7 +188,7 @@ def _efficient_unsupported_reason(needs: _Requirements, capability: tuple[int, i
 
 
 def _flash_unsupported_reason(impl: str, needs: _Requirements, capability: tuple[int, int]) -> str | None:
-    """sdpa_flash, sdpa_cudnn and varlen on CUDA."""
+    """Why sdpa_flash, sdpa_cudnn or varlen cannot meet the requirements on CUDA, or None."""
     if capability < (8, 0):
         return f"the device's capability {_dotted(capability)} is below 8.0"
     if needs.dtype not in ("bf16", "fp16"):

@@ -35,7 +35,7 @@ MIN_FLEX_QUERIES = 128
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested; `documents` are the lengths in each row (their sum is T), or None."""
+    """Sizes and arguments of a test; `documents` are the lengths in each row (their sum is T), or None."""
 
     name: str
     B: int

@@ -21,7 +21,7 @@ BLOCK, WARPS = 1024, 4
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested; `fused` makes gate and up two halves of one tensor's rows."""
+    """Sizes and arguments of a test; `fused` makes gate and up two halves of one tensor's rows."""
 
     name: str
     N: int

@@ -69,7 +69,7 @@ def losses_of(
     label_N: torch.Tensor,
     sum_N: torch.Tensor,
 ) -> torch.Tensor:
-    """loss_N, before weights."""
+    """Returns loss_N, not yet multiplied by the weights of the tokens."""
     losses_N = nll_N
     if objective.label_smoothing:
         losses_N = losses_N + objective.label_smoothing * (label_N - sum_N / vocabulary)

@@ -109,7 +109,7 @@ def _partials(hidden, weight, bias, labels, softcap, first, rows) -> Tensor:  # 
 
 
 def _merge_parts(parts_4NS: Tensor) -> Tensor:
-    """partials_4N: merges the parts of each row."""
+    """Merges the partial sums of each row; returns partials_4N."""
     largest_NS, sums_NS, label_NS, total_NS = parts_4NS.unbind(0)
     largest_N = largest_NS.amax(-1)
     sums_N = (sums_NS * torch.exp(largest_NS - largest_N[:, None])).sum(-1)

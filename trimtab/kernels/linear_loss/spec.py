@@ -32,7 +32,7 @@ def chunk_tokens(N: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested."""
+    """Sizes and arguments of a test."""
 
     name: str
     N: int

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.rms_norm`."""
     if offset:  # w + 1 has 7 bits of mantissa in bf16: the sum is computed in fp32
         wide = torch.promote_types(torch.promote_types(x.dtype, weight_D.dtype), torch.float32)
         weight_D = weight_D.to(wide) + offset
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.add_rms_norm`."""
     h = x + residual
     return rms_norm(h, weight_D, eps, offset), h
 
@@ -29,7 +29,7 @@ def add_rms_norm(
 def norm_add(
     branch: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> torch.Tensor:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.norm_add`."""
     return residual + rms_norm(branch, weight_D, eps, offset)
 
 
@@ -41,6 +41,6 @@ def norm_add_norm(
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.norm_add_norm`."""
     h = norm_add(branch, residual, weight_D, eps, offset)
     return rms_norm(h, next_weight_D, eps, offset), h

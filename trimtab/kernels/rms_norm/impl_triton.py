@@ -209,7 +209,7 @@ torch.library.register_autograd("trimtab::rms_norm_backward", once_differentiabl
 
 
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.rms_norm`."""
     y: torch.Tensor = torch.ops.trimtab.rms_norm(x, weight_D, eps, offset)[0]
     return y
 
@@ -217,6 +217,6 @@ def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.add_rms_norm`."""
     y, h, _ = torch.ops.trimtab.add_rms_norm(x, residual, weight_D, eps, offset)
     return y, h

@@ -244,7 +244,7 @@ torch.library.register_autograd("trimtab::norm_add_norm_backward", once_differen
 def norm_add(
     branch: torch.Tensor, residual: torch.Tensor, weight_D: torch.Tensor, eps: float, offset: float
 ) -> torch.Tensor:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.norm_add`."""
     h: torch.Tensor = torch.ops.trimtab.norm_add(branch, residual, weight_D, eps, offset)[0]
     return h
 
@@ -257,6 +257,6 @@ def norm_add_norm(
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rms_norm.norm_add_norm`."""
     y, h, _, _ = torch.ops.trimtab.norm_add_norm(branch, residual, weight_D, next_weight_D, eps, offset)
     return y, h

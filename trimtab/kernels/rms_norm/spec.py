@@ -77,7 +77,7 @@ def configurations(capability: int) -> list[tuple[str, Configuration]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested."""
+    """Sizes and arguments of a test."""
 
     name: str
     N: int

@@ -46,7 +46,7 @@ def rope(
     all_heads: bool,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rope.rope`."""
     if q_weight_D is not None and k_weight_D is not None:
         if all_heads:
             q_BTHD = rms_norm(q_BTHD.flatten(-2), q_weight_D, eps, offset=offset).view(q_BTHD.shape)

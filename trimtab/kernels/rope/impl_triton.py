@@ -420,7 +420,7 @@ def rope(
     all_heads: bool,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the package."""
+    """See `trimtab.kernels.rope.rope`."""
     assert not cos_BTF.requires_grad, "no gradient flows to positions"
     assert not sin_BTF.requires_grad, "no gradient flows to positions"
     if q_weight_D is None:

@@ -51,7 +51,7 @@ def configuration(heads: int, D: int, capability: int, *, all_heads: bool = Fals
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested."""
+    """Sizes and arguments of a test."""
 
     name: str
     B: int

@@ -120,7 +120,11 @@ def stochastic_round_(
     stream: int = 0,
     offset: int = 0,
 ) -> torch.Tensor:
-    """See the package. The 16 bits below bf16's last are the fraction of its spacing: add random bits, truncate."""
+    """See `trimtab.kernels.stochastic_rounding`.
+
+    The lower 16 bits of the fp32 value are its distance from the bf16 neighbour closer to zero, as a fraction of the
+    spacing: random bits are added to them, and the sum is truncated.
+    """
     assert (out_N.dtype, value_N.dtype) == (torch.bfloat16, torch.float32), (out_N.dtype, value_N.dtype)
     assert out_N.shape == value_N.shape, (out_N.shape, value_N.shape)
     assert out_N.is_contiguous(), out_N.stride()

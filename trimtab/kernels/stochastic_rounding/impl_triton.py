@@ -67,7 +67,10 @@ def stochastic_round_(
     stream: int = 0,
     offset: int = 0,
 ) -> torch.Tensor:
-    """See the package. The output is written through an int16 view: a cast to bf16 would round a second time."""
+    """See `trimtab.kernels.stochastic_rounding`.
+
+    The output is written through an int16 view: a cast to bf16 would round a second time.
+    """
     assert (out_N.dtype, value_N.dtype) == (torch.bfloat16, torch.float32), (out_N.dtype, value_N.dtype)
     assert out_N.shape == value_N.shape, (out_N.shape, value_N.shape)
     assert out_N.is_contiguous(), out_N.stride()

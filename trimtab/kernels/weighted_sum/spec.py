@@ -23,7 +23,7 @@ MAX_CHUNKS = 128
 
 @dataclass(frozen=True)
 class Case:
-    """A shape that is tested."""
+    """Sizes of the tensors in a test."""
 
     name: str
     N: int
