@@ -76,13 +76,15 @@ def test_a_damaged_choices_json(
     (run / "choices.json").write_text(json.dumps(change(json.loads((run / "choices.json").read_text()))))
     (listed,) = trimtab.runs(run)
     assert (listed.state, (listed.problem or "").startswith(f"choices.json {wrong}")) == ("damaged", True)
-    cli("train", "--resume", run, "max_steps=8").refused(5, f"choices.json {wrong}", "restore it from a copy")
+    cli("train", "--resume", run, "max_steps=8").refused(
+        5, f"choices.json {wrong}", "restore the file from a copy"
+    )
 
 
 def test_a_choices_json_without_a_recipe_cannot_be_opened(world: World, tmp_path: Path, cli: Call) -> None:
     run = shutil.copytree(world.run, tmp_path / "run")
     (run / "choices.json").write_text("{}")
-    cli("generate", run, "the cat").refused(5, "choices.json lacks recipe", "restore it from a copy")
+    cli("generate", run, "the cat").refused(5, "choices.json lacks recipe", "restore the file from a copy")
 
 
 def test_the_end_of_a_run_is_read_from_its_metrics(folder: Path) -> None:

@@ -182,7 +182,7 @@ def test_threads_of_a_resumed_run_end_with_it(tmp_path: Path) -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_num_threads_takes_precedence_and_may_change_on_resume(
+def test_the_recipe_s_threads_take_precedence_and_may_change_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
