@@ -9,6 +9,7 @@ its case is finished, so that an interrupted command resumes. `--table FILE` pri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,11 +22,14 @@ from typing import Any
 
 from benchmarks.plan_accuracy import table
 from benchmarks.plan_accuracy.cases import LISTS, Case
+from benchmarks.plan_accuracy.durations import expected_seconds
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.calibration_file import write_calibration
 from trimtab.lab.records import Record, append_record, file_name, is_recorded, provenance, timestamp
 
 RESULTS = Path(__file__).parents[1] / "results"
-LEAST_SECONDS = 30.0
-"""Minimum time of a process with one case: none is started with less time remaining."""
+START_SECONDS = 10.0
+"""Approximate time until a process can start its first case."""
 GRACE_SECONDS = 15.0
 """After `--seconds` plus this time a running case is stopped; the next call repeats it."""
 
@@ -73,13 +77,20 @@ def main(words: list[str] | None = None) -> int:
     same = {"commit": where["commit"], "device": where["device"]}
     calibrate(path, options, where, same)
     remaining = missing(path, chosen(options), same, retry=options.retry_failed)
-    while remaining and began + options.seconds - time.monotonic() > LEAST_SECONDS:
-        until = began + options.seconds
-        done, interrupted = run_process(remaining[: options.per_process], options, path, where, until)
-        remaining = [case for case in remaining if case.name not in done]
-        if interrupted:
-            print("stopped; the same command continues", file=sys.stderr)
-            return 1
+    until, spare = began + options.seconds, None
+    try:
+        while batch := next_batch(remaining, options, until - time.monotonic()):
+            worker = spare or Worker()
+            # Importing torch takes seconds: the next process imports it while this one prepares its first case.
+            spare = Worker() if len(remaining) > len(batch) else None
+            done, interrupted = run_batch(worker, batch, options, path, where, until)
+            remaining = [case for case in remaining if case.name not in done]
+            if interrupted:
+                print("stopped; the same command continues", file=sys.stderr)
+                return 1
+    finally:
+        if spare is not None:
+            spare.end()
     records = table.read(path, where["commit"])
     print(table.markdown(records), end="")
     if remaining:
@@ -123,11 +134,28 @@ def missing(path: Path, cases: list[Case], same: dict[str, Any], *, retry: bool)
     return [case for case in cases if not done(records.get(case.name))]
 
 
+def next_batch(remaining: list[Case], options: argparse.Namespace, seconds: float) -> list[Case]:
+    """The first cases that can be finished in the remaining time; a long one is left to a later command."""
+    work = options.work.expanduser()
+    fitting = [case for case in remaining if START_SECONDS + expected_seconds(case, work) <= seconds]
+    return fitting[: options.per_process]
+
+
 def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict[str, Any]) -> None:
-    """Calibrate the machine in a child process; saves the result for the planner and records it."""
-    known = table.read_records(path, "calibration_of").get(same["commit"])
-    if options.no_calibration or (known and is_recorded(known, same)):
+    """Calibrate the machine in a child process; saves the result for the planner and records it.
+
+    A calibration of the same commit and device is used again, also of another list and from a machine that has been
+    handed back: all cases of a commit are predicted from one calibration.
+    """
+    if options.no_calibration:
         return
+    for file in (path, *sorted(path.parent.glob("plan-accuracy-*.jsonl"))):
+        known = table.read_records(file, "calibration_of").get(same["commit"])
+        if known and is_recorded(known, same):
+            write_calibration(Calibration.from_dict(known["calibration"]))
+            if file != path:
+                append_record(path, known)
+            return
     print("calibrating", file=sys.stderr, flush=True)
     code = (
         "import json, sys; from trimtab.lab.calibrate import calibrate; "
@@ -145,42 +173,65 @@ def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict
     append_record(path, {"calibration_of": same["commit"], **where, "calibration": made})
 
 
-def run_process(
-    batch: list[Case], options: argparse.Namespace, path: Path, where: Record, until: float
+class Worker:
+    """A process that has started to import torch and waits for its cases."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.results, self.log = (Path(self.folder.name) / name for name in ("results.jsonl", "log"))
+        words = [sys.executable, "-m", "benchmarks.plan_accuracy.worker", str(self.results)]
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=dict(os.environ)
+            )
+
+    def order(self, plain: dict[str, Any]) -> None:
+        """Sends the cases."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process died: the watch reports it
+            self.process.stdin.write(json.dumps(plain).encode())
+            self.process.stdin.close()
+
+    def end(self) -> None:
+        """Ends the process and removes its files."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()
+
+
+def run_batch(
+    worker: Worker, batch: list[Case], options: argparse.Namespace, path: Path, where: Record, until: float
 ) -> tuple[set[str], bool]:
     """Run cases in one process; returns (names of the recorded cases, whether Ctrl-C stopped it).
 
     The process is killed if a case exceeds its time limit, or when the time of the command is over; in the latter case
     the running case has no record and is repeated by the next call.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        order, results, log = (Path(folder) / name for name in ("order.json", "results.jsonl", "log"))
-        work = str(options.work.expanduser().resolve())
-        used = memory_used() if options.device == "cuda" else 0
-        plain = {"cases": [case.name for case in batch], "device": options.device, "work": work}
-        plain |= {"used_before": used, "seconds": until - time.monotonic()}
-        order.write_text(json.dumps(plain))
-        words = [sys.executable, "-m", "benchmarks.plan_accuracy.worker", str(order), str(results)]
-        with log.open("wb") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, env=dict(os.environ))
-            watch = _Watch(process, results, batch, options.case_seconds, until)
-            try:
-                for record in watch.records():
-                    append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
-                    print(line_of(record), file=sys.stderr, flush=True)
-                    watch.done.add(record["case"])
-            except KeyboardInterrupt:
-                return watch.done, True
-            finally:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
+    plain = {
+        "cases": [case.name for case in batch],
+        "device": options.device,
+        "work": str(options.work.expanduser().resolve()),
+        "used_before": memory_used() if options.device == "cuda" else 0,
+        "seconds": until - time.monotonic(),
+    }
+    watch = _Watch(worker.process, worker.results, batch, options.case_seconds, until)
+    try:
+        worker.order(plain)
+        for record in watch.records():
+            append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
+            print(line_of(record), file=sys.stderr, flush=True)
+            watch.done.add(record["case"])
         if watch.ended_early:
-            last = log.read_text(errors="replace").strip().splitlines()[-1:]
+            last = worker.log.read_text(errors="replace").strip().splitlines()[-1:]
             record = {"case": watch.running, "failed": f"{watch.ended_early}: {''.join(last)[:300]}"}
             append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
             print(line_of(record), file=sys.stderr, flush=True)
             watch.done.add(watch.running)
+    except KeyboardInterrupt:
+        return watch.done, True
+    finally:
+        worker.end()
     return watch.done, False
 
 

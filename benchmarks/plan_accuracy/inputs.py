@@ -8,24 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_accuracy.cases import CONFIGS, Case
+from benchmarks.plan_accuracy.durations import LARGE, num_parameters, steps_of
 from trimtab.lab.random_models import config_folder, random_model_folder, write_tokenizer
-from trimtab.model.families import shape_from_config
 
-LARGE = 2.5e9
-"""Above this number of parameters weights are read from a folder: initializing them takes a minute per run on a CPU."""
 DOCUMENT_TOKENS = 400
 """Average document length in packed sequences; lengths are exponentially distributed."""
 WORDS = 998
 """Number of words of the tokenizer (`write_tokenizer`): w2 to w999."""
-FLOPS = 3e14
-"""Rough FLOP/s of a GPU; only determines how many steps are measured."""
 
 
 def model_folder(root: Path, model: str, device: str) -> tuple[Path, str]:
     """(folder, `model.init`) of a model."""
     config = CONFIGS[model]
     folder = root / "models" / model
-    if shape_from_config(config, model).num_parameters > LARGE:
+    if num_parameters(model) > LARGE:
         return random_model_folder(folder, config, device), "pretrained"
     if not (folder / "tokenizer_config.json").exists():
         config_folder(folder, config)
@@ -56,28 +52,11 @@ def documents_file(root: Path, case: Case, sequences: int) -> Path:
     return path
 
 
-def steps_of(case: Case) -> tuple[int, int]:
-    """(optimizer steps per timed group, number of groups); the first group is warm-up.
-
-    Example:
-        >>> steps_of(Case.parse("qwen3-0.6b full 4x1024")), steps_of(Case.parse("llama-8b qlora 1x65536"))
-        ((12, 3), (3, 2))
-    """
-    if case.model.startswith("tiny-"):
-        return 3, 2  # they only test the code
-    parameters = shape_from_config(CONFIGS[case.model], case.model).num_parameters
-    seconds = 6.0 * parameters * case.step_tokens / FLOPS
-    together = max(
-        3, min(12, round(1.5 / seconds))
-    )  # at least three: the third step is captured as a CUDA graph
-    return together, 2 if seconds > 2 else 3
-
-
 def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
     """The recipe of a case, with one step more than measured: the run is stopped before it saves a checkpoint."""
     folder, init = model_folder(root, case.model, device)
-    together, times = steps_of(case)
-    steps = together * times + 1
+    measured = steps_of(case)
+    steps = measured.total
     sequences = (steps + 1) * case.rows * int(case.options.get("accumulation", 1))
     return {
         "model": {"name": str(folder), "init": init},
@@ -90,7 +69,7 @@ def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, An
         "max_steps": steps + 1,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "logging_steps": together,
+        "logging_steps": measured.together,
         "save_steps": None,
         "save_total_limit": 1,
         "eval_on_start": False,

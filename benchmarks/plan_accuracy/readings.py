@@ -37,8 +37,8 @@ def predicted(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def step_times(rows: Sequence[dict[str, Any]], together: int) -> dict[str, Any]:
-    """Seconds per optimizer step from the records of metrics.jsonl; the first group of steps is warm-up.
+def step_times(rows: Sequence[dict[str, Any]], together: int, warm_up: int = 1) -> dict[str, Any]:
+    """Seconds per optimizer step from the records of metrics.jsonl; the first groups of steps are warm-up.
 
     A group's seconds are its tokens divided by its logged rate, which has six digits; the logged seconds are rounded to
     milliseconds.
@@ -55,7 +55,7 @@ def step_times(rows: Sequence[dict[str, Any]], together: int) -> dict[str, Any]:
         before = train[last - together - 1]["tokens"] if last > together else 0
         tokens = train[last - 1]["tokens"] - before
         groups.append(tokens / train[last - 1]["tokens_per_second"] / together)
-    timed = groups[1:] or groups
+    timed = groups[warm_up:] or groups
     return {
         "step_seconds": statistics.median(timed) if timed else None,
         "spread": (max(timed) - min(timed)) / statistics.median(timed) if timed else None,

@@ -1,6 +1,8 @@
 """A process of the benchmark: trains its cases one after another and writes one JSON line per case.
 
-python -m benchmarks.plan_accuracy.worker ORDER.json RESULTS.jsonl
+python -m benchmarks.plan_accuracy.worker RESULTS.jsonl < ORDER.json
+
+It imports torch before it reads the order, so that it can be started while an earlier process measures.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.plan_accuracy.cases import Case
-from benchmarks.plan_accuracy.inputs import recipe_of, steps_of
+from benchmarks.plan_accuracy.durations import expected_seconds, steps_of
+from benchmarks.plan_accuracy.inputs import recipe_of
 from benchmarks.plan_accuracy.readings import predicted, step_times
 from trimtab import launch
 from trimtab.facts.errors import TrimtabError
@@ -33,12 +36,11 @@ from trimtab.report import LiveView
 from trimtab.run.prepare import prepare
 
 POLL_SECONDS = 0.05
-CASE_SECONDS = 25.0
-"""Approximate time of a case: none is started with less time remaining."""
 
 
-class Enough(Exception):
-    """Raised after the last measured step to stop the run before it saves."""
+class Enough(BaseException):
+    """Raised after the last measured step. Not an Exception: before one propagates, the training loop saves a
+    checkpoint, which can take longer than the steps."""
 
 
 class DeviceMemory:
@@ -79,10 +81,10 @@ def run(case: Case, order: dict[str, Any]) -> dict[str, Any]:
     shutil.rmtree(folder, ignore_errors=True)
     recipe = build(recipe_of(case, root, folder, device))
     clean_up(device)  # large weights were initialized on the device
-    together, times = steps_of(case)
+    steps = steps_of(case)
 
     def after_step(step: int) -> None:
-        if step > together * times:
+        if step >= steps.total:
             raise Enough
 
     with DeviceMemory(device) as memory, LiveView(console=Console(quiet=True)) as view:
@@ -98,7 +100,7 @@ def run(case: Case, order: dict[str, Any]) -> dict[str, Any]:
         "allocated": sum(peak[bucket] for bucket in buckets),
         "buckets": {bucket: peak[bucket] for bucket in buckets},
         "process": memory.peak - order["used_before"],
-        **step_times(rows, together),
+        **step_times(rows, steps.together, steps.warm_up),
     }
     if device.startswith("cuda"):
         measured["reserved"] = torch.cuda.max_memory_reserved()
@@ -124,15 +126,17 @@ def predict_reserved(recipe: Recipe) -> dict[str, int]:
 def main(words: list[str]) -> int:
     """Run the order's cases; an exception is recorded as a case's result. After a failure the process ends, so that the
     next case starts with clean memory."""
-    order, results = json.loads(Path(words[0]).read_text()), Path(words[1])
+    order, results = json.loads(sys.stdin.read() or '{"cases": []}'), Path(words[0])
     began = time.monotonic()
     for position, line in enumerate(order["cases"]):
-        if position and time.monotonic() - began > order["seconds"] - CASE_SECONDS:
-            break
+        case = Case.parse(line)
+        remaining = order["seconds"] - (time.monotonic() - began)
+        if position and remaining < expected_seconds(case, Path(order["work"])):
+            continue
         append_record(results, {"started": line})
         record: dict[str, Any] = {"case": line, "fresh_process": position == 0}
         try:
-            record |= run(Case.parse(line), order)
+            record |= run(case, order)
         except torch.OutOfMemoryError as error:
             record["failed"] = f"out of memory: {first_line(error)}"
         except TrimtabError as error:

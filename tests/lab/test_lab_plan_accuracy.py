@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_accuracy import __main__ as sweep
-from benchmarks.plan_accuracy import inputs, table
+from benchmarks.plan_accuracy import inputs, table, worker
 from benchmarks.plan_accuracy.cases import LISTS, METHODS, Case
+from benchmarks.plan_accuracy.durations import expected_seconds, step_seconds, steps_of
 from benchmarks.plan_accuracy.readings import predicted, step_times
+from trimtab.facts.calibration import Calibration
+from trimtab.facts.calibration_file import read_calibration
 from trimtab.lab.records import append_record, read_records
 from trimtab.recipe import build
 
@@ -41,9 +44,9 @@ def test_every_case_is_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(inputs, "documents_file", lambda root, case, sequences: root / "documents")
     for case in (*DEVELOPMENT, *HELD_OUT):
         recipe = build(inputs.recipe_of(case, tmp_path, tmp_path / "run", "cuda"))
-        together, times = inputs.steps_of(case)
-        assert recipe.max_steps > together * times >= 6
-        assert together >= 3, "a step is captured in the third"
+        steps = steps_of(case)
+        assert recipe.max_steps > steps.total, "the last step would save a checkpoint"
+        assert recipe.logging_steps == steps.together
         assert recipe.max_seq_length == case.tokens
 
 
@@ -73,6 +76,46 @@ def test_step_times_leave_the_first_group_out() -> None:
     assert found["first_seconds"] == pytest.approx(10.0)
     assert found["spread"] == pytest.approx(0.1 / 0.15)
     assert found["steps"] == 6
+    later = step_times(rows, 1, warm_up=6)
+    assert later["step_seconds"] == pytest.approx(100 / 500)
+    assert later["steps"] == 3
+
+
+def test_long_cases_are_left_to_a_command_with_enough_time(tmp_path: Path) -> None:
+    options = sweep.parser().parse_args(["--work", str(tmp_path), "--per-process", "2"])
+    long, short = Case.parse("llama-8b qlora 1x65536 limit=24GiB"), Case.parse("smollm2-135m full 8x512")
+    cases = [long, short, Case.parse("qwen3-0.6b full 4x1024"), Case.parse("qwen3-0.6b full 2x1024")]
+    assert sweep.next_batch(cases, options, 1e9) == cases[:2]
+    assert sweep.next_batch(cases, options, 60) == cases[1:3]
+    assert sweep.next_batch(cases, options, 10) == []
+    written = expected_seconds(long, tmp_path)
+    (tmp_path / "models" / "llama-8b").mkdir(parents=True)
+    assert expected_seconds(long, tmp_path) < written - 20, "its weights need not be written first"
+
+
+def test_steps_are_few_and_have_a_warm_up() -> None:
+    for case in (*LISTS["development"], *LISTS["held-out"]):
+        steps = steps_of(case)
+        assert steps.together * steps.warm_up >= 3, "a CUDA graph is captured in the third step"
+        assert steps.timed >= 2
+        assert steps.total <= 36
+        if step_seconds(case) > 2:
+            assert steps.total == 5
+
+
+def test_a_calibration_of_the_same_commit_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sweep.subprocess, "run", lambda *_, **__: pytest.fail("it is not measured again"))
+    made = Calibration("a GPU", {"bf16": 1e14}, 1e12, 5e-6)
+    where = {"commit": "abc", "device": "a GPU"}
+    other = tmp_path / "plan-accuracy-development-a-gpu.jsonl"
+    append_record(other, {"calibration_of": "abc", **where, "calibration": made.to_dict()})
+    path = tmp_path / "plan-accuracy-held-out-a-gpu.jsonl"
+    sweep.calibrate(path, sweep.parser().parse_args([]), where, where)
+    assert read_calibration("a GPU") == made
+    assert read_records(path, "calibration_of").keys() == {"abc"}
 
 
 def record(case: str, told: float, seen: float, **more: Any) -> dict[str, Any]:
@@ -128,8 +171,8 @@ def test_a_worker_that_dies_is_recorded_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (
-        "import json, sys; order = json.load(open(sys.argv[1])); first, *rest = order['cases']\n"
-        "file = open(sys.argv[2], 'w')\n"
+        "import json, sys; order = json.load(sys.stdin); first, *rest = order['cases']\n"
+        "file = open(sys.argv[1], 'w')\n"
         "print(json.dumps({'started': first}), file=file)\n"
         "if first.startswith('tiny-qwen3'): file.close(); sys.exit('killed')\n"
         "print(json.dumps({'case': first, 'run_s': 1.0, 'predicted': {}, 'measured': {}}), file=file)\n"
@@ -137,7 +180,7 @@ def test_a_worker_that_dies_is_recorded_and_the_others_continue(
     real = sweep.subprocess.Popen
 
     def popen(words: list[str], **more: Any) -> Any:
-        return real([words[0], "-c", script, *words[-2:]], **more)
+        return real([words[0], "-c", script, words[-1]], **more)
 
     monkeypatch.setattr(sweep.subprocess, "Popen", popen)
     monkeypatch.setattr(sweep.table, "markdown", lambda records: "")
@@ -173,3 +216,15 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert line["measured"]["process"] > line["measured"]["allocated"]
             assert {"commit", "device", "versions", "time"} <= set(line)
     assert not list((tmp_path / "work" / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_a_stopped_case_writes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(worker.shutil, "rmtree", lambda folder, **_: None)
+    found = worker.run(LISTS["cpu"][0], {"work": str(tmp_path), "device": "cpu", "used_before": 0})
+    assert found["measured"]["steps"] == 3
+    [folder] = (tmp_path / "runs").iterdir()
+    assert not (folder / "checkpoints").exists()
+    kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert kinds.count("train") == 6
