@@ -8,6 +8,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -313,6 +315,40 @@ def test_a_folder_of_studies_has_all_their_records(tmp_path: Path) -> None:
         record = {**made(i).to_dict(), "study": name}
         (tmp_path / name / RECORDS).write_text(json.dumps(record))
     assert [m.cell.study for m in read_measurements([tmp_path])[0]] == ["sizes", "step"]
+
+
+def test_a_folder_of_studies_may_also_have_profiles_and_numerics(tmp_path: Path) -> None:
+    """`trimtab profile` writes to lab/profile-NAME, next to the studies."""
+    for name in ("step", "profile", "numerics bits"):
+        (tmp_path / name).mkdir()
+        record = made(1).to_dict() if name == "step" else {"value": "3.14"}
+        (tmp_path / name / RECORDS).write_text(json.dumps({**record, "study": name}) + "\n")
+    assert [m.cell.study for m in read_measurements([tmp_path])[0]] == ["step"]
+    with pytest.raises(DataError, match="has no measurements"):
+        read_measurements([tmp_path / "numerics bits"])
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """However the parent ends: `kill -9` leaves it no time to end the worker."""
+    code = (
+        "import sys; from pathlib import Path; import pytest; from sample_study import cell, make_known\n"
+        "from trimtab.lab.sweep import run_sweep\n"
+        "folder = Path(sys.argv[1]); make_known(pytest.MonkeyPatch(), folder / 'packages')\n"
+        "run_sweep([cell('sleep', pids=str(folder / 'pids'))], folder, device='cpu')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    while not (tmp_path / "pids").exists() and parent.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    worker_pid, child = map(int, (tmp_path / "pids").read_text().split())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not running(worker_pid):
+            break
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    assert sys.platform != "linux" or not running(worker_pid)
 
 
 def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:

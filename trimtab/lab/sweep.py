@@ -16,8 +16,8 @@ from typing import Any
 
 from trimtab.facts.errors import DataError
 from trimtab.lab.cell_times import CellTimes
-from trimtab.lab.records import append_record, provenance, timestamp
-from trimtab.lab.studies import find_study
+from trimtab.lab.records import append_record, provenance, read_records, timestamp
+from trimtab.lab.studies import TITLES, find_study
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
 from trimtab.lab.worker import measure_cell
 from trimtab.lab.worker_process import WorkerProcess
@@ -186,7 +186,9 @@ def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
 
 
 def record_files(path: Path) -> list[Path]:
-    """The record files of a path: the file itself, that of a folder, or those of its subfolders.
+    """The record files of a path: the file itself, that of a folder, or those of the studies in its subfolders.
+
+    `trimtab profile` and `trimtab numerics` write records next to those of studies, which have no place in a report.
 
     Raises:
         DataError: there is none.
@@ -197,10 +199,18 @@ def record_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
+    if (path / RECORDS).exists():
+        return [path / RECORDS]
+    files = [file for file in sorted(path.glob(f"*/{RECORDS}")) if _is_of_study(file)]
     if not files:
         raise DataError(f"{path} has no {RECORDS}", f"give a folder with {RECORDS}, or such a file")
     return files
+
+
+def _is_of_study(file: Path) -> bool:
+    """Whether the first intact record of a file belongs to a study."""
+    first = next(iter(read_records(file, "study")), None)
+    return first in TITLES
 
 
 def _read_file(file: Path) -> tuple[list[Measurement], int]:
