@@ -20,11 +20,12 @@ import pytest
 import torch
 from sample_study import STUDY, cell, make_known
 
+from trimtab.facts.devices import host_cores
 from trimtab.facts.errors import DataError
 from trimtab.lab import cell_times, worker
 from trimtab.lab.cell_times import CellTimes, Speed
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, read_measurements, run_sweep
+from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, omp_threads, read_measurements, run_sweep
 from trimtab.lab.worker_process import oom_kills
 
 
@@ -190,6 +191,24 @@ def test_records_of_another_machine_or_version_do_not_count(tmp_path: Path) -> N
     (found,) = sweep(cells, tmp_path)
     assert found.result["value"] == 1
     assert len(lines(tmp_path)) == 4
+
+
+def test_a_cpu_with_another_number_of_threads_is_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell("measure", value=1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (one,) = sweep(cells, tmp_path)
+    assert one.machine.device.endswith(", 1 thread")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    (three,) = sweep(cells, tmp_path)
+    assert three.machine.device == one.machine.device.replace("1 thread", "3 threads")
+    assert len(lines(tmp_path)) == 2
+    assert len(read_measurements([tmp_path])[0]) == 2, "both are reported, in tables of their own"
+    assert sweep(cells, tmp_path)[0].result == three.result, "recorded"
+    for unset in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", unset)
+        assert omp_threads() == host_cores()
 
 
 def running(pid: int) -> bool:
