@@ -81,7 +81,7 @@ def test_invalid_options_are_rejected_with_a_hint() -> None:
         with pytest.raises(RecipeError, match="use at least 1"):
             asked(**wrong)
     for seconds in (0.0, -1.0, float("nan")):
-        with pytest.raises(RecipeError, match="use more than 0"):
+        with pytest.raises(RecipeError, match="give a number of seconds above 0"):
             asked(seconds=seconds)
     with pytest.raises(RecipeError, match="--modes 'compile' is unknown; did you mean compiled"):
         asked(modes=["compile"])

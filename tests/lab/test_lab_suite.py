@@ -125,6 +125,17 @@ def test_a_part_of_a_suite_has_no_report_yet(tmp_path: Path, capsys: pytest.Capt
         ([], "no study given; name a study, or use --suite study"),
         (["--suite", "study", "--minutes", "0"], "--minutes 0 is not positive; give a number above 0"),
         (["--suite", "all"], "the suites are study and full"),
+        (
+            ["--suite", "study", "step"],
+            "--suite measures several studies and is not followed by step; remove --suite",
+        ),
+        (["--minutes", "3", "step"], "--minutes before step belongs to --suite; write it after the study"),
+        (["--list", "sizes"], "write it after the study: trimtab bench sizes --list"),
+        (["step", "--minutes", "nan"], "--minutes nan is not positive; give a number above 0"),
+        (
+            ["step", "--budget", "inf"],
+            "--budget inf is not a time to measure; give a number of seconds above 0",
+        ),
     ],
 )
 def test_mistakes(words: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,11 +20,12 @@ import pytest
 import torch
 from sample_study import STUDY, cell, make_known
 
+from trimtab.facts.devices import host_cores
 from trimtab.facts.errors import DataError
 from trimtab.lab import cell_times, worker
 from trimtab.lab.cell_times import CellTimes, Speed
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
-from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, read_measurements, run_sweep
+from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, omp_threads, read_measurements, run_sweep
 from trimtab.lab.worker_process import oom_kills
 
 
@@ -190,6 +193,24 @@ def test_records_of_another_machine_or_version_do_not_count(tmp_path: Path) -> N
     assert len(lines(tmp_path)) == 4
 
 
+def test_a_cpu_with_another_number_of_threads_is_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell("measure", value=1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (one,) = sweep(cells, tmp_path)
+    assert one.machine.device.endswith(", 1 thread")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
+    (three,) = sweep(cells, tmp_path)
+    assert three.machine.device == one.machine.device.replace("1 thread", "3 threads")
+    assert len(lines(tmp_path)) == 2
+    assert len(read_measurements([tmp_path])[0]) == 2, "both are reported, in tables of their own"
+    assert sweep(cells, tmp_path)[0].result == three.result, "recorded"
+    for unset in ("", "0", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", unset)
+        assert omp_threads() == host_cores()
+
+
 def running(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -313,6 +334,40 @@ def test_a_folder_of_studies_has_all_their_records(tmp_path: Path) -> None:
         record = {**made(i).to_dict(), "study": name}
         (tmp_path / name / RECORDS).write_text(json.dumps(record))
     assert [m.cell.study for m in read_measurements([tmp_path])[0]] == ["sizes", "step"]
+
+
+def test_a_folder_of_studies_may_also_have_profiles_and_numerics(tmp_path: Path) -> None:
+    """`trimtab profile` writes to lab/profile-NAME, next to the studies."""
+    for name in ("step", "profile", "numerics bits"):
+        (tmp_path / name).mkdir()
+        record = made(1).to_dict() if name == "step" else {"value": "3.14"}
+        (tmp_path / name / RECORDS).write_text(json.dumps({**record, "study": name}) + "\n")
+    assert [m.cell.study for m in read_measurements([tmp_path])[0]] == ["step"]
+    with pytest.raises(DataError, match="has no measurements"):
+        read_measurements([tmp_path / "numerics bits"])
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """However the parent ends: `kill -9` leaves it no time to end the worker."""
+    code = (
+        "import sys; from pathlib import Path; import pytest; from sample_study import cell, make_known\n"
+        "from trimtab.lab.sweep import run_sweep\n"
+        "folder = Path(sys.argv[1]); make_known(pytest.MonkeyPatch(), folder / 'packages')\n"
+        "run_sweep([cell('sleep', pids=str(folder / 'pids'))], folder, device='cpu')"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    while not (tmp_path / "pids").exists() and parent.poll() is None:
+        time.sleep(0.02)
+    time.sleep(0.1)
+    worker_pid, child = map(int, (tmp_path / "pids").read_text().split())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        if not running(worker_pid):
+            break
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    assert sys.platform != "linux" or not running(worker_pid)
 
 
 def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:

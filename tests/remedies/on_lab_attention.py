@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cases import World, case
 
 from trimtab.lab.samples import Samples
-from trimtab.lab.studies.attention.cells import Options, cells
 from trimtab.lab.studies.attention.measure import measure
 from trimtab.lab.studies.attention.settings import AttentionSettings
-
-CELLS = "lab/studies/attention/cells.py"
-
-
-def ask(**options: Any) -> int:
-    found = len(cells(Options(**options), device="cpu", memory_bytes=2**35))
-    assert found > 0
-    return found
-
-
-case(f"{CELLS}:_checked: use more than 0", lambda w: ask(seconds=0.0), lambda w, remedy: ask(seconds=0.001))
 
 
 def measured_once_more(w: World, remedy: str) -> None:

@@ -66,7 +66,7 @@ case(
     lambda w, remedy: parse_counts(remedy.split()[-1], "--contexts"),
 )
 case(
-    f"{CELLS}:cells: use more than 0 seconds",
+    f"{CHOICES}:check_seconds: give a number of seconds above 0",
     lambda w: ask(budget_s=-1.0),
     lambda w, remedy: ask(budget_s=0.5),
 )

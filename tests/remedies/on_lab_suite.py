@@ -22,7 +22,21 @@ case(
     lambda w, remedy: w.cli("bench", "sizes", "tiny", "--out", w.tmp / "sizes"),
 )
 case(
-    "cli/bench.py:bench: give a number above 0",
+    "cli/studying.py:_time_limit: give a number above 0",
     lambda w: w.cli("bench", "--suite", "study", "--minutes", "-1"),
     lambda w, remedy: w.cli("bench", "--suite", "study", "--minutes", "1e-9", "--out", w.tmp / "suite"),
+)
+
+case(
+    "cli/bench.py:check_no_options: remove --suite, or remove {}",
+    lambda w: w.cli("bench", "--suite", "study", "sizes"),
+    lambda w, remedy: (
+        w.cli("bench", "sizes", "--device", "cpu", "--out", w.tmp / "sizes"),
+        w.cli("bench", "--suite", "study", "--device", "cpu", "--list"),
+    ),
+)
+case(
+    "cli/bench.py:check_no_options: write it after the study: trimtab bench {} --{} …",
+    lambda w: w.cli("bench", "--list", "sizes"),
+    lambda w, remedy: w.cli("bench", "sizes", "--list", "--device", "cpu"),
 )

@@ -51,10 +51,11 @@ def bench(
     command continues with the next cell. Out of memory is recorded as a result, and the sweep continues in a new
     process. `full` runs the same studies with all their default cells, which takes hours.
     """
-    if context.invoked_subcommand is not None:
-        return
     from trimtab.facts.errors import RecipeError
 
+    if context.invoked_subcommand is not None:
+        check_no_options(context)
+        return
     if suite is None:
         raise RecipeError("no study given", "name a study, or use --suite study; see `trimtab bench --help`")
     from trimtab.cli.studying import run_study, study_device
@@ -73,6 +74,30 @@ def bench(
         listed=listed,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
+    )
+
+
+def check_no_options(context: typer.Context) -> None:
+    """Raises RecipeError for options before the name of a study, which would have no effect.
+
+    They belong to `--suite`; each study has options of the same names.
+    """
+    from trimtab.facts.errors import RecipeError
+
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if not given:
+        return
+    study = context.invoked_subcommand
+    if "suite" in given:
+        raise RecipeError(
+            f"--suite measures several studies and is not followed by {study}",
+            f"remove --suite, or remove {study}",
+        )
+    option = {"listed": "list", "as_json": "json"}.get(given[0], given[0])
+    raise RecipeError(
+        f"--{option} before {study} belongs to --suite",
+        f"write it after the study: trimtab bench {study} --{option} …",
     )
 
 

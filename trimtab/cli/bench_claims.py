@@ -13,6 +13,7 @@ from trimtab.cli.studying import (
     Out,
     Remeasure,
     StudyDevice,
+    check_models,
     run_study,
     study_device,
 )
@@ -72,11 +73,14 @@ def claims(
     """
     from trimtab.lab.choices import split_words
     from trimtab.lab.studies.claims.cells import cells
+    from trimtab.lab.training_runs import SMOLLM2
     from trimtab.run.device import require_torch
 
     require_torch()
     used = study_device(device)
-    chosen = cells(names or (), seeds=seeds, steps=steps, models=split_words(models), device=used)
+    chosen_models = split_words(models)
+    check_models([name for name in chosen_models if name != SMOLLM2])
+    chosen = cells(names or (), seeds=seeds, steps=steps, models=chosen_models, device=used)
     run_study(
         "claims",
         chosen,

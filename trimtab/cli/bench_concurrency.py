@@ -14,6 +14,7 @@ from trimtab.cli.studying import (
     Out,
     Remeasure,
     StudyDevice,
+    check_models,
     run_study,
     study_device,
 )
@@ -74,6 +75,7 @@ def concurrency(
         workers=workers,
         device=used,
     )
+    check_models([model])
     run_study(
         "concurrency",
         chosen,

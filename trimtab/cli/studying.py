@@ -53,6 +53,19 @@ def study_device(requested: str) -> str:
     return found.kind if found.index is None else f"{found.kind}:{found.index}"
 
 
+def check_models(names: Sequence[str]) -> None:
+    """Resolves models by name, without their weights; raises before a sweep in which every cell would fail.
+
+    Raises:
+        ModelError: a folder or file is no model.
+        HubError: a hub id cannot be resolved.
+    """
+    from trimtab.run.locate import model_folder
+
+    for name in names:
+        model_folder(name, weights=False)
+
+
 def run_study(
     name: str,
     cells: Sequence[Cell],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import math
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -58,6 +59,18 @@ def check_counts(values: Sequence[int], option: str, least: int = 1) -> list[int
         if value < least:
             raise RecipeError(f"{option} {value} is too small", f"use at least {least}")
     return list(dict.fromkeys(values))
+
+
+def check_seconds(seconds: float, option: str) -> None:
+    """Raises RecipeError unless a time is positive and finite.
+
+    Example:
+        >>> check_seconds(0.5, "--budget")
+    """
+    if not 0 < seconds < math.inf:
+        raise RecipeError(
+            f"{option} {seconds:g} is not a time to measure", "give a number of seconds above 0"
+        )
 
 
 def parse_counts(text: str, option: str, least: int = 1) -> list[int]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab.facts.devices import host_cores
 from trimtab.facts.errors import DataError
 from trimtab.lab.cell_times import CellTimes
-from trimtab.lab.records import append_record, provenance, timestamp
-from trimtab.lab.studies import find_study
+from trimtab.lab.records import Record, append_record, provenance, read_records, timestamp
+from trimtab.lab.studies import TITLES, find_study
 from trimtab.lab.study import Cell, Machine, Measurement, Outcome
 from trimtab.lab.worker import measure_cell
 from trimtab.lab.worker_process import WorkerProcess
@@ -80,7 +82,7 @@ def run_sweep(
         <Outcome.MEASURED: 'measured'>
     """
     origin = provenance(device, PACKAGES, commit)
-    machine = Machine(origin["device"], origin["versions"])
+    machine = _machine(device, origin)
     known = {} if remeasure else _known(cells, folder / RECORDS, machine)
     clock = _Clock(limit, known.values())
     measurements: list[Measurement] = []
@@ -186,7 +188,9 @@ def read_measurements(paths: Iterable[Path]) -> tuple[list[Measurement], int]:
 
 
 def record_files(path: Path) -> list[Path]:
-    """The record files of a path: the file itself, that of a folder, or those of its subfolders.
+    """The record files of a path: the file itself, that of a folder, or those of the studies in its subfolders.
+
+    `trimtab profile` and `trimtab numerics` write records next to those of studies, which have no place in a report.
 
     Raises:
         DataError: there is none.
@@ -197,10 +201,18 @@ def record_files(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    files = [path / RECORDS] if (path / RECORDS).exists() else sorted(path.glob(f"*/{RECORDS}"))
+    if (path / RECORDS).exists():
+        return [path / RECORDS]
+    files = [file for file in sorted(path.glob(f"*/{RECORDS}")) if _is_of_study(file)]
     if not files:
         raise DataError(f"{path} has no {RECORDS}", f"give a folder with {RECORDS}, or such a file")
     return files
+
+
+def _is_of_study(file: Path) -> bool:
+    """Whether the first intact record of a file belongs to a study."""
+    first = next(iter(read_records(file, "study")), None)
+    return first in TITLES
 
 
 def _read_file(file: Path) -> tuple[list[Measurement], int]:
@@ -227,8 +239,28 @@ def recorded_cells(cells: Sequence[Cell], folder: Path, *, device: str) -> dict[
         >>> recorded_cells([Cell("sizes", {"size": "small"})], Path("missing"), device="cpu")
         {}
     """
-    origin = provenance(device, PACKAGES)
-    return _known(cells, folder / RECORDS, Machine(origin["device"], origin["versions"]))
+    return _known(cells, folder / RECORDS, _machine(device, provenance(device, PACKAGES)))
+
+
+def _machine(device: str, origin: Record) -> Machine:
+    """The machine of a sweep. A CPU is identified by its threads as well: their number changes every time, and virtual
+    machines of different sizes report the same name."""
+    name = origin["device"]
+    if not device.startswith("cuda"):
+        threads = omp_threads()
+        name = f"{name}, {threads} thread{'' if threads == 1 else 's'}"
+    return Machine(name, origin["versions"])
+
+
+def omp_threads() -> int:
+    """Number of CPU threads of an operation: OMP_NUM_THREADS, or the cores that this process may use.
+
+    Example:
+        >>> omp_threads() >= 1
+        True
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) else host_cores()
 
 
 def _known(cells: Sequence[Cell], path: Path, machine: Machine) -> dict[str, Measurement]:

@@ -9,9 +9,11 @@ or failed, the parent starts a new process: the state of this one may be damaged
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,12 +25,15 @@ from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
 from trimtab.run.device import current_gpu, has_torch
 
 READY = "ready\n"
+PR_SET_PDEATHSIG = 1
+"""The option of prctl(2) that sets the signal sent when the parent ends."""
 HOST_SHARE = 0.9
 """Share of the host's free memory that a cell on a CPU may use; beyond it torch raises and nothing swaps."""
 
 
 def main() -> int:
     """Measures cells until the input ends."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     device = sys.argv[1]
@@ -44,6 +49,15 @@ def main() -> int:
             answer = measure_cell(request["measure"], request["settings"], imported=imported)
             _write(answers, json.dumps(answer) + "\n")
     return 0
+
+
+def end_with_parent() -> None:
+    """Makes Linux kill this process when its parent ends, however that happens.
+
+    Otherwise a worker whose parent was killed would measure its cell to the end, and disturb what the GPU runs next.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _freeze_objects() -> None:

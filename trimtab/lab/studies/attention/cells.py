@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.facts.dtypes import dtype_alias
-from trimtab.facts.errors import RecipeError
 from trimtab.kernels.weighted_sum.spec import IMPLS as WEIGHTED_SUM_IMPLS
-from trimtab.lab.choices import check_counts, choose_members, choose_names
+from trimtab.lab.choices import check_counts, check_seconds, choose_members, choose_names
 from trimtab.lab.studies.attention.formula import minimum_bytes
 from trimtab.lab.studies.attention.settings import (
     BACKENDS,
@@ -138,6 +137,5 @@ def _checked(options: Options, device: str) -> Options:
     )
     check_counts([options.heads], "--heads")
     check_counts([options.repetitions], "--repetitions")
-    if not options.seconds > 0:
-        raise RecipeError(f"--budget {options.seconds:g} leaves no time to measure", "use more than 0")
+    check_seconds(options.seconds, "--budget")
     return checked

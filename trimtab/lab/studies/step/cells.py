@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from trimtab.facts.errors import ModelError, RecipeError
-from trimtab.lab.choices import check_counts, choose_members
+from trimtab.lab.choices import check_counts, check_seconds, choose_members
 from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
 from trimtab.lab.study import FRESH, Cell
 from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
@@ -70,8 +70,8 @@ def cells(
     fresh = len(warm_ups) > 1 or 0 in warm_ups
     check_counts([batch], "--batch")
     check_counts([steps], "--steps")
-    if budget_s is not None and not budget_s > 0:
-        raise RecipeError(f"--budget {budget_s:g} leaves no time to measure", "use more than 0 seconds")
+    if budget_s is not None:
+        check_seconds(budget_s, "--budget")
     names = list(dict.fromkeys(sizes or _default_sizes(kind, fresh)))
     lengths = check_counts(contexts or _default_contexts(kind, fresh), "--contexts")
     for name in names:
