@@ -29,11 +29,12 @@ def test_padded_rows_match_single_rows(attention: str, dtype: str, window: int |
     prompts = [[7 + 3 * i % 250 for i in range(n)] for n in (1, 40, 17)]
     later = [[9, 8, 7], [6, 5, 4], [3, 2, 1]]
     padding = [40 - len(ids) for ids in prompts]
-    cache = KVCache(2)
+    cache = KVCache(2, windows=[window] * 2, block=4)
+    parameters = shape.num_parameters
     with torch.no_grad():
         steps = [[[0] * p + ids for p, ids in zip(padding, prompts, strict=True)]]
         steps += [[[row[step]] for row in later] for step in range(3)]
-        found = [_last_logits(decoder, ids_BT, padding, cache) for ids_BT in steps]
+        found = [_last_logits(decoder, ids_BT, padding, cache, parameters) for ids_BT in steps]
         for b, ids in enumerate(prompts):
             for step in range(4):
                 truth = exact.logits(exact(torch.tensor([[*ids, *later[b][:step]]])))[0, -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from tiny_model import write_recipe
 import trimtab
 from trimtab.cli.main import main
 from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.lab import training_step
 from trimtab.lab.profile_options import ProfileOptions
 from trimtab.lab.profile_report import profile_sections
 from trimtab.lab.profile_result import PredictedStep, ProfileResult
-from trimtab.lab.profile_target import find_target
+from trimtab.lab.profile_target import ProfileTarget, find_target
 from trimtab.lab.profiling import profile_recipe
 from trimtab.lab.suggestions import Goal, Suggestion
+from trimtab.lab.training_step import TrainingStep
 from trimtab.recipe import load
 from trimtab.report.document import Section, StackChart, Table, Text
 
@@ -298,6 +301,26 @@ def test_on_a_gpu(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None
     assert result.details.kernels.device == "cuda"
     assert (tmp_path / "memory.pickle").stat().st_size > 0
     assert (tmp_path / "trace.json.gz").exists()
+
+
+def test_the_first_model_is_freed_before_the_eager_one_is_built(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU with CUDA graphs: two models would not fit, and the measured memory would contain both."""
+    alive: list[int] = []
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def build_step(*args: Any, **options: Any) -> TrainingStep:
+        alive.append(sum(model() is not None for model in models))
+        step = training_step.build_step(*args, **options)
+        models.append(weakref.ref(step.decoder))
+        return step
+
+    monkeypatch.setattr("trimtab.lab.profiling.build_step", build_step)
+    monkeypatch.setattr(ProfileTarget, "is_eager", False)
+    options = ProfileOptions(steps=1, warm_up=0)
+    profile_recipe(folder / "recipe.yaml", options=options, device="cpu", max_seq_length=32)
+    assert alive == [0, 0]
 
 
 @pytest.mark.gpu

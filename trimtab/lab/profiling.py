@@ -51,7 +51,7 @@ from trimtab.run.memory_text import summary_lines
 from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer
 from trimtab.run.prepare import Prepared
 from trimtab.run.target import named_recipe
-from trimtab.run.torch_setup import restore_torch_settings
+from trimtab.run.torch_setup import free_cached_memory, restore_torch_settings
 from trimtab.trainer.graphs import WARM_UP as GRAPH_WARM_UP
 
 RECORDED_MICROBATCHES = 2
@@ -204,11 +204,9 @@ class _Profiling:
             f"steps are timed as the recipe runs them{peak}"
         )
         del self.step
-        self.explainer = MemoryExplainer(self.prepared.plan)
-        self.phases.explainer = self.explainer
+        self.explainer.unwatch()
         gc.collect()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        free_cached_memory()  # a graph's workspaces too
         self.step = self._built(self.found.eager())
 
     def _whole(self, microbatches: int) -> None:

@@ -86,6 +86,10 @@ class MemoryExplainer:
         """Use this model and optimizer to name tensors; `step` returns the number of finished steps."""
         self._model, self._optimizer, self._step = model, optimizer, step
 
+    def unwatch(self) -> None:
+        """Release the model and the optimizer, so that their memory can be freed."""
+        self._model = self._optimizer = self._step = None
+
     @contextmanager
     def during(self, phase: RunPhase) -> Iterator[None]:
         """Explains out-of-memory errors of a phase; of nested phases the innermost is reported."""

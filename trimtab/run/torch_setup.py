@@ -98,11 +98,13 @@ def restore_torch_settings() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         if torch.cuda.is_initialized():
             torch.cuda.set_per_process_memory_fraction(share)
-            _free_cached_memory()
+            free_cached_memory()
 
 
-def _free_cached_memory() -> None:
-    """Frees cached memory: the next plan would count it as another program's."""
+def free_cached_memory() -> None:
+    """Frees cached GPU memory: the next plan would count it as another program's. Does nothing without a GPU."""
+    if not torch.cuda.is_initialized():
+        return
     workspace.release()
     torch._C._cuda_clearCublasWorkspaces()
     gc.collect()  # models are in reference cycles

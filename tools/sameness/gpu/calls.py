@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -49,6 +50,23 @@ def _attention(
     backward(attention(q, k, v, layout=layout, window=window, softcap=softcap, impl="triton"))
 
 
+def _attention_options(
+    dtype: str, D: int, *, packed: bool = False, part: bool = False, **options: Any
+) -> None:
+    """With log-sum-exp and sinks, both with gradients; `part`: queries of later positions than the keys."""
+    from trimtab.kernels.attention import Layout, attention
+
+    T, S = (256, 192) if part else (256, 256)
+    q, k, v = (ones(2, t, n, D, dtype=dtype) for t, n in ((T, 8), (S, 2), (S, 2)))
+    documents_BL = torch.arange(2 * 448).reshape(2, 448) // 200
+    layout = Layout.packed(documents_BL[:, :T]) if packed else Layout.causal()
+    if part:
+        layout = Layout.packed(documents_BL).from_key(0) if packed else layout
+        options["offset"] = 192
+    sinks_H = ones(8, dtype=dtype)
+    backward(*attention(q, k, v, layout=layout, sinks_H=sinks_H, return_lse=True, impl="triton", **options))
+
+
 def _decode(dtype: str, D: int) -> None:
     """One query against a key/value cache."""
     from trimtab.kernels.attention import Layout, attention
@@ -74,6 +92,12 @@ def attention_calls() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"attention/bf16/{D}/{kind}/window", partial(call, "bf16", D, window=96)
         yield f"attention/bf16/128/{kind}/softcap", partial(call, "bf16", 128, softcap=50.0)
         yield f"attention/bf16/64/{kind}/strided", partial(call, "bf16", 64, spare=1)
+        for D in (64, 128, 256):
+            options = partial(_attention_options, "bf16", D, packed=kind == "packed")
+            yield f"attention/bf16/{D}/{kind}/lse-sinks", options
+            yield f"attention/bf16/{D}/{kind}/part", partial(options, part=True)
+            yield f"attention/bf16/{D}/{kind}/bidirectional", partial(options, causal=False)
+            yield f"attention/bf16/{D}/{kind}/bidirectional-window", partial(options, causal=False, window=96)
     for dtype in DTYPES:
         yield f"attention/{dtype}/128/decode", partial(_decode, dtype, 128)
 
@@ -88,6 +112,17 @@ def _norm(dtype: str, D: int, *, added: bool, weight: str | None = None, trained
         backward(rms_norm(x, w, 1e-6, impl="triton"))
 
 
+def _branch(dtype: str, D: int, *, following: bool, trained: bool = True) -> None:
+    from trimtab.kernels.rms_norm import norm_add, norm_add_norm
+
+    x, residual = (ones(2, 256, D, dtype=dtype) for _ in range(2))
+    weights = [ones(D, dtype=dtype, trained=trained) for _ in range(1 + following)]
+    if following:
+        backward(*norm_add_norm(x, residual, *weights, 1e-6, offset=1.0, impl="triton"))
+    else:
+        backward(norm_add(x, residual, *weights, 1e-6, offset=1.0, impl="triton"))
+
+
 def norm_calls() -> Iterator[tuple[str, Callable[[], None]]]:
     """Both norms at every width; frozen weights (adapters), weights of fp32."""
     for name, added in (("rms_norm", False), ("add_rms_norm", True)):
@@ -98,6 +133,12 @@ def norm_calls() -> Iterator[tuple[str, Callable[[], None]]]:
                 yield f"{name}/{dtype}/{D}", partial(_norm, dtype, D, added=added)
             yield f"{name}/bf16/{D}/frozen", partial(_norm, "bf16", D, added=added, trained=False)
             yield f"{name}/bf16/{D}/weight-fp32", partial(_norm, "bf16", D, added=added, weight="fp32")
+    for name, following in (("norm_add", False), ("norm_add_norm", True)):
+        for dtype in DTYPES:
+            yield f"{name}/{dtype}/1024", partial(_branch, dtype, 1024, following=following)
+        for D in (576, 4096):
+            yield f"{name}/bf16/{D}", partial(_branch, "bf16", D, following=following)
+        yield f"{name}/bf16/1024/frozen", partial(_branch, "bf16", 1024, following=following, trained=False)
 
 
 def _rope(dtype: str, D: int, *, normed: bool, heads: tuple[int, int] = (8, 2), trained: bool = True) -> None:
@@ -108,6 +149,22 @@ def _rope(dtype: str, D: int, *, normed: bool, heads: tuple[int, int] = (8, 2), 
     angles = [ones(2, T, D // 2, dtype="fp32", trained=False) for _ in range(2)]
     weights = [ones(D, dtype=dtype, trained=trained) if normed else None for _ in range(2)]
     backward(*rope(q, k, *angles, q_weight_D=weights[0], k_weight_D=weights[1], eps=1e-6, impl="triton"))
+
+
+def _rope_options(
+    dtype: str, D: int, *, R: int | None = None, norm: str | None = None, interleaved: bool = False
+) -> None:
+    """`norm`: of each head, or over all heads of a token."""
+    from trimtab.kernels.rope import rope
+
+    q, k = (ones(2, 256, n, D, dtype=dtype) for n in (8, 2))
+    angles = [ones(2, 256, (R or D) // 2, dtype="fp32", trained=False) for _ in range(2)]
+    options: dict[str, Any] = {"rotary_dim": R, "interleaved": interleaved, "impl": "triton"}
+    if norm is not None:
+        for name, heads in (("q", 8), ("k", 2)):
+            options[f"{name}_weight_D"] = ones(heads * D if norm == "all" else D, dtype=dtype)
+        options |= {"offset": 1.0, "norm_all_heads": norm == "all"}
+    backward(*rope(q, k, *angles, **options))
 
 
 def rope_calls() -> Iterator[tuple[str, Callable[[], None]]]:
@@ -122,6 +179,12 @@ def rope_calls() -> Iterator[tuple[str, Callable[[], None]]]:
                 partial(_rope, "bf16", 128, normed=normed, heads=heads),
             )
     yield "rope-normed/bf16/128/frozen", partial(_rope, "bf16", 128, normed=True, trained=False)
+    for norm in (None, "each", "all"):
+        for interleaved in (False, True):
+            for R in (None, 32):
+                name = f"norm-{norm}/{'interleaved' if interleaved else 'halves'}/{R or 'whole'}"
+                options = partial(_rope_options, norm=norm, interleaved=interleaved, R=R)
+                yield f"rope-options/bf16/128/{name}", partial(options, "bf16", 128)
 
 
 def _gated(dtype: str, width: int, *, activation: str = "silu", halves: bool = False) -> None:
