@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import re
 from collections.abc import Callable
@@ -256,3 +257,22 @@ def test_the_page_marks_trained_tokens(make_run: MakeRun) -> None:
     assert "truncated here" in words
     assert max(len(word) for word in page.words) < 2000
     assert not [tag for tag, _ in page.tags if tag == "img"]
+
+
+def test_choices_are_shown_by_their_labels_and_flags_of_the_file_are_not(
+    make_run: MakeRun, learnt: list[dict[str, Any]]
+) -> None:
+    folder = make_run(learnt)
+    choices = json.loads((folder / "choices.json").read_text())
+    choices |= {"version": 2, "logs_checkpoints": True, "model_commit": "abc123"}
+    (folder / "choices.json").write_text(json.dumps(choices))
+    page = render(read_run(folder))
+    for label, value in (
+        ("precision", "everything in fp32"),
+        ("CPU threads", "2"),
+        ("deterministic", "no"),
+        ("commit of the model on the hub", "abc123"),
+    ):
+        assert f"<tr><td>{label}</td><td>{value}</td></tr>" in page
+    assert "logs_checkpoints" not in page
+    assert "<td>version</td>" not in page

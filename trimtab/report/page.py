@@ -15,6 +15,16 @@ from trimtab.report.html import figure_script, page_environment, policy, read_te
 from trimtab.report.receipt import receipt_rows
 from trimtab.report.rundata import RunData, section
 
+CHOICES = {
+    "device": "device",
+    "precision": "precision",
+    "threads": "CPU threads",
+    "deterministic": "deterministic",
+    "model_commit": "commit of the model on the hub",
+    "tokenizer_commit": "commit of the tokenizer on the hub",
+}
+"""Keys of choices.json that the page shows, with their labels; attention and memory have places of their own."""
+
 
 def write_page(data: RunData, target: Path) -> None:
     """Writes the report of a run atomically, replacing an existing file.
@@ -131,7 +141,11 @@ def _how(data: RunData) -> dict[str, Any]:
         "rejected": [r for r in rejected if isinstance(r, list) and len(r) == 2]
         if isinstance(rejected, list)
         else [],
-        "choices": {k: _format(v) for k, v in data.choices.items() if isinstance(v, simple)},
+        "choices": {
+            label: _format(data.choices[key])
+            for key, label in CHOICES.items()
+            if isinstance(data.choices.get(key), simple)
+        },
         "planned": _planned(data),
         "notes": notes if isinstance(notes, list) else [],
         "events": [{**event, "tone": _tone(event)} for event in data.of("event")],
