@@ -19,7 +19,6 @@ from typing import Any
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError
 from trimtab.facts.files import FileDigest, digest, read_json_object, sync_file
-from trimtab.facts.units import format_bytes
 
 FORMAT = "trimtab-checkpoint"
 VERSION = 2
@@ -136,7 +135,7 @@ def verify(folder: Path, *, checksums: bool = True) -> Manifest:
         size = path.stat().st_size
         if size != file.size:
             raise DamagedCheckpoint(
-                f"{folder.name}/{name} has {format_bytes(size)} ({size} bytes) instead of {file.size} bytes"
+                f"{folder.name}/{name} has {size:,} bytes, and its manifest says {file.size:,}"
             )
     for path in sorted(folder.iterdir()):
         # The tensor reader opens every safetensors file it finds in the folder.
