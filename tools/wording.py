@@ -152,9 +152,10 @@ def find(path: Path, text: str) -> Iterator[Finding]:
     for number, line in enumerate(text.splitlines(), 1):
         if ALLOWED in line:
             continue
+        words = line.replace("_", " ")  # so that names are read too
         for idiom in IDIOMS:
-            for match in idiom.pattern.finditer(line):
-                yield Finding(path, number, match[0], idiom)
+            for match in idiom.pattern.finditer(words):
+                yield Finding(path, number, line[match.start() : match.end()], idiom)
 
 
 def tracked(root: Path) -> list[Path]:

@@ -109,7 +109,7 @@ def test_each_policy_is_a_separate_graph(policies: list[str], tiles: int, progra
     assert compilations()[0] == programs
 
 
-def test_each_window_is_a_separate_graph() -> None:
+def test_each_attention_window_is_a_separate_graph() -> None:
     shape = uniform_shape(
         "mistral", 64, 32, 64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=9
     )

@@ -269,7 +269,7 @@ def test_exact_answers_counts_and_keeps_examples() -> None:
     assert (first.prompt, first.right) == (problems[0].prompt, False)
 
 
-def test_exact_answers_of_nothing() -> None:
+def test_exact_answers_without_problems() -> None:
     result = evaluate.exact_answers(lambda prompts: prompts, [], starter.check)
     assert (result.exact, result.total, result.by_topic, result.examples) == (0, 0, {}, [])
 

@@ -290,7 +290,7 @@ def test_a_cell_that_was_tried_replaces_its_prediction() -> None:
             assert "out of memory (predicted)" not in page(order)
 
 
-def test_a_report_of_nothing_or_of_failures_alone() -> None:
+def test_a_report_without_cells_or_with_failures_only() -> None:
     assert sections([]) == []
     only = [measured(AttentionSettings("triton"), None, Outcome.NOT_SUPPORTED, "it exists on CUDA GPUs only")]
     assert [section.title for section in sections(only)] == ["What was measured", "Cells without a time"]

@@ -219,7 +219,7 @@ def test_the_report_shows_every_outcome(results: dict[str, dict[str, Any]]) -> N
     assert "2 × 32 × 64 × 4" in markdown(build_report(measured, "trimtab bench memory"))
 
 
-def test_the_report_of_nothing_but_failures() -> None:
+def test_the_report_if_every_cell_failed() -> None:
     found = find_study("memory").sections([measurement({}, Outcome.OUT_OF_MEMORY, "no memory")])
     assert [section.title for section in found] == ["Peak memory by context"]
     assert blocks_of(found, Table)[0].rows == (("tiny", "fp32", "out of memory"),)

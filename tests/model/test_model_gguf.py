@@ -187,7 +187,7 @@ def test_a_file_round_trips(shape: ModelShape, tmp_path: Path) -> None:
     assert read_token_ids(tmp_path / "m.gguf") == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 
-def test_a_gguf_file_with_a_window_is_a_mistral_model(tmp_path: Path) -> None:
+def test_a_gguf_file_with_a_sliding_window_is_a_mistral_model(tmp_path: Path) -> None:
     shape = uniform_shape(
         "mistral", 64, 32, 64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=5
     )

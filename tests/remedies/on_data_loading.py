@@ -285,7 +285,7 @@ def position(
     return loader, loader.position()
 
 
-def go_on(w: World, rows: list[Any], sources: int = 1, **options: Any) -> None:
+def continue_run(w: World, rows: list[Any], sources: int = 1, **options: Any) -> None:
     """A loader set to the place of another: 9 rows, one source, sequences of 32."""
     _, place = position(w, MORE)
     loader, _ = position(w, rows, sources, **options)
@@ -293,25 +293,25 @@ def go_on(w: World, rows: list[Any], sources: int = 1, **options: Any) -> None:
 
 
 def follow_back(w: World, remedy: str) -> None:
-    go_on(w, MORE)
+    continue_run(w, MORE)
     assert "start a new run" in remedy
     w.train(max_steps=1)
 
 
 case(
     "data/resume_checks.py:LoaderSettings.check: restore the former {}, or start a new run",
-    lambda w: go_on(w, MORE, max_seq_length=16),
+    lambda w: continue_run(w, MORE, max_seq_length=16),
     follow_back,
 )
 case(
     "data/resume_checks.py:LoaderSettings.check: restore the recipe's data section, or start a new run",
-    lambda w: go_on(w, MORE, 2),
+    lambda w: continue_run(w, MORE, 2),
     follow_back,
 )
 case(
     "data/resume_checks.py:LoaderSettings.check: restore the files, their weights and the tokenizer, or start a "
     "new run",
-    lambda w: go_on(w, GOOD),
+    lambda w: continue_run(w, GOOD),
     follow_back,
 )
 

@@ -103,31 +103,31 @@ def begun(w: World, **options: Any) -> Path:
     return folder
 
 
-def go_on(w: World, data: Any = None, **options: Any) -> Any:
+def continue_run(w: World, data: Any = None, **options: Any) -> Any:
     return trimtab.resume(begun(w), data=data, max_steps=3, **options)
 
 
 def anew(w: World, remedy: str) -> None:
     """The same rows, and, where the remedy says so, a new run."""
-    go_on(w, ROWS)
+    continue_run(w, ROWS)
     if "start a new run" in remedy:
         train(w, ROWS[:9])
 
 
 case(
     "api/rows.py:DataArgument.store_for_resume: pass the same rows, or start a new run",
-    lambda w: go_on(w, ROWS[:9]),
+    lambda w: continue_run(w, ROWS[:9]),
     anew,
 )
 case(
     "api/rows.py:DataArgument.store_for_resume.key_of: pass the same data, or start a new run",
-    lambda w: go_on(w, ROWS, data_key="other"),
+    lambda w: continue_run(w, ROWS, data_key="other"),
     anew,
 )
 case(
     "api/rows.py:DataArgument._check_unchanged: pass only the rows with which the run was started",
-    lambda w: go_on(w, {"train": ROWS, "num_proc": 3}),
-    lambda w, remedy: go_on(w, ROWS),
+    lambda w: continue_run(w, {"train": ROWS, "num_proc": 3}),
+    lambda w, remedy: continue_run(w, ROWS),
 )
 
 
@@ -407,7 +407,7 @@ case(
     "run/corpora.py:_SourceOpener._spooled_file: pass them again: trimtab.resume(folder, data=rows) for a run that "
     "began, trimtab.train(recipe, data=rows) for a new one",
     forgotten,
-    lambda w, remedy: (go_on(w, ROWS), train(w, ROWS)),
+    lambda w, remedy: (continue_run(w, ROWS), train(w, ROWS)),
 )
 
 

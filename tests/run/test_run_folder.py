@@ -77,7 +77,7 @@ def test_foreign_files_are_never_touched(tmp_path: Path) -> None:
     assert (tmp_path / ".git").is_dir()
 
 
-def test_files_that_appear_during_a_failed_start_are_left_alone(tmp_path: Path) -> None:
+def test_files_that_appear_during_a_failed_start_are_not_deleted(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with contextlib.suppress(RuntimeError), folder.create("model: x"):
         (folder.path / "notes.txt").write_text("mine")

@@ -29,6 +29,7 @@ from tools.wording import IDIOMS, ROOT, find, find_all, tracked
         ("any order will do", "is enough"),
         ("with more than none of them", "at least one"),
         ("a policy that is in force", "in effect"),
+        ("def go_on(run):", "resume"),
     ],
 )
 def test_an_idiom_is_found_with_its_line_and_the_better_term(line: str, better: str) -> None:
