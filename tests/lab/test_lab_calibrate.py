@@ -148,19 +148,37 @@ def test_falling_rates_and_spread_are_reported(monkeypatch: pytest.MonkeyPatch) 
     assert ["by 20%" in measuring.warnings[0], "5 of 10" in measuring.warnings[1]] == [True, True]
 
 
-def test_probes_that_do_not_fit_or_take_too_long_are_skipped() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_probes_that_do_not_fit_or_take_too_long_are_skipped(error: RuntimeError) -> None:
     measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
     measuring.warnings.clear()
     measuring.rates = {"fp32": 1e9}
 
     def full() -> list[Probe]:
-        raise torch.OutOfMemoryError("no")
+        raise error
 
     long = Probe(Kind.PRODUCT, "fp32", 1e12, 1.0, full)
     measuring._measure(ProbeGroup("a long one", lambda: [long]))
     assert measuring.left_out == 1
     measuring._measure(ProbeGroup("a large one", full))
     assert measuring.warnings == ["a large one was skipped: it does not fit into free memory"]
+
+
+def test_other_errors_of_a_probe_are_raised() -> None:
+    measuring = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
+
+    def wrong() -> list[Probe]:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        measuring._measure(ProbeGroup("a wrong one", wrong))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ class ResourceError(TrimtabError):
     exit_code = 6
 
 
+OUT_OF_MEMORY_MESSAGES = (
+    "can't allocate memory",  # torch's DefaultCPUAllocator
+    "CUDA error: out of memory",  # the driver: a context, pinned memory
+    "CUDA out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""Parts of the messages of torch's and Triton's errors when memory runs out; torch is not needed to read them."""
+
+
 class OutOfMemory(ResourceError):
     """The GPU or the host ran out of memory."""
 

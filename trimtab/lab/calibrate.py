@@ -30,6 +30,7 @@ from trimtab.lab.probes_products import SLOWEST, probe_rate, product_dtypes, pro
 from trimtab.lab.records import timestamp, versions
 from trimtab.lab.timing import time_together
 from trimtab.run.device import current_gpu, detect
+from trimtab.run.memory_state import is_out_of_memory
 
 Progress = Callable[[str, float], None]
 """Called with the name of the current measurement and the elapsed share of the time."""
@@ -182,7 +183,9 @@ class _CalibrationRun:
                     )["probe"]
                     self.samples.append(probe.sample(times.seconds))
                     self.spreads.append(times.spread)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self.warnings.append(f"{group.label} was skipped: it does not fit into free memory")
             gc.collect()
         if self.kind == "cuda" and torch.cuda.memory_reserved() > CACHED_SHARE * self.device.available_bytes:

@@ -21,8 +21,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from trimtab.facts.errors import OUT_OF_MEMORY_MESSAGES
 from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
-from trimtab.run.device import current_gpu, has_torch
+from trimtab.run.device import current_gpu
 
 READY = "ready\n"
 PR_SET_PDEATHSIG = 1
@@ -111,20 +112,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"))
         True
     """
-    words = ("out of memory", "Cannot allocate memory", "std::bad_alloc")
+    words = (*OUT_OF_MEMORY_MESSAGES, "out of memory", "Cannot allocate memory", "std::bad_alloc")
+    named = "OutOfMemory" in type(error).__name__ or isinstance(error, MemoryError)
     cause = error.__cause__ or error.__context__
     return (
-        isinstance(error, MemoryError)
-        or (has_torch() and _torch_ran_out(error))
-        or any(word in str(error) for word in words)
-        or (cause is not None and is_out_of_memory(cause))
+        named or any(word in str(error) for word in words) or (cause is not None and is_out_of_memory(cause))
     )
-
-
-def _torch_ran_out(error: BaseException) -> bool:
-    from trimtab.run import memory_state  # imports torch
-
-    return memory_state.is_out_of_memory(error)
 
 
 def limit_host_memory() -> None:

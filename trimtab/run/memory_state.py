@@ -13,18 +13,11 @@ from typing import Any
 import torch
 
 from trimtab.facts.devices import host_memory
+from trimtab.facts.errors import OUT_OF_MEMORY_MESSAGES
 from trimtab.facts.units import parse_bytes
 from trimtab.run.gpu_processes import GpuProcess, other_processes
 from trimtab.trainer.memory import process_bytes
 
-_MESSAGES = (
-    "can't allocate memory",  # torch's DefaultCPUAllocator
-    "CUDA error: out of memory",  # the driver: a context, pinned memory
-    "CUDA out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "Triton Error [CUDA]: out of memory",
-)
 _CUDA = re.compile(r"CUDA|CUBLAS|CUDNN")
 _SIZE = r"(\d+(?:\.\d+)? (?:[KMGT]iB|bytes))"
 # The wording of c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13.
@@ -90,7 +83,9 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM  # mapping a file of weights
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in OUT_OF_MEMORY_MESSAGES
+    )
 
 
 def parse_message(error: BaseException) -> MemoryState:
