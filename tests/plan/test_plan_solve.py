@@ -185,6 +185,9 @@ def test_the_cheapest_by_price_and_speed() -> None:
     answer = solve_cheapest(plan(), planner, [(slow, 1.0, "mine"), (fast, 1.0, "mine")])
     assert [option.name for option in answer.options] == ["h200", "t4"]
     best = answer.options[0]
+    assert answer.sentence.endswith(" per million tokens at $1.00 per hour (price: mine)")
+    priced = answer.to_dict()["options"][0]
+    assert (priced["usd_per_hour"], priced["price_source"]) == (1.0, "mine")
     assert best.tokens_per_second is not None
     assert best.dollars_per_million_tokens == pytest.approx(1e6 / best.tokens_per_second / 3600)
     free_gpu = solve_cheapest(plan(), planner, [(slow, 0.0, "mine"), (fast, 1.0, "mine")])

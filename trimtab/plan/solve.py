@@ -6,6 +6,7 @@ The function that resolves a recipe for a device is passed in (`Planner`): this 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class Option:
     plan: Plan
     tokens_per_second: float | None
     dollars_per_million_tokens: float | None = None
+    usd_per_hour: float | None = None
     price_source: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,6 +63,8 @@ class Option:
             "available": min(self.plan.limit, self.plan.device.available_bytes),
             "tokens_per_second": self.tokens_per_second,
             "dollars_per_million_tokens": self.dollars_per_million_tokens,
+            "usd_per_hour": self.usd_per_hour,
+            "price_source": self.price_source or None,
             "recompute": self.plan.resolved.memory_plan.description,
         }
 
@@ -249,12 +253,19 @@ def solve_cheapest(
         per_hour, source = next((p, s) for gpu, p, s in offers if gpu == option.plan.device)
         if option.tokens_per_second:
             dollars = per_hour / 3600 / option.tokens_per_second * 1e6
-            options.append(Option(option.name, {}, option.plan, option.tokens_per_second, dollars, source))
+            options.append(
+                dataclasses.replace(
+                    option, dollars_per_million_tokens=dollars, usd_per_hour=per_hour, price_source=source
+                )
+            )
     if not options:
         return Answer("cheapest", "the job fits no GPU with a known price and speed")
     options.sort(key=lambda option: option.dollars_per_million_tokens or 0.0)
     best = options[0]
-    sentence = f"{best.name}: ${best.dollars_per_million_tokens:.3g} per million tokens"
+    sentence = (
+        f"{best.name}: ${best.dollars_per_million_tokens:.3g} per million tokens at ${best.usd_per_hour:.2f} per hour "
+        f"(price: {best.price_source})"
+    )
     return Answer("cheapest", sentence, {}, best.plan, tuple(options))
 
 
