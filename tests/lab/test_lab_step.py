@@ -275,7 +275,7 @@ def test_gains_of_precision_mode_and_kernels() -> None:
     texts = {title: text_of([section]) for title, section in found.items()}
     assert "bf16, times as fast as fp32: forward + backward 2.00." in texts["Precision"]
     assert "50.0 (2.00×)" in texts["Precision"]
-    modes = texts["Compiled and captured"]
+    modes = texts["torch.compile and CUDA graphs"]
     assert "compiled, times as fast as eager: forward + backward 1.25." in modes
     assert "graphs: not supported (no GPU)." in modes
     assert "| 20.0 " in modes

@@ -105,6 +105,15 @@ def test_the_cells_are_listed_and_not_measured(tmp_path: Path, capsys: pytest.Ca
     assert len((tmp_path / RECORDS).read_text().splitlines()) == 1
 
 
+def test_the_cells_for_a_gpu_that_is_not_here_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--suite", "study", "--list", "--gpu", "h200", "--minutes", "9"]) == 0
+    shown = capsys.readouterr().out
+    cells_of_gpu = suite_cells("study", device="cuda", memory_bytes=GPU)
+    assert f"together: {len(cells_of_gpu)} cells, about " in shown
+    assert "compiled" in shown
+    assert " commands with --minutes 9" in shown
+
+
 def test_a_part_of_a_suite_has_no_report_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "sizes", "small", "medium", "--device", "cpu", "--out", str(tmp_path)]
     run_sweep(cells(["small"]), tmp_path, device="cpu")
@@ -130,6 +139,11 @@ def test_a_part_of_a_suite_has_no_report_yet(tmp_path: Path, capsys: pytest.Capt
             "--suite measures several studies and is not followed by step; remove --suite",
         ),
         (["--minutes", "3", "step"], "--minutes before step belongs to --suite; write it after the study"),
+        (
+            ["--suite", "study", "--gpu", "h200"],
+            "--gpu is only for --list: a study measures this machine; add --list",
+        ),
+        (["--suite", "study", "--list", "--gpu", "h2000"], "h2000"),
         (["--list", "sizes"], "write it after the study: trimtab bench sizes --list"),
         (["step", "--minutes", "nan"], "--minutes nan is not positive; give a number above 0"),
         (

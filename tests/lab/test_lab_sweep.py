@@ -374,6 +374,13 @@ def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
     assert worker.is_out_of_memory(caught.value)
+    place = (
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    )
+    assert worker._first_line(RuntimeError(f"{place}\nmore")) == (
+        "DefaultCPUAllocator: can't allocate memory: you tried"
+    )
+    assert worker._first_line(RuntimeError("[a] b")) == "[a] b"
     assert worker.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert worker.is_out_of_memory(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")

@@ -40,3 +40,11 @@ case(
     lambda w: w.cli("bench", "--list", "sizes"),
     lambda w, remedy: w.cli("bench", "sizes", "--list", "--device", "cpu"),
 )
+case(
+    "cli/bench.py:list_for_gpu: add --list, or remove --gpu",
+    lambda w: w.cli("bench", "--suite", "study", "--gpu", "h200"),
+    lambda w, remedy: (
+        w.cli("bench", "--suite", "study", "--gpu", "h200", "--list"),
+        w.cli("bench", "--suite", "study", "--device", "cpu", "--list"),
+    ),
+)

@@ -29,6 +29,12 @@ def bench(
     ] = None,
     minutes: Minutes = None,
     listed: ListCells = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --list: list the cells for this GPU, as in `trimtab plan --gpu`."
+        ),
+    ] = None,
     device: StudyDevice = "auto",
     out: Out = None,
     remeasure: Remeasure = False,
@@ -41,7 +47,8 @@ def bench(
     `trimtab bench --suite study` runs sizes, step, kernels, memory, compile and attention, with at most two seconds of
     timing per cell.
 
-    `trimtab bench --suite study --list` lists its cells with an estimate of their time.
+    `trimtab bench --suite study --list` lists its cells with an estimate of their time; with `--gpu h200` for a GPU
+    that is not here.
 
     `trimtab bench --suite study --minutes 9` runs a part of the suite; repeat the command to continue.
 
@@ -62,6 +69,9 @@ def bench(
     from trimtab.lab.suite import suite_cells
     from trimtab.run.device import detect
 
+    if gpu is not None:
+        list_for_gpu(suite, gpu, minutes=minutes, listed=listed, as_json=as_json)
+        return
     used = study_device(device)
     run_study(
         suite,
@@ -75,6 +85,27 @@ def bench(
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
     )
+
+
+def list_for_gpu(suite: str, gpu: str, *, minutes: float | None, listed: bool, as_json: bool) -> None:
+    """Lists the cells of a suite on a GPU that need not be present.
+
+    Raises:
+        RecipeError: without `--list`; the GPU is unknown.
+    """
+    from trimtab.cli.study_list import print_cells
+    from trimtab.facts.errors import RecipeError
+    from trimtab.facts.gpus import find_gpu
+    from trimtab.lab.cell_times import CellTimes, Speed
+    from trimtab.lab.suite import suite_cells
+
+    if not listed:
+        raise RecipeError(
+            "--gpu is only for --list: a study measures this machine", "add --list, or remove --gpu"
+        )
+    planned = find_gpu(gpu)
+    cells = suite_cells(suite, device="cuda", memory_bytes=planned.memory_bytes)
+    print_cells(cells, {}, CellTimes(Speed.of(planned)), minutes=minutes, as_json=as_json)
 
 
 def check_no_options(context: typer.Context) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def list_cells(
     cells: Sequence[Cell], folder: Path, *, device: str, minutes: float | None, as_json: bool
 ) -> None:
-    """Prints the cells in the order of measurement; measures nothing."""
+    """Prints the cells in the order of measurement, with their records on this machine; measures nothing."""
     from trimtab.lab.cell_times import CellTimes, Speed
     from trimtab.lab.sweep import recorded_cells
     from trimtab.run.device import detect
@@ -27,6 +27,18 @@ def list_cells(
     times = CellTimes(Speed.of(detect(device)))
     for measurement in known.values():
         times.observe(measurement)
+    print_cells(cells, known, times, minutes=minutes, as_json=as_json)
+
+
+def print_cells(
+    cells: Sequence[Cell],
+    known: dict[str, Measurement],
+    times: CellTimes,
+    *,
+    minutes: float | None,
+    as_json: bool,
+) -> None:
+    """Prints cells with their records, by key, and the estimated time of the others."""
     if as_json:
         for cell in cells:
             print(json.dumps(_record(cell, known.get(cell.key), times), ensure_ascii=False))

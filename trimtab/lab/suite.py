@@ -91,7 +91,9 @@ def _study_on_gpu(device: str, memory_bytes: int) -> Iterator[Cell]:
         )  # fmt: skip
     yield from kernels.cells(device=device, sizes=("small", "2.7B"))
     yield from memory.cells(memory.Options(sizes=("small", "2.7B")), device=device)
-    yield from compiling.cells(device=device)
+    yield from compiling.cells(device=device, scopes=("regions",))
+    # The whole model is compiled once per length, which takes longest: `step` times it for every size.
+    yield from compiling.cells(device=device, methods=("qlora",), scopes=("whole",), lengths=(256, 192))
     plain = attention.Options(
         ("reference",), ("fp32",), lengths=PLAIN_LENGTHS, batches=(8,), seconds=BUDGET_S
     )

@@ -13,6 +13,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -28,6 +29,7 @@ from trimtab.run.device import current_gpu
 READY = "ready\n"
 PR_SET_PDEATHSIG = 1
 """The option of prctl(2) that sets the signal sent when the parent ends."""
+_PLACE = re.compile(r"^\[enforce fail at [^]]*\] (?:\S+ == \S+\. )?")
 HOST_SHARE = 0.9
 """Share of the host's free memory that a cell on a CPU may use; beyond it torch raises and nothing swaps."""
 
@@ -147,7 +149,9 @@ def answer_without_result(outcome: Outcome, message: str) -> dict[str, Any]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "without a message").splitlines()[0][:300]
+    """The first line of an error's message, without the place in torch's C++ code before it."""
+    line = (str(error).strip() or "without a message").splitlines()[0]
+    return _PLACE.sub("", line)[:300]
 
 
 def _write(file: TextIO, line: str) -> None:

@@ -76,7 +76,7 @@ def _sums(study: AccumulateStudy) -> Section:
             f"The exact sum is {exact}. An error has two parts: the addend was rounded to its dtype once, and the "
             "sum was rounded to its own after every addition."
         ),
-        Table("The four classic cases", HEAD, tuple(map(_cells, four))),
+        Table("Four combinations of fp32 and fp16", HEAD, tuple(map(_cells, four))),
         Text(_lesson(four)),
         Table("Every mixture", HEAD, tuple(map(_cells, plain)), note=_mixture_note(plain)),
     ]

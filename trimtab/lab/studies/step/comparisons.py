@@ -14,7 +14,7 @@ def comparison_sections(entries: Sequence[Entry]) -> list[Section]:
     """A section for each setting of which several values were timed."""
     sections = [
         _section("Precision", entries, lambda e: e.timed.step.precision, Precision.FP32),
-        _section("Compiled and captured", entries, _mode, Mode.EAGER, _compiling(entries)),
+        _section("torch.compile and CUDA graphs", entries, _mode, Mode.EAGER, _compiling(entries)),
         _section("Kernels", entries, lambda e: e.timed.step.kernels, Kernels.REFERENCE),
     ]
     return [section for section in sections if section is not None]

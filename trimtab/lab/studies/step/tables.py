@@ -139,7 +139,7 @@ def _doubts(grid: Grid) -> list[str]:
         )
     if any(result.ceiling_share > 1 for result in results):
         sentences.append(
-            "A share of the measured peak above 100 % means that other programs disturbed the measurement of the peak."
+            "A share of the measured matmul rate above 100 % means that other programs disturbed its measurement."
         )
     return sentences
 
@@ -211,7 +211,7 @@ def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:
 def _utilization(grid: Grid) -> Table | None:
     """Rates and shares of ceilings."""
     sheet = any(entry.result and entry.result.sheet_flops for entry in grid.entries)
-    head = ("size", "context", "tokens/s", "forward", "forward + backward", "of measured peak",
+    head = ("size", "context", "tokens/s", "FLOP/s, forward", "FLOP/s, forward + backward", "of measured matmul",
             *(("MFU",) if sheet else ()), "backward / forward", "AdamW, of measured copy", "median, ms")  # fmt: skip
     rows = []
     for row in grid.rows:
@@ -258,8 +258,10 @@ def _optimizer_ms(both: Samples | None, full: Samples | None) -> float | None:
 
 def _optimizer_share(both: StepResult | None, full: StepResult | None) -> str:
     """Bytes per second that AdamW moves, as a share of a copy's."""
-    milliseconds = _optimizer_ms(both and both.times.host, full and full.times.host)
-    if full is None or milliseconds is None:
+    if both is None or full is None:
+        return NOTHING
+    milliseconds = _optimizer_ms(both.times.host, full.times.host)
+    if milliseconds is None:
         return NOTHING
     moved = bytes_moved("adamw_torch", (full.parameters,), "fp32", "fp32")
     return percent(1e3 * moved / milliseconds / full.copy_bytes)
@@ -270,8 +272,8 @@ def _ceiling_text(grid: Grid) -> str:
     flops, copies = [result.ceiling_flops for result in results], [result.copy_bytes for result in results]
     dtypes = ", ".join(dict.fromkeys(result.ceiling_dtype for result in results))
     text = (
-        f"Measured peak of this device: {between(flops, flops_rate)} for a large {dtypes} product, and "
-        f"{between(copies, format_bytes)} per second for a large copy."
+        f"This device reaches {between(flops, flops_rate)} in a large {dtypes} matrix product (matmul), and "
+        f"{between(copies, format_bytes)} per second in a large copy."
     )
     sheets = {result.sheet_flops for result in results if result.sheet_flops}
     if sheets:
