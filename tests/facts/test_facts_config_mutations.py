@@ -15,7 +15,7 @@ from test_facts_shapes_hf import LLAMA32_1B, QWEN3_06B
 from trimtab.facts.errors import ModelError
 from trimtab.facts.gpus import find_gpu
 from trimtab.model.catalogue import catalogue_entries
-from trimtab.model.families import config_from_shape, described_shape, shape_from_config
+from trimtab.model.families import config_from_shape, shape_for_planning, shape_from_config
 from trimtab.model.families.config_json import read_config
 from trimtab.recipe import loads
 from trimtab.run.target import plan_shape
@@ -119,7 +119,7 @@ def test_a_described_model_with_one_damaged_value_is_planned_or_refused(family: 
         for value in (0, -1, 1, "x", None, []):
             config = {**DESCRIBED[family], "num_hidden_layers": 4, key: value}
             try:
-                shapes.add(described_shape(config, "config.json"))
+                shapes.add(shape_for_planning(config, "config.json"))
             except ModelError:
                 refused += 1
     assert refused > 40

@@ -373,7 +373,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**55, dtype=torch.uint8)
-    assert worker.is_out_of_memory(caught.value)
+    assert worker.caused_by_out_of_memory(caught.value)
     place = (
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
     )
@@ -381,14 +381,14 @@ def test_out_of_memory_is_recognized_in_torchs_own_words() -> None:
         "DefaultCPUAllocator: can't allocate memory: you tried"
     )
     assert worker._first_line(RuntimeError("[a] b")) == "[a] b"
-    assert worker.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert worker.is_out_of_memory(
+    assert worker.caused_by_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert worker.caused_by_out_of_memory(
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
     )
     outer = ValueError("step failed")
     outer.__cause__ = MemoryError()
-    assert worker.is_out_of_memory(outer)
-    assert not worker.is_out_of_memory(ValueError("no such backend"))
+    assert worker.caused_by_out_of_memory(outer)
+    assert not worker.caused_by_out_of_memory(ValueError("no such backend"))
 
 
 def test_the_requested_gpu_is_the_workers_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from full_memory import GIB, MESSAGE
 
+from trimtab.facts.errors import is_out_of_memory
 from trimtab.run import memory_state
 from trimtab.run.gpu_processes import GpuProcess
-from trimtab.run.memory_state import is_out_of_memory, largest_free_block, parse_message
+from trimtab.run.memory_state import largest_free_block, parse_message
 
 
 @pytest.mark.parametrize(

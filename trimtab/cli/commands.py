@@ -20,7 +20,13 @@ import typer.main
 
 from trimtab import __version__
 from trimtab.cli import output
-from trimtab.facts.errors import MissingDependency, RecipeError, ResourceError, TrimtabError
+from trimtab.facts.errors import (
+    MissingDependency,
+    RecipeError,
+    ResourceError,
+    TrimtabError,
+    is_out_of_memory,
+)
 from trimtab.facts.names import shortened
 
 VERBS = {
@@ -212,13 +218,10 @@ def _resource_error(error: Exception) -> TrimtabError | None:
     if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
         where = f" ({error.filename})" if error.filename else ""
         return ResourceError(f"{error.strerror}{where}", "free some space or check the folder's permissions")
-    # torch.OutOfMemoryError, and the RuntimeError of torch's CPU allocator; torch must not be imported here.
-    if isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__:
-        what = "the device is out of memory"
-    elif "can't allocate memory" in str(error):
-        what = "the machine is out of memory"
-    else:
+    if not is_out_of_memory(error):
         return None
+    on_host = isinstance(error, OSError) or "can't allocate memory" in str(error)
+    what = "the machine is out of memory" if on_host else "the device is out of memory"
     return ResourceError(what, "lower per_device_train_batch_size or max_seq_length; see `trimtab plan`")
 
 

@@ -6,6 +6,7 @@ Each error states its cause and, if there is one, the remedy, in a line or two. 
 
 from __future__ import annotations
 
+import errno
 import traceback
 
 
@@ -62,12 +63,30 @@ OUT_OF_MEMORY_MESSAGES = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Triton Error [CUDA]: out of memory",
+    "std::bad_alloc",
 )
 """Parts of the messages of torch's and Triton's errors when memory runs out; torch is not needed to read them."""
 
 
 class OutOfMemory(ResourceError):
     """The GPU or the host ran out of memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception of Python, torch or Triton means that the GPU or the host ran out of memory.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    # torch's exception is recognized by its name, so that torch need not be imported.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM  # mapping a file of weights
+    return isinstance(error, RuntimeError) and any(
+        message in str(error) for message in OUT_OF_MEMORY_MESSAGES
+    )
 
 
 class TrainingError(TrimtabError):

@@ -20,7 +20,7 @@ import torch
 
 from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.errors import RecipeError, ResourceError
+from trimtab.facts.errors import RecipeError, ResourceError, is_out_of_memory
 from trimtab.facts.operations import Kind
 from trimtab.lab.launch_overhead import launch_seconds
 from trimtab.lab.machine_state import clock_warnings, disk_rates, host_link, load_warnings
@@ -30,7 +30,6 @@ from trimtab.lab.probes_products import SLOWEST, probe_rate, product_dtypes, pro
 from trimtab.lab.records import timestamp, versions
 from trimtab.lab.timing import time_together
 from trimtab.run.device import current_gpu, detect
-from trimtab.run.memory_state import is_out_of_memory
 
 Progress = Callable[[str, float], None]
 """Called with the name of the current measurement and the elapsed share of the time."""

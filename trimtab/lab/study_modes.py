@@ -20,7 +20,7 @@ from trimtab.lab.study import NotSupported
 from trimtab.lab.study_graphs import GraphStep
 from trimtab.lab.study_step import StudyStep
 from trimtab.lab.timing import Run, synchronize
-from trimtab.lab.worker import is_out_of_memory
+from trimtab.lab.worker import caused_by_out_of_memory
 
 SMALL_NORM = 0.01
 """Lower bound, as a share of the largest norm, of the norm that a gradient's difference is divided by: small gradients
@@ -190,7 +190,7 @@ def _eager_fingerprint(step: StudyStep) -> Fingerprint | None:
     try:
         return fingerprint(step)
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if not caused_by_out_of_memory(error):
             raise
     step.drop_gradients()
     gc.collect()

@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from trimtab.facts.errors import OUT_OF_MEMORY_MESSAGES
+from trimtab.facts.errors import OutOfMemory, is_out_of_memory
 from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
 from trimtab.run.device import current_gpu
 
@@ -100,26 +100,24 @@ def measure_cell(
     except PredictedOutOfMemory as reason:
         return answer_without_result(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
     except Exception as error:  # noqa: BLE001 - a cell that fails is a result, and the sweep continues
-        if is_out_of_memory(error):
+        if caused_by_out_of_memory(error):
             return answer_without_result(Outcome.OUT_OF_MEMORY, _first_line(error))
         traceback.print_exc()
         return answer_without_result(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
     return {"outcome": Outcome.MEASURED.value, "result": result, "message": ""}
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def caused_by_out_of_memory(error: BaseException) -> bool:
     """Whether an exception or its cause means that a GPU or the host ran out of memory.
 
     Example:
-        >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"))
+        >>> caused_by_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried …"))
         True
     """
-    words = (*OUT_OF_MEMORY_MESSAGES, "out of memory", "Cannot allocate memory", "std::bad_alloc")
-    named = "OutOfMemory" in type(error).__name__ or isinstance(error, MemoryError)
+    if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+        return True
     cause = error.__cause__ or error.__context__
-    return (
-        named or any(word in str(error) for word in words) or (cause is not None and is_out_of_memory(cause))
-    )
+    return cause is not None and caused_by_out_of_memory(cause)
 
 
 def limit_host_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import resource
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from trimtab.facts.devices import host_memory
-from trimtab.facts.errors import OUT_OF_MEMORY_MESSAGES
 from trimtab.facts.units import parse_bytes
 from trimtab.run.gpu_processes import GpuProcess, other_processes
 from trimtab.trainer.memory import process_bytes
@@ -70,22 +68,6 @@ class MemoryState:
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {**asdict(self), "fragmented": self.fragmented}
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception means that the GPU or the host ran out of memory.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
-        (True, False)
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM  # mapping a file of weights
-    return isinstance(error, RuntimeError) and any(
-        message in str(error) for message in OUT_OF_MEMORY_MESSAGES
-    )
 
 
 def parse_message(error: BaseException) -> MemoryState:

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 
 import torch
 
-from trimtab.facts.errors import CheckpointError, OutOfMemory, ResourceError, release_frames
+from trimtab.facts.errors import CheckpointError, OutOfMemory, ResourceError, is_out_of_memory, release_frames
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.plan.make import Plan
@@ -27,7 +27,7 @@ from trimtab.run.live_tensors import (
 )
 from trimtab.run.memory_remedies import Suggestion, command_remedy
 from trimtab.run.memory_report import MemoryReport, PredictedMemory, describe_failure
-from trimtab.run.memory_state import MemoryState, is_out_of_memory, memory_state
+from trimtab.run.memory_state import MemoryState, memory_state
 from trimtab.run.memory_text import full_text, summary_lines
 
 LISTED = 100
