@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sample_documents import everything, hostile_document, memory, odd_charts
 
-from trimtab.report.document import Document, Section
+from trimtab.report.document import Document, Section, Table
 from trimtab.report.document_page import write_document_page
 
 pytestmark = pytest.mark.browser
@@ -294,3 +294,27 @@ def test_a_timeline_of_twenty_thousand_moments_is_zoomable(browser: Any, tmp_pat
     assert "event 10002" in tip.inner_text()
     assert max(map(len, visit.paths("memory"))) < 20_000
     assert visit.complaints == []
+
+
+def test_headings_of_columns_are_not_broken_inside_a_word_on_a_phone(browser: Any, tmp_path: Path) -> None:
+    head = (
+        "model",
+        "family",
+        "vocabulary",
+        "d_model",
+        "d_ff",
+        "layers",
+        "heads",
+        "key/value heads",
+        "head tied",
+    )
+    table = Table("", head, (("small", "llama", "10,000", "768", "3,072", "12", "12", "12", "no"),) * 2)
+    target = tmp_path / "page.html"
+    write_document_page(Document("A", (), (Section("Models", (table,)),), "trimtab bench sizes"), target)
+    visit = Visit(browser, target, viewport={"width": 390, "height": 800})
+    lines = visit.ask(
+        "[...document.querySelectorAll('th')].map(cell => { const range = document.createRange(); "
+        "range.selectNodeContents(cell); return new Set([...range.getClientRects()].map(r => r.top)).size; })"
+    )
+    assert [count <= len(name.split()) for count, name in zip(lines, head, strict=True)] == [True] * len(head)
+    assert visit.ask("document.documentElement.scrollWidth") == 390

@@ -117,10 +117,9 @@ def estimate(cell: Cell, speed: Speed) -> float:
     """Seconds of one cell; the start of its worker counts only if it needs a new one.
 
     Example:
-        >>> fast = Speed("cuda", {"fp32": 60e12}, 4e12)
-        >>> from trimtab.lab.studies.step.cells import cells
-        >>> [round(estimate(cell, fast), 1) for cell in cells(device="cuda", sizes=["small"], contexts=[128])][:2]
-        [0.7, 1.0]
+        >>> from trimtab.lab.studies.sizes.cells import cells
+        >>> estimate(cells(["small"])[0], Speed("cpu", {"fp32": 1e11}, 1e10))
+        0.01
     """
     seconds = _ESTIMATES[cell.study](cell.settings, speed)
     return seconds + (START_SECONDS[speed.kind] if cell.fresh and seconds else 0.0)
