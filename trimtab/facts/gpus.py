@@ -117,7 +117,8 @@ def _memory_assumption(sheet: DataSheet) -> str:
         else "3.5 % less than nominal, the largest difference that drivers report"
     )
     if sheet.unified:
-        return f"of the device's {sold}, {usable} are assumed to be usable: {reported}, less 4 GiB for the system"
+        size = f"of the device's {sold}, {usable} are assumed to be usable"
+        return f"{size}: {reported}, less 4 GiB for the operating system"
     return f"of the card's {sold}, {usable} are assumed to be usable: {reported}, while idle and without a display"
 
 
