@@ -279,3 +279,10 @@ def test_a_damaged_calibration_is_a_note_of_one_line(
     assert result.code == 0
     [note] = [line for line in result.err.splitlines() if "calibration" in line]
     assert note.startswith(f"note: the calibration {path} is ignored: ")
+
+
+def test_a_run_folder_is_planned_as_a_model_with_a_note(world: World, cli: Call) -> None:
+    result = cli("plan", world.run)
+    assert result.code == 0, result.err
+    assert f"`trimtab plan {world.run / 'recipe.yaml'}` plans the run" in result.err
+    assert "plans the run" not in cli("plan", world.run / "recipe.yaml").err

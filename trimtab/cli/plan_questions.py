@@ -173,10 +173,10 @@ def print_costs(costs: list[PolicyCost], num_layers: int) -> None:
         return
     columns = {
         "recompute": [row.policy for row in costs],
-        "keeps": [format_bytes(row.kept * num_layers) for row in costs],
-        "saves": [format_bytes(row.saved * num_layers) if row.saved else "" for row in costs],
-        "on the host": [format_bytes(row.host * num_layers) if row.host else "" for row in costs],
-        "arithmetic": [f"+ {row.arithmetic:.1%}" if row.arithmetic else "" for row in costs],
+        "activations": [format_bytes(row.kept * num_layers) for row in costs],
+        "memory saved": [format_bytes(row.saved * num_layers) if row.saved else "" for row in costs],
+        "host memory": [format_bytes(row.host * num_layers) if row.host else "" for row in costs],
+        "FLOPs": [f"+ {row.arithmetic:.1%}" if row.arithmetic else "" for row in costs],
         "time": [f"+ {format_seconds(row.seconds * num_layers)}" if row.seconds else "" for row in costs],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}

@@ -81,8 +81,8 @@ def gpu_of_sheet(sheet: DataSheet) -> DeviceFacts:
     if sheet.vendor in OTHER_VENDORS:
         vendor = OTHER_VENDORS[sheet.vendor]
         bound = (
-            f"trimtab does not train on {vendor} GPUs: the memory is what the same run needs on an NVIDIA GPU, "
-            "a bound for another backend, allocator and kernels; times come from its data sheet alone"
+            f"trimtab does not train on {vendor} GPUs: the memory is that of the same run on an NVIDIA GPU, and times "
+            "come from the data sheet alone; other backends, allocators and kernels need more or less"
         )
     capability = sheet.capability or BF16_CAPABILITY
     return DeviceFacts(
@@ -102,22 +102,24 @@ def _software_assumptions(capability: tuple[int, int]) -> tuple[str, ...]:
     if capability >= CUDA_13_CAPABILITY:
         return ()
     return (
-        f"a torch build for CUDA 12: CUDA 13 has no code for compute capability {capability[0]}.{capability[1]}",
+        "the GPU needs a torch build for CUDA 12: CUDA 13 does not support compute capability "
+        f"{capability[0]}.{capability[1]}",
     )
 
 
 def _memory_assumption(sheet: DataSheet) -> str:
     usable, nominal = format_bytes(sheet.usable_bytes), format_bytes(sheet.memory_bytes)
     if sheet.vendor == "apple":
-        return f"{usable} of its {nominal} usable: the working set that Metal recommends by default"
+        return f"of the device's {nominal}, {usable} are assumed to be usable: the working set that Metal recommends"
     reported = (
         "as CUDA reports it"
         if sheet.reported_bytes
-        else "drivers report up to 3.5 % less than a card's nominal memory"
+        else "3.5 % less than nominal, the largest difference that drivers report"
     )
     if sheet.unified:
-        return f"{usable} of its {nominal} usable: {reported}, less 4 GiB for the operating system"
-    return f"{usable} of its {nominal} usable: {reported}, idle and without a display"
+        size = f"of the device's {nominal}, {usable} are assumed to be usable"
+        return f"{size}: {reported}, less 4 GiB for the operating system"
+    return f"of the card's {nominal}, {usable} are assumed to be usable: {reported}, while idle and without a display"
 
 
 def _gpu_of_size(text: str) -> DeviceFacts:
@@ -142,8 +144,10 @@ def _gpu_of_size(text: str) -> DeviceFacts:
         capability=BF16_CAPABILITY,
         bf16=True,
         assumptions=(
-            f"all of {memory} usable; GB are 10⁹ bytes; a card sold as 24 GB has about 23.5 GiB: better name the card",
-            "an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its speed is not known",
+            f"all of {memory} are assumed to be usable; GB are 10⁹ bytes, and a card sold as 24 GB has about "
+            "23.5 GiB: name the card if you can",
+            "the GPU is assumed to be an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, with bf16; its "
+            "speed is not known",
         ),
     )
 

@@ -202,7 +202,12 @@ def model_shape(name: str) -> tuple[ModelShape, tuple[str, ...]]:
             shape = shape_for_planning(read_model_json(path), str(path))
         else:
             shape = read_shape_for_planning(model_folder(name, weights=False)[0])
-        return shape, () if shape.family in FAMILIES else (_untrainable(name),)
+        notes = () if shape.family in FAMILIES else (_untrainable(name),)
+        if (path / "recipe.yaml").is_file():
+            recipe = path / "recipe.yaml"
+            note = f"this plans the model of {name} with the default recipe; `trimtab plan {recipe}` plans the run"
+            notes = (*notes, note)
+        return shape, notes
     entry = find_model(name)
     if entry is not None:
         return entry.shape, _entry_notes(entry)
