@@ -103,6 +103,13 @@ def test_published_active_parameters() -> None:
     assert round((oss.shape.num_active_parameters - embedding) / 1e9, 2) == 3.61
 
 
+@pytest.mark.parametrize(
+    "name", ["Qwen/Qwen3-8B-Instruct", "unsloth/Qwen3-8B-bnb-4bit", "copies/qwen3-8b-GGUF"]
+)
+def test_a_quantized_or_tuned_copy_suggests_its_model(name: str) -> None:
+    assert suggest_models(name)[0] == "Qwen/Qwen3-8B"
+
+
 def test_unknown_names_suggest_similar_ones() -> None:
     assert find_model("Qwen/Qwen3-9B") is None
     assert "Qwen/Qwen3-8B" in suggest_models("Qwen/Qwen3-9B")
