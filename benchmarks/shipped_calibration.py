@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.files import write_json
-from trimtab.facts.operations import Kernel, Kind
+from trimtab.facts.operations import Kernel, OperationKind
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.rope import spec as rope_spec
@@ -25,7 +25,12 @@ from trimtab.optim import spec as optim_spec
 
 RESULTS = Path(__file__).parent / "results"
 TARGET = Path(__file__).parents[1] / "trimtab/facts/catalogue/calibrations/nvidia-h200.json"
-MEMORY_BOUND = {"rms_norm": Kind.NORM, "rope": Kind.ROPE, "gated_mlp": Kind.GATE, "adamw8bit": Kind.OPTIMIZER}
+MEMORY_BOUND = {
+    "rms_norm": OperationKind.NORM,
+    "rope": OperationKind.ROPE,
+    "gated_mlp": OperationKind.GATE,
+    "adamw8bit": OperationKind.OPTIMIZER,
+}
 OPTIMIZERS = {"trimtab triton": "triton", "torch fused, bf16 states": "adamw_torch_fused"}
 LOSSES = {
     "triton, fast": ("triton", 2**62),
@@ -135,7 +140,7 @@ def _profiled_attention(profiles: dict[str, dict[str, tuple[int, float]]]) -> It
             moved = attention_spec.bytes_moved(B, T, T, H, K, D, "bf16", backward=backward)
             work = attention_spec.flops(pairs, H, D, backward=backward)
             yield KernelSample(
-                Kind.ATTENTION, "bf16", float(work), float(moved), ms / layers / 1e3, backward, "sdpa_cudnn",
+                OperationKind.ATTENTION, "bf16", float(work), float(moved), ms / layers / 1e3, backward, "sdpa_cudnn",
                 (pairs // (B * T), D),
             )  # fmt: skip
 
@@ -173,12 +178,14 @@ def measured() -> Calibration:
     samples += _profiled_attention(profiles)
     for heading, tokens, width in ((QWEN_4K, 4096, 1024), (QWEN_16K, 16384, 1024), (LLAMA_4K, 4096, 4096)):
         calls, ms = profiles[heading]["vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add"]
-        samples.append(KernelSample(Kind.ADD, "bf16", 0.0, 3.0 * 2 * tokens * width, ms / calls / 1e3))
+        samples.append(
+            KernelSample(OperationKind.ADD, "bf16", 0.0, 3.0 * 2 * tokens * width, ms / calls / 1e3)
+        )
     calls, ms = profiles[LLAMA_4K]["_rope_kernel"]  # forward and backward take the same time
     rotated = float(rope_spec.bytes_moved(4096, 32, 8, 128, "bf16"))
     for backward in (False, True):
         samples.append(
-            KernelSample(Kind.ROPE, "bf16", 0.0, rotated, ms / calls / 1e3, backward, impl="triton")
+            KernelSample(OperationKind.ROPE, "bf16", 0.0, rotated, ms / calls / 1e3, backward, impl="triton")
         )
     return Calibration(
         device=ceilings["device"],
@@ -217,7 +224,7 @@ def _kernel_samples(row: dict) -> Iterator[KernelSample]:
             if impl in ("triton", "adamw_torch_fused"):
                 yield KernelSample(MEMORY_BOUND[row["op"]], "bf16", 0.0, moved, seconds, backward, impl)
         elif row["op"] == "nf4" and case.startswith("dequantize") and name == "trimtab":
-            yield KernelSample(Kind.DEQUANTIZE, "nf4", 0.0, floor * copy, seconds, impl="triton")
+            yield KernelSample(OperationKind.DEQUANTIZE, "nf4", 0.0, floor * copy, seconds, impl="triton")
         elif row["op"] == "attention" and name in attention_spec.TILED and name != "sdpa_cudnn":
             yield _attention_sample(case, name, seconds, floor * rate, backward)
         elif row["op"] == "linear_cross_entropy" and name in LOSSES:
@@ -225,7 +232,9 @@ def _kernel_samples(row: dict) -> Iterator[KernelSample]:
             N, C, V = map(int, re.findall(r"\d+", case)[:3])
             work = loss_spec.flops(N, C, V, impl=impl, memory_bytes=memory)
             moved = float(loss_spec.bytes_moved(N, C, V, "bf16"))
-            yield KernelSample(Kind.LOSS, "bf16", float(work), moved, seconds, impl=impl, dims=(N, V, C))
+            yield KernelSample(
+                OperationKind.LOSS, "bf16", float(work), moved, seconds, impl=impl, dims=(N, V, C)
+            )
 
 
 def _attention_sample(case: str, impl: str, seconds: float, flops: float, backward: bool) -> KernelSample:
@@ -236,7 +245,7 @@ def _attention_sample(case: str, impl: str, seconds: float, flops: float, backwa
     pairs = flops / ((10 if backward else 4) * H * int(D))
     visible = max(round(pairs / (B * T)), 1)
     return KernelSample(
-        Kind.ATTENTION, "bf16", flops, float(moved), seconds, backward, impl, (visible, int(D))
+        OperationKind.ATTENTION, "bf16", flops, float(moved), seconds, backward, impl, (visible, int(D))
     )
 
 
@@ -262,7 +271,7 @@ def _product_samples(one: Profiled, rows: dict[str, tuple[int, float]]) -> Itera
     for kernel, _ in kernels:
         seconds = (ms - one.other_ms) / 1e3 * kernel.flops / total
         yield KernelSample(
-            Kind.PRODUCT, "bf16", kernel.flops, kernel.moved, seconds, one.backward, dims=kernel.dims
+            OperationKind.PRODUCT, "bf16", kernel.flops, kernel.moved, seconds, one.backward, dims=kernel.dims
         )
 
 

@@ -18,15 +18,18 @@ from trimtab.facts.calibration_file import (
     write_calibration,
 )
 from trimtab.facts.errors import ResourceError
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 
-SAMPLE = KernelSample(Kind.PRODUCT, "bf16", 2e9, 3e6, 1e-4, dims=(512, 1024, 2048))
+SAMPLE = KernelSample(OperationKind.PRODUCT, "bf16", 2e9, 3e6, 1e-4, dims=(512, 1024, 2048))
 MADE = Calibration(
     "NVIDIA H200",
     flops={"bf16": 7e14},
     copy=4.2e12,
     launch_seconds=5e-6,
-    samples=(SAMPLE, dataclasses.replace(SAMPLE, kind=Kind.NORM, backward=True, impl="triton", dims=())),
+    samples=(
+        SAMPLE,
+        dataclasses.replace(SAMPLE, kind=OperationKind.NORM, backward=True, impl="triton", dims=()),
+    ),
     to_host=5.5e10,
     from_host=5.5e10,
     warnings=("other processes use the GPU",),

@@ -22,7 +22,7 @@ from trimtab.lab.studies.attention.measure import WrongResult, check_supported, 
 from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_attention
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
 from trimtab.lab.studies.attention.settings import AttentionSettings, Mode, Visibility, WeightedSumSettings
-from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
+from trimtab.lab.study import CellOutcome, NotSupported, PredictedOutOfMemory
 from trimtab.lab.timing import time_samples
 from trimtab.lab.worker import measure_cell as measured_by_a_worker
 
@@ -89,7 +89,7 @@ def test_a_wrong_backend_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongResult, match="sdpa_flash in fp32 is not timed: o: rms error"):
         measure_attention(settings)
     answer = measured_by_a_worker("trimtab.lab.studies.attention.measure:measure", settings.to_dict())
-    assert answer["outcome"] == Outcome.FAILED.value
+    assert answer["outcome"] == CellOutcome.FAILED.value
     assert answer["message"].startswith("WrongResult: ")
 
 
@@ -229,7 +229,7 @@ def test_on_a_gpu_out_of_memory_is_an_outcome() -> None:
     while minimum_bytes(settings) < 2 * torch.cuda.mem_get_info()[1]:
         settings = replace(settings, length=2 * settings.length)
     answer = measured_by_a_worker("trimtab.lab.studies.attention.measure:measure", settings.to_dict())
-    assert answer["outcome"] == Outcome.OUT_OF_MEMORY.value
+    assert answer["outcome"] == CellOutcome.OUT_OF_MEMORY.value
     torch.cuda.empty_cache()
 
 

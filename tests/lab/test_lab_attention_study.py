@@ -17,7 +17,7 @@ from trimtab.facts.errors import DataError, RecipeError
 from trimtab.lab.memory import retained_bytes
 from trimtab.lab.samples import CacheState, Samples
 from trimtab.lab.studies.attention.cells import Options, cells
-from trimtab.lab.studies.attention.crossover import Crossover, Verdict, compare
+from trimtab.lab.studies.attention.crossover import Crossover, SpeedVerdict, compare
 from trimtab.lab.studies.attention.formula import before_backward, longest_length, matrix_bytes, minimum_bytes
 from trimtab.lab.studies.attention.passes import AttentionRun
 from trimtab.lab.studies.attention.report import sections
@@ -29,7 +29,7 @@ from trimtab.lab.studies.attention.settings import (
     Visibility,
     WeightedSumSettings,
 )
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.report.document import Document, LineChart, Table
 from trimtab.report.document_markdown import markdown
 
@@ -153,10 +153,10 @@ def times(ms: float, spread: float = 0.0) -> PassTimes:
 
 
 def test_a_difference_counts_only_where_the_quartiles_are_apart() -> None:
-    assert compare(times(1.0), times(1.1)) is Verdict.FASTER
-    assert compare(times(1.0, 0.2), times(1.1)) is Verdict.UNCLEAR
-    assert compare(times(2.0, 0.2), times(1.1, 0.2)) is Verdict.SLOWER
-    faster, slower, unclear = Verdict.FASTER, Verdict.SLOWER, Verdict.UNCLEAR
+    assert compare(times(1.0), times(1.1)) is SpeedVerdict.FASTER
+    assert compare(times(1.0, 0.2), times(1.1)) is SpeedVerdict.UNCLEAR
+    assert compare(times(2.0, 0.2), times(1.1, 0.2)) is SpeedVerdict.SLOWER
+    faster, slower, unclear = SpeedVerdict.FASTER, SpeedVerdict.SLOWER, SpeedVerdict.UNCLEAR
     assert Crossover({256: faster, 512: faster}).describe() == "faster at every measured length, from 256 on"
     late = Crossover({256: faster, 512: slower, 1024: unclear, 2048: faster})
     assert late.faster_from == 2048
@@ -168,7 +168,7 @@ def test_a_difference_counts_only_where_the_quartiles_are_apart() -> None:
 def measured(
     settings: AttentionSettings,
     ms: float | None,
-    outcome: Outcome = Outcome.MEASURED,
+    outcome: CellOutcome = CellOutcome.MEASURED,
     message: str = "",
     **more: Any,
 ) -> Measurement:
@@ -195,11 +195,11 @@ def study() -> list[Measurement]:
         compiled = replace(plain, length=length, mode=Mode.COMPILED)
         found.append(measured(compiled, plain_ms / 2, compile_seconds=3.0))
         wrong = "WrongResult: triton in bf16 is not timed: dq: rms error 1"
-        found.append(measured(replace(own, length=length), None, Outcome.FAILED, wrong))
-    found.append(measured(replace(plain, length=4096), None, Outcome.OUT_OF_MEMORY, "CUDA out of memory"))
+        found.append(measured(replace(own, length=length), None, CellOutcome.FAILED, wrong))
+    found.append(measured(replace(plain, length=4096), None, CellOutcome.OUT_OF_MEMORY, "CUDA out of memory"))
     found.append(measured(replace(flash, length=4096), 2.0))
     missed = replace(plain, length=65536, memory_bytes=40 * GIB)
-    found.append(measured(missed, None, Outcome.PREDICTED_OUT_OF_MEMORY, "needs at least 200 GiB"))
+    found.append(measured(missed, None, CellOutcome.PREDICTED_OUT_OF_MEMORY, "needs at least 200 GiB"))
     found.append(measured(replace(flash, length=65536), 500.0))
     return found
 
@@ -285,14 +285,16 @@ def test_charts_have_a_curve_for_each_backend_with_gaps() -> None:
 
 def test_a_cell_that_was_tried_replaces_its_prediction() -> None:
     tried = replace(AttentionSettings(PLAIN, dtype="bf16", device="cuda"), length=65536)
-    for more in ([measured(tried, 900.0)], [measured(tried, None, Outcome.OUT_OF_MEMORY)]):
+    for more in ([measured(tried, 900.0)], [measured(tried, None, CellOutcome.OUT_OF_MEMORY)]):
         for order in (study() + more, more + study()):
             assert "out of memory (predicted)" not in page(order)
 
 
 def test_a_report_without_cells_or_with_failures_only() -> None:
     assert sections([]) == []
-    only = [measured(AttentionSettings("triton"), None, Outcome.NOT_SUPPORTED, "it exists on CUDA GPUs only")]
+    only = [
+        measured(AttentionSettings("triton"), None, CellOutcome.NOT_SUPPORTED, "it exists on CUDA GPUs only")
+    ]
     assert [section.title for section in sections(only)] == ["What was measured", "Cells without a time"]
     assert "it exists on CUDA GPUs only" in page(only)
 
@@ -311,8 +313,8 @@ def test_the_weighted_sum_has_a_section() -> None:
             "t",
         )
         for impl, outcome, result in (
-            ("reference", Outcome.MEASURED, times(0.5).to_dict()),
-            ("triton", Outcome.NOT_SUPPORTED, {}),
+            ("reference", CellOutcome.MEASURED, times(0.5).to_dict()),
+            ("triton", CellOutcome.NOT_SUPPORTED, {}),
         )
     ]
     found = sections(rows)[-1].blocks[-1]

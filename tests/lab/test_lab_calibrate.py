@@ -10,7 +10,7 @@ import torch
 from trimtab.facts.calibration import Calibration
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError
-from trimtab.facts.operations import Kind, Operation
+from trimtab.facts.operations import Operation, OperationKind
 from trimtab.facts.shapes import uniform_shape
 from trimtab.lab import calibrate as calibrating
 from trimtab.lab import machine_state, probes_kernels
@@ -18,7 +18,7 @@ from trimtab.lab.calibrate import calibrate
 from trimtab.lab.launch_overhead import launch_seconds
 from trimtab.lab.machine_state import load_warnings
 from trimtab.lab.probes import Probe, ProbeGroup
-from trimtab.lab.probes_blocks import Choices, attention_probes, gate_probes, norm_probes, rope_probes
+from trimtab.lab.probes_blocks import KernelChoices, attention_probes, gate_probes, norm_probes, rope_probes
 from trimtab.lab.probes_kernels import kernel_groups
 from trimtab.lab.probes_products import _products, product_dtypes, product_groups
 from trimtab.model.spec_block import block_operations
@@ -41,7 +41,9 @@ def test_a_cpu_is_calibrated_within_its_time(tmp_path: Path, monkeypatch: pytest
     assert 1e-7 < found.launch_seconds < 1e-2
     assert found.disk_write is not None
     assert found.to_host is None
-    assert {Kind.COPY, Kind.PRODUCT, Kind.NORM} <= {sample.kind for sample in found.samples}
+    assert {OperationKind.COPY, OperationKind.PRODUCT, OperationKind.NORM} <= {
+        sample.kind for sample in found.samples
+    }
     assert all(sample.seconds > 0 for sample in found.samples)
     assert any("skipped" in warning for warning in found.warnings)
     assert len(labels) >= 5
@@ -72,7 +74,7 @@ def declared(pointwise: str, impl: str) -> dict[str, Operation]:
 
 def test_probes_have_the_costs_that_a_block_declares() -> None:
     operations = declared("reference", "sdpa_flash")
-    choices = Choices(CPU, "fp32")
+    choices = KernelChoices(CPU, "fp32")
     made = {
         "input_layernorm": norm_probes(choices, 128, 64),
         "mlp.activation": gate_probes(choices, 128, 96),
@@ -104,10 +106,13 @@ def test_every_kind_is_probed_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     probes = [probe for group in kernel_groups(CPU, "fp32", 2**33) for probe in group.build()]
     for probe in probes:
         probe.run()
-    assert {probe.kind for probe in probes} == set(Kind) - {Kind.PRODUCT, Kind.COPY}
-    assert {probe.dtype for probe in probes if probe.kind is Kind.DEQUANTIZE} == {"nf4", "int8"}
+    assert {probe.kind for probe in probes} == set(OperationKind) - {
+        OperationKind.PRODUCT,
+        OperationKind.COPY,
+    }
+    assert {probe.dtype for probe in probes if probe.kind is OperationKind.DEQUANTIZE} == {"nf4", "int8"}
     assert all(probe.impl and probe.moved > 0 and probe.dims for probe in probes)
-    assert len([probe for probe in probes if probe.kind is Kind.OPTIMIZER]) == 4
+    assert len([probe for probe in probes if probe.kind is OperationKind.OPTIMIZER]) == 4
     assert any("packed" in probe.impl for probe in probes)
 
 
@@ -164,7 +169,7 @@ def test_probes_that_do_not_fit_or_take_too_long_are_skipped(error: RuntimeError
     def full() -> list[Probe]:
         raise error
 
-    long = Probe(Kind.PRODUCT, "fp32", 1e12, 1.0, full)
+    long = Probe(OperationKind.PRODUCT, "fp32", 1e12, 1.0, full)
     measuring._measure(ProbeGroup("a long one", lambda: [long]))
     assert measuring.left_out == 1
     measuring._measure(ProbeGroup("a large one", full))
@@ -203,11 +208,11 @@ def test_nothing_to_measure_is_an_error_with_a_remedy() -> None:
 def test_a_gpu_is_calibrated(tmp_path: Path) -> None:
     found = calibrate("cuda", folder=tmp_path)
     assert found.device == torch.cuda.get_device_name()
-    assert {sample.kind for sample in found.samples} == set(Kind)
+    assert {sample.kind for sample in found.samples} == set(OperationKind)
     assert found.threads is None
     assert found.to_host is not None
     assert found.to_host > 1e9
     assert 1e-6 < found.launch_seconds < 1e-3
     assert any(sample.impl.startswith("triton") for sample in found.samples)
-    best = max(s.flops / s.seconds for s in found.samples if s.kind is Kind.PRODUCT)
+    best = max(s.flops / s.seconds for s in found.samples if s.kind is OperationKind.PRODUCT)
     assert best == max(found.flops.values())

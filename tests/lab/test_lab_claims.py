@@ -24,7 +24,7 @@ from trimtab.lab.studies.claims.measure import measure, run_trial
 from trimtab.lab.studies.claims.report import sections
 from trimtab.lab.studies.claims.trial import GRAMMAR, Result, Scores, Trial, recipe
 from trimtab.lab.studies.claims.verdict import Ruling
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.optim.schedule import learning_rate
 from trimtab.recipe import build
 from trimtab.report.document import LineChart, Section, Table, Text
@@ -48,7 +48,7 @@ def result(
 
 
 def measurement(trial: Trial, found: Result | None = None, message: str = "") -> Measurement:
-    outcome = Outcome.OUT_OF_MEMORY if found is None else Outcome.MEASURED
+    outcome = CellOutcome.OUT_OF_MEMORY if found is None else CellOutcome.MEASURED
     plain = {} if found is None else json.loads(json.dumps(found.to_dict()))
     return Measurement(
         Cell("claims", trial.settings()), outcome, plain, message, 1.0, Machine("a CPU", {}), "abc", "2026"

@@ -24,7 +24,7 @@ from trimtab.lab.studies.compile.cells import cells
 from trimtab.lab.studies.compile.measure import measure
 from trimtab.lab.studies.compile.report import sections
 from trimtab.lab.studies.compile.results import CompileResult, Length
-from trimtab.lab.study import Cell, Machine, Measurement, NotSupported, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement, NotSupported
 from trimtab.lab.study_models import named_shape
 from trimtab.report.document import Section, Table, Text
 
@@ -259,8 +259,10 @@ def test_the_second_process_compiles_the_same_programs() -> None:
 MACHINE = Machine("a GPU", {"torch": "2.13.0"})
 
 
-def measurement(cell: Cell, result: dict[str, Any], outcome: Outcome = Outcome.MEASURED) -> Measurement:
-    message = "" if outcome is Outcome.MEASURED else "because"
+def measurement(
+    cell: Cell, result: dict[str, Any], outcome: CellOutcome = CellOutcome.MEASURED
+) -> Measurement:
+    message = "" if outcome is CellOutcome.MEASURED else "because"
     return Measurement(cell, outcome, result, message, 1.0, MACHINE, "abc", "2026-01-01T00:00:00")
 
 
@@ -340,7 +342,7 @@ def test_many_reasons_are_counted() -> None:
 
 
 def test_cells_that_were_not_measured_are_listed() -> None:
-    (alone,) = sections([measurement(one_cell(), {}, Outcome.NOT_SUPPORTED)])
+    (alone,) = sections([measurement(one_cell(), {}, CellOutcome.NOT_SUPPORTED)])
     assert rows_of(alone) == (("small qlora, regions, dynamic", "not supported", "because"),)
 
 

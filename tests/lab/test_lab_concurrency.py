@@ -13,13 +13,13 @@ from tiny_model import write_tiny_model
 
 from trimtab.facts.errors import DataError, RecipeError
 from trimtab.lab.studies.concurrency import measure as measuring
-from trimtab.lab.studies.concurrency.cells import Job, cells, prompts
+from trimtab.lab.studies.concurrency.cells import ConcurrencySettings, cells, prompts
 from trimtab.lab.studies.concurrency.generated import Generated
 from trimtab.lab.studies.concurrency.measure import measure
 from trimtab.lab.studies.concurrency.process import digest, prepare
 from trimtab.lab.studies.concurrency.report import sections
 from trimtab.lab.studies.concurrency.ways import Way, generate_all
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.report.document import Table, Text
 
 TEXTS = [f"prompt {number}" for number in range(7)]
@@ -138,11 +138,11 @@ def measured(
         device,
         [digest(t) for t in texts],
     )
-    return made(way, Outcome.MEASURED, vars(result))
+    return made(way, CellOutcome.MEASURED, vars(result))
 
 
-def made(way: Way, outcome: Outcome, result: dict) -> Measurement:
-    job = Job(way.value, "starter", None, "abc", 48, 2, 2, "cpu")
+def made(way: Way, outcome: CellOutcome, result: dict) -> Measurement:
+    job = ConcurrencySettings(way.value, "starter", None, "abc", 48, 2, 2, "cpu")
     return Measurement(
         Cell("concurrency", job.settings()), outcome, result, "", 1.0, Machine("a CPU", {}), "c", "2026"
     )
@@ -182,9 +182,9 @@ class TestReport:
         assert "differ from those of one-by-one: batch 1." in self.text(found)
 
     def test_ways_without_a_result(self) -> None:
-        found = [measured(Way.ONE_BY_ONE, 4.0), made(Way.PROCESSES, Outcome.OUT_OF_MEMORY, {})]
+        found = [measured(Way.ONE_BY_ONE, 4.0), made(Way.PROCESSES, CellOutcome.OUT_OF_MEMORY, {})]
         assert self.table(found).rows[1][:3] == ("processes", "out of memory", "–")
-        alone = [made(Way.PROCESSES, Outcome.FAILED, {})]
+        alone = [made(Way.PROCESSES, CellOutcome.FAILED, {})]
         assert self.table(alone).rows[0][1] == "failed"
 
     def test_gpu_memory_has_a_column_on_a_gpu(self) -> None:

@@ -19,8 +19,8 @@ from trimtab.lab.studies.kernels import measure as measuring
 from trimtab.lab.studies.kernels.attention_flops import product_flops, softmax_flops
 from trimtab.lab.studies.kernels.cells import cells
 from trimtab.lab.studies.kernels.report import sections
-from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, Pass
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, ProfiledPass
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.worker import measure_cell as in_worker
 from trimtab.report.document import Block, Section, Table, Text
 
@@ -28,8 +28,10 @@ MACHINE = Machine("a GPU", {"torch": "2.13.0"})
 PLACE = "trimtab.lab.studies.kernels.measure:measure"
 
 
-def measurement(cell: Cell, result: dict[str, Any], outcome: Outcome = Outcome.MEASURED) -> Measurement:
-    message = "" if outcome is Outcome.MEASURED else "because"
+def measurement(
+    cell: Cell, result: dict[str, Any], outcome: CellOutcome = CellOutcome.MEASURED
+) -> Measurement:
+    message = "" if outcome is CellOutcome.MEASURED else "because"
     return Measurement(cell, outcome, result, message, 1.0, MACHINE, "abc", "2026-01-01T00:00:00")
 
 
@@ -90,12 +92,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Measurement:
 
 def test_a_cell_has_three_profiles_and_clocks(tiny: Measurement) -> None:
     result = KernelsResult.from_dict(tiny.result)
-    assert list(result.profiles) == list(Pass)
+    assert list(result.profiles) == list(ProfiledPass)
     _, forward, full = result.profiles.values()
     count = {
         one: sum(e.count for e in p.entries if e.name == "aten::mm") for one, p in result.profiles.items()
     }
-    assert count == {Pass.INFERENCE: 15, Pass.FORWARD: 15, Pass.FULL: 45}
+    assert count == {ProfiledPass.INFERENCE: 15, ProfiledPass.FORWARD: 15, ProfiledPass.FULL: 45}
     assert full.kind_share(KernelKind.OPTIMIZER) > 0 == forward.kind_share(KernelKind.OPTIMIZER)
     for one, profile in result.profiles.items():
         assert 0 < profile.busy_seconds <= profile.span_seconds <= profile.host_seconds
@@ -130,7 +132,7 @@ def test_fused_attention_has_no_parts_and_no_trace_is_written_unasked() -> None:
     result = KernelsResult.from_dict(measuring.measure(dict(cell.settings)))
     assert result.attention == ()
     assert result.trace is None
-    assert result.profiles[Pass.FORWARD].kind_share(KernelKind.ATTENTION) > 0
+    assert result.profiles[ProfiledPass.FORWARD].kind_share(KernelKind.ATTENTION) > 0
 
 
 def test_nvtx_ranges_take_the_place_of_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +165,7 @@ def test_ranges_without_cuda_are_an_outcome(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     (cell,) = one_cell(contexts=[16], nvtx=True)
     answer = in_worker(PLACE, dict(cell.settings))
-    assert answer["outcome"] == Outcome.NOT_SUPPORTED.value
+    assert answer["outcome"] == CellOutcome.NOT_SUPPORTED.value
     assert "without --nvtx" in answer["message"]
 
 
@@ -181,9 +183,9 @@ def profile(gemm: float, softmax: float, other: float = 0.0) -> Profile:
 
 def result(**changes: Any) -> KernelsResult:
     profiles = {
-        Pass.INFERENCE: profile(0.9, 0.1),
-        Pass.FORWARD: profile(0.8, 0.2),
-        Pass.FULL: profile(2.0, 0.2, 0.3),
+        ProfiledPass.INFERENCE: profile(0.9, 0.1),
+        ProfiledPass.FORWARD: profile(0.8, 0.2),
+        ProfiledPass.FULL: profile(2.0, 0.2, 0.3),
     }
     parts = (
         AttentionPart("attention: scores", 10**9, 2 * 10**9, 0.1, 0.2),
@@ -191,7 +193,7 @@ def result(**changes: Any) -> KernelsResult:
         AttentionPart("attention: values", 10**9, 2 * 10**9, 0.1, 0.2),
         AttentionPart("attention", 0, 0, 0.0, 0.0),
     )
-    return KernelsResult(profiles, dict.fromkeys(Pass, 1.0), parts, **changes)
+    return KernelsResult(profiles, dict.fromkeys(ProfiledPass, 1.0), parts, **changes)
 
 
 def reference_cell(context: int = 128, **changes: Any) -> Cell:
@@ -221,7 +223,7 @@ def test_reference_figures_appear_only_at_its_settings() -> None:
 
 
 def test_cells_that_were_not_measured_are_listed() -> None:
-    out = measurement(reference_cell(1024), {}, Outcome.OUT_OF_MEMORY)
+    out = measurement(reference_cell(1024), {}, CellOutcome.OUT_OF_MEMORY)
     found = sections([measurement(reference_cell(), result().to_dict()), out])
     (table,) = tables(found[0].blocks)
     assert table.rows == (("small, context 1024, fp32, reference", "out of memory", "because"),)

@@ -14,7 +14,7 @@ import torch
 from tiny_model import write_tiny_model
 from torch._C._profiler import _EventType
 
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import (
@@ -93,7 +93,9 @@ def plain_step() -> tuple[StudyStep, AttributedTimeline]:
     return study_timeline(Precision.FP32)
 
 
-def blocks_of(timeline: AttributedTimeline, part: Part, phase: RunPhase = RunPhase.FORWARD) -> list[Block]:
+def blocks_of(
+    timeline: AttributedTimeline, part: MemoryPart, phase: RunPhase = RunPhase.FORWARD
+) -> list[Block]:
     return [block for block in timeline.blocks if block.role.part is part and block.phase is phase]
 
 
@@ -104,7 +106,7 @@ def test_blocks_have_their_bucket_and_place(plain_step: tuple[StudyStep, Attribu
     assert before[TensorKind.WEIGHTS] == parameters
     assert before[TensorKind.OPTIMIZER] == 2 * parameters
     stream = BATCH * CONTEXT * WIDTH * 4
-    found = [b for b in blocks_of(timeline, Part.RESIDUAL) if b.tensor_bytes == stream]
+    found = [b for b in blocks_of(timeline, MemoryPart.RESIDUAL) if b.tensor_bytes == stream]
     assert sorted({block.module for block in found}) == [
         "model.embed_tokens",
         *(f"model.layers.{i}" for i in range(LAYERS)),
@@ -112,7 +114,7 @@ def test_blocks_have_their_bucket_and_place(plain_step: tuple[StudyStep, Attribu
     assert len(found) == 1 + 2 * LAYERS, "the embedding, and two additions a layer"
     [softmax] = [
         block
-        for block in blocks_of(timeline, Part.ATTENTION)
+        for block in blocks_of(timeline, MemoryPart.ATTENTION)
         if block.name.startswith("_softmax") and block.module == "model.layers.1.self_attn"
     ]
     assert softmax.name == f"_softmax [{BATCH}, 4, {CONTEXT}, {CONTEXT}] float32"
@@ -120,19 +122,21 @@ def test_blocks_have_their_bucket_and_place(plain_step: tuple[StudyStep, Attribu
     assert softmax.line.startswith("trimtab/kernels/attention/impl_reference.py:")
     assert softmax.end is not None, "released in the backward pass"
     assert timeline.phase_at(softmax.end) is RunPhase.BACKWARD
-    [up] = [b for b in blocks_of(timeline, Part.FEED_FORWARD) if b.module == "model.layers.0.mlp.up_proj"]
+    [up] = [
+        b for b in blocks_of(timeline, MemoryPart.FEED_FORWARD) if b.module == "model.layers.0.mlp.up_proj"
+    ]
     assert up.tensor_bytes == BATCH * CONTEXT * 256 * 4
-    logits = [b for b in blocks_of(timeline, Part.LOSS, RunPhase.LOSS) if b.nbytes > stream]
+    logits = [b for b in blocks_of(timeline, MemoryPart.LOSS, RunPhase.LOSS) if b.nbytes > stream]
     assert [block.name for block in logits] == [f"mm [{BATCH * CONTEXT}, 10000] float32"]
 
 
 def test_backward_blocks_name_their_forward_place(plain_step: tuple[StudyStep, AttributedTimeline]) -> None:
     _, timeline = plain_step
-    gradients = blocks_of(timeline, Part.GRADIENTS, RunPhase.BACKWARD)
+    gradients = blocks_of(timeline, MemoryPart.GRADIENTS, RunPhase.BACKWARD)
     modules = {block.module for block in gradients}
     assert "backward of model.layers.0.mlp.down_proj" in modules
     assert all(block.line for block in gradients if block.module != "backward")
-    scratch = [b for b in blocks_of(timeline, Part.WORKSPACE, RunPhase.BACKWARD) if b.nbytes > 2**20]
+    scratch = [b for b in blocks_of(timeline, MemoryPart.WORKSPACE, RunPhase.BACKWARD) if b.nbytes > 2**20]
     assert len(scratch) == 2, "the gradient of the sum, copied by each of the two products that read it"
     named = [block for block in timeline.blocks if block.name == "gradient of lm_head.weight"]
     assert [block.role for block in named] == [Role(TensorKind.GRADIENTS)]
@@ -212,7 +216,7 @@ def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
     assert measured[TensorKind.GRADIENTS] == planned.gradients
     assert measured[TensorKind.OPTIMIZER] == planned.optimizer
     assert measured[TensorKind.ACTIVATIONS] == pytest.approx(planned.activations, rel=0.005)
-    passing = [b for b in found.timeline.blocks if b.role.part is Part.PARAMETER_GRADIENTS]
+    passing = [b for b in found.timeline.blocks if b.role.part is MemoryPart.PARAMETER_GRADIENTS]
     assert passing, "gradients that are added to others"
 
 
@@ -225,13 +229,13 @@ def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
     assert "recomputation of model.layers.1.mlp.gate_proj" in modules
     assert "backward of model.layers.1.mlp.gate_proj" in modules
     parts = {b.role.part for b in backward if (b.module or "").startswith("recomputation of")}
-    assert {Part.ATTENTION, Part.FEED_FORWARD, Part.NORMS, Part.RESIDUAL} <= parts
+    assert {MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD, MemoryPart.NORMS, MemoryPart.RESIDUAL} <= parts
 
 
 def test_no_gradient_remains_with_the_optimizer_in_backward(tmp_path: Path) -> None:
     found = recorded_step(tmp_path, optim_in_backward=True, max_grad_norm=0)
     assert all(moment.by_kind()[TensorKind.GRADIENTS] == 0 for moment in found.timeline.moments())
-    assert any(block.role.part is Part.PARAMETER_GRADIENTS for block in found.timeline.blocks)
+    assert any(block.role.part is MemoryPart.PARAMETER_GRADIENTS for block in found.timeline.blocks)
 
 
 def place(phase: RunPhase, module: str | None = None) -> Place:
@@ -274,12 +278,12 @@ def test_every_moment_adds_up_to_the_events() -> None:
         totals.append(total)
     assert [moment.total for moment in timeline.moments()] == [558, *totals]
     made, scratch, kept, loose = (b for b in timeline.blocks if b.start is not None)
-    assert made.role.part is Part.FEED_FORWARD
+    assert made.role.part is MemoryPart.FEED_FORWARD
     assert (made.name, made.tensor_bytes, made.start, made.end) == ("mm [24] float32", 96, 0, 5)
-    assert scratch.role.part is Part.WORKSPACE
+    assert scratch.role.part is MemoryPart.WORKSPACE
     assert (kept.role.kind, kept.name, kept.end) == (TensorKind.GRADIENTS, "gradient of w", None)
     assert kept.module == "backward of model.layers.0.mlp.up_proj"
-    assert loose.role.part is Part.WORKSPACE
+    assert loose.role.part is MemoryPart.WORKSPACE
     assert [span.phase for span in timeline.phases] == [
         RunPhase.FORWARD,
         RunPhase.BACKWARD,
@@ -369,13 +373,13 @@ def test_blocks_of_the_gpu_allocator_get_names() -> None:
 
 def test_roles_of_fused_kernels_and_casts() -> None:
     block = Place(RunPhase.FORWARD, "model.layers.0")
-    assert role_of(block, SUM_AND_NORM, 0).part is Part.NORMS
-    assert role_of(block, SUM_AND_NORM, 1).part is Part.RESIDUAL
+    assert role_of(block, SUM_AND_NORM, 0).part is MemoryPart.NORMS
+    assert role_of(block, SUM_AND_NORM, 1).part is MemoryPart.RESIDUAL
     cast = Place(RunPhase.FORWARD, "model.layers.0.mlp.up_proj", casts_weight=True)
-    assert role_of(cast, "aten::_to_copy", 0).part is Part.WORKSPACE
-    assert role_of(cast, "aten::mm", 0).part is Part.FEED_FORWARD
-    assert role_of(Place(RunPhase.FORWARD), "aten::arange", 0).part is Part.INPUTS
-    assert role_of(Place(RunPhase.FORWARD, "lm_head"), "aten::mm", 0).part is Part.LOSS
+    assert role_of(cast, "aten::_to_copy", 0).part is MemoryPart.WORKSPACE
+    assert role_of(cast, "aten::mm", 0).part is MemoryPart.FEED_FORWARD
+    assert role_of(Place(RunPhase.FORWARD), "aten::arange", 0).part is MemoryPart.INPUTS
+    assert role_of(Place(RunPhase.FORWARD, "lm_head"), "aten::mm", 0).part is MemoryPart.LOSS
 
 
 def test_blocks_are_written_as_json(tmp_path: Path, plain_step: tuple[StudyStep, AttributedTimeline]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from trimtab.cli.main import main
 from trimtab.facts.errors import DataError, RecipeError
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import AttributedTimeline, Block, PhaseSpan, Role
@@ -21,24 +21,24 @@ from trimtab.lab.studies import find_study
 from trimtab.lab.studies.memory.cells import Options, cells
 from trimtab.lab.studies.memory.measure import measure
 from trimtab.lab.studies.memory.results import Allocator, MemoryResult, ResidualStream
-from trimtab.lab.studies.memory.settings import MemorySettings, Pass
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.studies.memory.settings import MeasuredPass, MemorySettings
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.report.document import LineChart, Section, StackChart, Table, Text
 from trimtab.report.document_markdown import markdown
 
 CONTEXT, BATCH = 32, 2
 
 
-def settings(part: Pass, **more: Any) -> dict[str, Any]:
+def settings(part: MeasuredPass, **more: Any) -> dict[str, Any]:
     return MemorySettings(StepSettings("tiny", CONTEXT, BATCH, **more), part).to_dict()
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
     return {
-        "forward": measure(settings(Pass.FORWARD)),
-        "full": measure(settings(Pass.FULL)),
-        "fast": measure(settings(Pass.FULL, kernels=Kernels.FAST, loss=Loss.CROSS_ENTROPY)),
+        "forward": measure(settings(MeasuredPass.FORWARD)),
+        "full": measure(settings(MeasuredPass.FULL)),
+        "fast": measure(settings(MeasuredPass.FULL, kernels=Kernels.FAST, loss=Loss.CROSS_ENTROPY)),
     }
 
 
@@ -115,11 +115,11 @@ def test_invalid_options_are_rejected(options: Options, words: str) -> None:
 
 def test_the_full_step_is_called_full_as_in_bench_step() -> None:
     chosen = cells(Options(["tiny"], contexts=[8], precisions=["fp32"], parts=["full"]))
-    assert [cell.settings["pass"] for cell in chosen] == [Pass.FULL.value]
+    assert [cell.settings["pass"] for cell in chosen] == [MeasuredPass.FULL.value]
 
 
 def block(nbytes: int, start: int | None = None, end: int | None = None, **more: Any) -> Block:
-    role = more.pop("role", Role(TensorKind.ACTIVATIONS, Part.ATTENTION))
+    role = more.pop("role", Role(TensorKind.ACTIVATIONS, MemoryPart.ATTENTION))
     return Block(nbytes, role, start=start, end=end, phase=RunPhase.FORWARD, **more)
 
 
@@ -172,9 +172,9 @@ MACHINE = Machine("a GPU", {"torch": "2.13.0"})
 
 
 def measurement(
-    result: dict[str, Any], outcome: Outcome = Outcome.MEASURED, message: str = "", **changes: Any
+    result: dict[str, Any], outcome: CellOutcome = CellOutcome.MEASURED, message: str = "", **changes: Any
 ) -> Measurement:
-    own = {**settings(Pass.FULL), **changes}
+    own = {**settings(MeasuredPass.FULL), **changes}
     return Measurement(
         Cell("memory", own), outcome, result, message, 1.0, MACHINE, "abc", "2026-01-01T00:00:00"
     )
@@ -188,8 +188,8 @@ def test_the_report_shows_every_outcome(results: dict[str, dict[str, Any]]) -> N
     measured = [
         measurement(results["forward"], **{"pass": "forward"}),
         measurement(results["full"]),
-        measurement({}, Outcome.OUT_OF_MEMORY, "no memory", context=4096),
-        measurement({}, Outcome.NOT_SUPPORTED, "no bf16 here", precision="bf16"),
+        measurement({}, CellOutcome.OUT_OF_MEMORY, "no memory", context=4096),
+        measurement({}, CellOutcome.NOT_SUPPORTED, "no bf16 here", precision="bf16"),
     ]
     found = find_study("memory").sections(measured)
     assert [section.title for section in found] == [
@@ -220,7 +220,7 @@ def test_the_report_shows_every_outcome(results: dict[str, dict[str, Any]]) -> N
 
 
 def test_the_report_if_every_cell_failed() -> None:
-    found = find_study("memory").sections([measurement({}, Outcome.OUT_OF_MEMORY, "no memory")])
+    found = find_study("memory").sections([measurement({}, CellOutcome.OUT_OF_MEMORY, "no memory")])
     assert [section.title for section in found] == ["Peak memory by context"]
     assert blocks_of(found, Table)[0].rows == (("tiny", "fp32", "out of memory"),)
 
@@ -267,8 +267,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("part", list(Pass))
-def test_a_cell_on_a_gpu(part: Pass, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", list(MeasuredPass))
+def test_a_cell_on_a_gpu(part: MeasuredPass, tmp_path: Path) -> None:
     step = StepSettings("tiny", CONTEXT, BATCH, kernels=Kernels.FAST, loss=Loss.CROSS_ENTROPY, device="cuda")
     chosen = MemorySettings(step, part, snapshots=str(tmp_path))
     result = MemoryResult.from_dict(measure(chosen.to_dict()))

@@ -25,7 +25,7 @@ from trimtab.lab.numerics.bits_report import bits_document, describe_loss
 from trimtab.lab.numerics.block_codes import CODES
 from trimtab.lab.numerics.formats import FORMATS, FloatFormat, Kind, Number
 from trimtab.lab.numerics.number_text import exact_decimal, parse_number, short_decimal, show_number
-from trimtab.lab.numerics.stored import Outcome, StoredFloat, store_code, store_float
+from trimtab.lab.numerics.stored import StorageOutcome, StoredFloat, store_code, store_float
 from trimtab.report.document import Code, LineChart, Table
 
 TORCH = {
@@ -142,30 +142,30 @@ def test_neighbours_are_numpys(value: float, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "stored", "outcome"),
     [
-        ("fp16", "65519.99", "65504", Outcome.ROUNDED),
-        ("fp16", "65520", "inf", Outcome.TO_INFINITY),
-        ("fp16", "-1e400", "-inf", Outcome.TO_INFINITY),
-        ("fp16", "6e-8", "5.96046448e-8", Outcome.ROUNDED),
-        ("fp16", "0x1p-25", "0", Outcome.TO_ZERO),  # half of the smallest: a tie, and 0 is even
-        ("fp16", "-2.9e-8", "-0", Outcome.TO_ZERO),
-        ("fp16", "2049", "2048", Outcome.TIE),
-        ("fp16", "2051", "2052", Outcome.TIE),
-        ("bf16", "1e39", "inf", Outcome.TO_INFINITY),
-        ("bf16", "65520", "65536", Outcome.ROUNDED),
-        ("fp8_e4m3", "464", "448", Outcome.TIE),
-        ("fp8_e4m3", "465", "448", Outcome.SATURATED),
-        ("fp8_e4m3", "-inf", "-448", Outcome.SATURATED),
-        ("fp8_e5m2", "61440", "inf", Outcome.TO_INFINITY),
-        ("fp8_e5m2", "61439", "57344", Outcome.ROUNDED),
-        ("fp32", "nan", "nan", Outcome.EXACT),
-        ("fp8_e4m3", "nan", "nan", Outcome.EXACT),
-        ("fp32", "-inf", "-inf", Outcome.EXACT),
-        ("fp32", "-0", "-0", Outcome.EXACT),
-        ("fp32", "0.5", "0.5", Outcome.EXACT),
-        ("fp64", "0x1.8p-1074", "9.88131292e-324", Outcome.TIE),
+        ("fp16", "65519.99", "65504", StorageOutcome.ROUNDED),
+        ("fp16", "65520", "inf", StorageOutcome.TO_INFINITY),
+        ("fp16", "-1e400", "-inf", StorageOutcome.TO_INFINITY),
+        ("fp16", "6e-8", "5.96046448e-8", StorageOutcome.ROUNDED),
+        ("fp16", "0x1p-25", "0", StorageOutcome.TO_ZERO),  # half of the smallest: a tie, and 0 is even
+        ("fp16", "-2.9e-8", "-0", StorageOutcome.TO_ZERO),
+        ("fp16", "2049", "2048", StorageOutcome.TIE),
+        ("fp16", "2051", "2052", StorageOutcome.TIE),
+        ("bf16", "1e39", "inf", StorageOutcome.TO_INFINITY),
+        ("bf16", "65520", "65536", StorageOutcome.ROUNDED),
+        ("fp8_e4m3", "464", "448", StorageOutcome.TIE),
+        ("fp8_e4m3", "465", "448", StorageOutcome.SATURATED),
+        ("fp8_e4m3", "-inf", "-448", StorageOutcome.SATURATED),
+        ("fp8_e5m2", "61440", "inf", StorageOutcome.TO_INFINITY),
+        ("fp8_e5m2", "61439", "57344", StorageOutcome.ROUNDED),
+        ("fp32", "nan", "nan", StorageOutcome.EXACT),
+        ("fp8_e4m3", "nan", "nan", StorageOutcome.EXACT),
+        ("fp32", "-inf", "-inf", StorageOutcome.EXACT),
+        ("fp32", "-0", "-0", StorageOutcome.EXACT),
+        ("fp32", "0.5", "0.5", StorageOutcome.EXACT),
+        ("fp64", "0x1.8p-1074", "9.88131292e-324", StorageOutcome.TIE),
     ],
 )
-def test_edges(name: str, value: str, stored: str, outcome: Outcome) -> None:
+def test_edges(name: str, value: str, stored: str, outcome: StorageOutcome) -> None:
     row = study_bits([value], [name]).numbers[0].floats[0]
     assert (show_number(row.stored), row.outcome) == (stored, outcome)
     assert describe_loss(row)
@@ -255,10 +255,10 @@ def test_the_largest_magnitude_of_a_block_is_exact_and_the_report_says_why() -> 
 def test_a_block_has_a_largest_magnitude() -> None:
     found = study_bits(["0.25", "-2"], ["nf4", "int8"])
     assert found.absmax == 2
-    assert found.numbers[1].codes[0].outcome is Outcome.EXACT
+    assert found.numbers[1].codes[0].outcome is StorageOutcome.EXACT
     assert found.numbers[1].codes[1].bits == ("10000001",)
     assert study_bits(["0.25"], ["nf4"]).absmax == 1
-    assert study_bits(["nan"], ["nf4"]).numbers[0].codes[0].outcome is Outcome.NOT_STORED
+    assert study_bits(["nan"], ["nf4"]).numbers[0].codes[0].outcome is StorageOutcome.NOT_STORED
     for absmax in ("1", "0", "nan", "inf"):
         with pytest.raises(RecipeError, match="at least 2"):
             study_bits(["2"], ["nf4"], absmax)

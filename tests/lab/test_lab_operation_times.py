@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.lab.operation_times import (
     ACCUMULATION,
     ADDITIONS,
@@ -77,7 +77,13 @@ def check(times: OperationTimes, block: DeclaredBlock) -> None:
     measured = {row.operation.removesuffix(" dequantization") for row in times.rows}
     assert measured - set(UNDECLARED) <= declared, times.table()
     for one in block.operations:
-        if one.kind in (Kind.PRODUCT, Kind.ATTENTION, Kind.ROPE, Kind.GATE, Kind.NORM):
+        if one.kind in (
+            OperationKind.PRODUCT,
+            OperationKind.ATTENTION,
+            OperationKind.ROPE,
+            OperationKind.GATE,
+            OperationKind.NORM,
+        ):
             assert times.seconds(one.name, FORWARD) > 0, one.name
             assert times.seconds(one.name, BACKWARD) > 0, one.name
     assert times.seconds("loss") > 0
@@ -85,7 +91,9 @@ def check(times: OperationTimes, block: DeclaredBlock) -> None:
 
 def products(times: OperationTimes, block: DeclaredBlock) -> dict[str, float]:
     """Seconds of the products by name, forward and backward."""
-    return {one.name: times.seconds(one.name) for one in block.operations if one.kind is Kind.PRODUCT}
+    return {
+        one.name: times.seconds(one.name) for one in block.operations if one.kind is OperationKind.PRODUCT
+    }
 
 
 def test_full_training_on_a_cpu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import trimtab
 from trimtab.lab import sweep
-from trimtab.lab.study import FRESH, Cell, Outcome, Study
+from trimtab.lab.study import FRESH, Cell, CellOutcome, Study
 from trimtab.lab.sweep import run_sweep
 
 
@@ -38,6 +38,6 @@ def test_a_fresh_cell_has_a_process_in_which_nothing_ran(study: None, tmp_path: 
 
 def test_a_study_that_counts_starts_no_process(study: None, tmp_path: Path) -> None:
     (measurement,) = run_sweep([Cell("counting", {})], tmp_path, device="cpu")
-    assert measurement.outcome is Outcome.MEASURED
+    assert measurement.outcome is CellOutcome.MEASURED
     assert measurement.result == {"pid": os.getpid()}
     assert measurement.machine.versions["trimtab"] == trimtab.__version__

@@ -24,7 +24,7 @@ from trimtab.cli.study_progress import StudyProgress, count_outcomes, has_failed
 from trimtab.cli.studying import run_study
 from trimtab.facts.errors import DataError, ResourceError
 from trimtab.lab.reporting import build_report, read_report, write_report
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.sweep import RECORDS
 from trimtab.report import pictures
 from trimtab.report.document import LineChart
@@ -40,8 +40,10 @@ def known(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     make_known(monkeypatch, tmp_path_factory.mktemp("worker") / "packages")
 
 
-def made(machine: Machine, value: int, outcome: Outcome = Outcome.MEASURED, **more: Any) -> Measurement:
-    result = {"value": value} if outcome is Outcome.MEASURED else {}
+def made(
+    machine: Machine, value: int, outcome: CellOutcome = CellOutcome.MEASURED, **more: Any
+) -> Measurement:
+    result = {"value": value} if outcome is CellOutcome.MEASURED else {}
     one = Measurement(
         cell("measure", value=value), outcome, result, "", 0.5, machine, "abc", "2026-11-18T10:00:00+00:00"
     )
@@ -143,7 +145,7 @@ def test_an_unwritable_target(tmp_path: Path) -> None:
 
 def test_the_command_writes_the_report_from_records(tmp_path: Path) -> None:
     first = write_records(tmp_path / "a" / RECORDS, [made(H200, 1)], "{torn")
-    second = write_records(tmp_path / "b.jsonl", [made(LAPTOP, 2, Outcome.OUT_OF_MEMORY)])
+    second = write_records(tmp_path / "b.jsonl", [made(LAPTOP, 2, CellOutcome.OUT_OF_MEMORY)])
     code, said = call("bench", "report", first.parent)
     assert code == 0
     assert "1 damaged line left out" in said
@@ -281,7 +283,7 @@ def test_progress_on_a_terminal_shows_the_cell_and_the_time_left(monkeypatch: py
         progress._bar.refresh()
         bad = cell("[bold]fail\x1b[31m")
         progress(2, 4, bad, None)
-        progress(3, 4, bad, made(H200, 2, Outcome.FAILED, message="why\nnot [/red]"))
+        progress(3, 4, bad, made(H200, 2, CellOutcome.FAILED, message="why\nnot [/red]"))
     shown = console.file.getvalue()
     assert "sample measure 1" in shown
     assert "2/4" in shown
@@ -291,7 +293,7 @@ def test_progress_on_a_terminal_shows_the_cell_and_the_time_left(monkeypatch: py
 
 
 def test_counts_and_codes() -> None:
-    found = [made(H200, 1), made(H200, 2, Outcome.OUT_OF_MEMORY), made(H200, 3, Outcome.TIMED_OUT)]
+    found = [made(H200, 1), made(H200, 2, CellOutcome.OUT_OF_MEMORY), made(H200, 3, CellOutcome.TIMED_OUT)]
     assert count_outcomes(found) == "3 cells: 1 measured, 1 out of memory, 1 timed out"
     assert has_failed(found)
     assert not has_failed(found[:2])

@@ -14,7 +14,7 @@ from trimtab.lab.studies.sizes.cells import cells
 from trimtab.lab.studies.sizes.counts import SizeResult, count_model
 from trimtab.lab.studies.sizes.measure import measure
 from trimtab.lab.studies.sizes.report import sections
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.study_models import STUDY_MODELS, named_shape, study_model
 from trimtab.model.building import build
 from trimtab.report.document import Document, Table
@@ -35,7 +35,7 @@ CONFIG = {
 def measured(size: str, **changes: object) -> Measurement:
     cell = Cell("sizes", {"size": size})
     made = Measurement(
-        cell, Outcome.MEASURED, measure({"size": size}), "", 0.1, Machine("a CPU", {}), "abc", "2026"
+        cell, CellOutcome.MEASURED, measure({"size": size}), "", 0.1, Machine("a CPU", {}), "abc", "2026"
     )
     return Measurement(**{**vars(made), **changes})  # type: ignore[arg-type]
 
@@ -90,7 +90,7 @@ def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
 
 
 def test_the_report_has_every_model_and_outcome() -> None:
-    failed = measured("medium", outcome=Outcome.FAILED, message="a reason", result={})
+    failed = measured("medium", outcome=CellOutcome.FAILED, message="a reason", result={})
     found = sections([measured("small"), failed, measured("Qwen/Qwen3-30B-A3B")])
     text = markdown(Document("Sizes", (), tuple(found), "trimtab bench sizes"))
     assert "medium: failed: a reason" in text

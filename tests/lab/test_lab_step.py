@@ -15,14 +15,14 @@ import pytest
 from trimtab.cli.main import main
 from trimtab.facts.errors import DataError, ModelError, RecipeError
 from trimtab.lab.samples import Samples
-from trimtab.lab.step_settings import Part
+from trimtab.lab.step_settings import TimedPart
 from trimtab.lab.step_times import StepTimes
 from trimtab.lab.studies.step.cells import cells
 from trimtab.lab.studies.step.entries import differ
 from trimtab.lab.studies.step.measure import measure
 from trimtab.lab.studies.step.report import sections
 from trimtab.lab.studies.step.result import StepResult, TimedStep, model_flops
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.study_models import study_model
 from trimtab.report.document import BarChart, Document, LineChart, Section, Table
 from trimtab.report.document_markdown import markdown
@@ -99,8 +99,8 @@ def test_models_of_other_families_cannot_be_timed() -> None:
         settings(sizes=["starter"], contexts=[100_000])
 
 
-@pytest.mark.parametrize("part", Part)
-def test_a_part_is_measured(part: Part) -> None:
+@pytest.mark.parametrize("part", TimedPart)
+def test_a_part_is_measured(part: TimedPart) -> None:
     (wanted,) = settings(parts=[part.value], losses=["logits_sum"], steps=3, warm_up=[2])
     found = StepResult.from_dict(json.loads(json.dumps(measure(wanted))))
     assert found.times.host.repetitions == 3
@@ -131,11 +131,11 @@ def test_a_model_from_a_config_is_measured(tmp_path: Path) -> None:
 def test_model_flops_are_twice_the_weights_of_each_product() -> None:
     shape = study_model("small").shape()
     products = shape.num_parameters - 10_000 * 768 - 25 * 768  # no product with the embedding or a norm
-    forward = model_flops(shape, 128, 4, Part.FORWARD)
+    forward = model_flops(shape, 128, 4, TimedPart.FORWARD)
     attention = 4 * 12 * 4 * 768 * 128 * 129 / 2  # batch · layers · (QK and PV, 2 FLOPs each) · visible pairs
     assert forward == pytest.approx(4 * 128 * 2 * products + attention)
-    assert model_flops(shape, 128, 4, Part.BACKWARD) == 2 * forward
-    assert model_flops(shape, 128, 4, Part.FULL) == 3 * forward
+    assert model_flops(shape, 128, 4, TimedPart.BACKWARD) == 2 * forward
+    assert model_flops(shape, 128, 4, TimedPart.FULL) == 3 * forward
 
 
 def made(wanted: dict[str, Any], times: Sequence[float], **changes: Any) -> Measurement:
@@ -158,9 +158,9 @@ def made(wanted: dict[str, Any], times: Sequence[float], **changes: Any) -> Meas
         "from_cache": False,
         "difference": None,
     }
-    outcome = changes.pop("outcome", Outcome.MEASURED)
+    outcome = changes.pop("outcome", CellOutcome.MEASURED)
     message = changes.pop("message", "")
-    measured = outcome is Outcome.MEASURED
+    measured = outcome is CellOutcome.MEASURED
     return Measurement(
         Cell("step", wanted), outcome, {**result, **changes} if measured else {}, message, 1.0,
         Machine("a device", {"torch": "2.13"}), "abc", "2026-11-18T00:00:00+00:00",
@@ -188,7 +188,7 @@ def test_the_report_of_known_times() -> None:
     for one in asked:
         ms = PART_MS[one["part"]] * one["context"] / 128 * (1.1 if one["loss"] == "cross_entropy" else 1)
         if (one["part"], one["context"]) == ("full", 256):
-            measurements.append(made(one, [1.0], outcome=Outcome.OUT_OF_MEMORY, message="tried 3 GiB"))
+            measurements.append(made(one, [1.0], outcome=CellOutcome.OUT_OF_MEMORY, message="tried 3 GiB"))
         else:
             measurements.append(made(one, [ms - 1, ms + 1] * 5))
     found = sections(measurements)
@@ -266,7 +266,7 @@ def test_gains_of_precision_mode_and_kernels() -> None:
     measurements = []
     for one in asked:
         if one["mode"] == "graphs":
-            measurements.append(made(one, [1.0], outcome=Outcome.NOT_SUPPORTED, message="no GPU"))
+            measurements.append(made(one, [1.0], outcome=CellOutcome.NOT_SUPPORTED, message="no GPU"))
             continue
         ms = 100 / speed[one["precision"]] / speed[one["mode"]] / speed[one["kernels"]]
         more = {"compile_seconds": 20.0, "difference": 2e-7} if one["mode"] == "compiled" else {}
@@ -307,7 +307,7 @@ def test_the_warm_up_report_is_made_of_its_data() -> None:
     assert "3.33 times that after 5 steps" in text
     assert "226.0 ± 441.0" in text, "the reference's, at the same settings"
     assert "| 390.0 " in text
-    failed = [made(one, [1.0], outcome=Outcome.TIMED_OUT, message="longer than 600 s") for one in asked]
+    failed = [made(one, [1.0], outcome=CellOutcome.TIMED_OUT, message="longer than 600 s") for one in asked]
     assert "timed out" in text_of(sections(failed))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.lab import study_graphs, study_modes, study_step
-from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision, StepSettings
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Precision, StepSettings, TimedPart
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_graphs import GraphStep
 from trimtab.lab.study_modes import Fingerprint, check_mode, disagreement, fingerprint, ready_step
@@ -29,8 +29,8 @@ def step() -> StudyStep:
     return StudyStep(SETTINGS)
 
 
-@pytest.mark.parametrize("part", Part)
-def test_each_part_runs_its_passes_and_starts_without_gradients(step: StudyStep, part: Part) -> None:
+@pytest.mark.parametrize("part", TimedPart)
+def test_each_part_runs_its_passes_and_starts_without_gradients(step: StudyStep, part: TimedPart) -> None:
     before = step.parameters[0].detach().clone()
     step.forward_backward()
     prepare = step.prepared(part)
@@ -38,10 +38,10 @@ def test_each_part_runs_its_passes_and_starts_without_gradients(step: StudyStep,
     once = [None if p.grad is None else p.grad.clone() for p in step.parameters]
     prepare()()
     moved = not torch.equal(before, step.parameters[0])
-    assert moved == (part is Part.FULL)
-    if part in (Part.BACKWARD, Part.FORWARD_BACKWARD):
+    assert moved == (part is TimedPart.FULL)
+    if part in (TimedPart.BACKWARD, TimedPart.FORWARD_BACKWARD):
         assert all(torch.equal(a, p.grad) for a, p in zip(once, step.parameters, strict=True)), "not added up"
-    if part is Part.FULL:
+    if part is TimedPart.FULL:
         assert all(p.grad is None for p in step.parameters)
 
 
@@ -114,7 +114,7 @@ def test_a_compiled_step_is_compared_with_eager_mode(
     step: StudyStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    ready = ready_step(step, Mode.COMPILED, Part.FORWARD_BACKWARD)
+    ready = ready_step(step, Mode.COMPILED, TimedPart.FORWARD_BACKWARD)
     made = ready.preparation
     assert step.compiled_loss is not None
     assert made.compile_seconds is not None
@@ -133,7 +133,7 @@ def test_a_compiled_step_that_is_one_percent_off_is_not_timed(
 
     monkeypatch.setattr(torch, "compile", wrong)
     with pytest.raises(RuntimeError, match="differ from eager mode"):
-        ready_step(step, Mode.COMPILED, Part.FORWARD)
+        ready_step(step, Mode.COMPILED, TimedPart.FORWARD)
 
 
 def test_where_eager_mode_runs_out_of_memory_nothing_is_compared(
@@ -148,7 +148,7 @@ def test_where_eager_mode_runs_out_of_memory_nothing_is_compared(
 
     monkeypatch.setattr(study_modes, "fingerprint", first_fails)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    assert ready_step(step, Mode.COMPILED, Part.FORWARD).preparation.difference is None
+    assert ready_step(step, Mode.COMPILED, TimedPart.FORWARD).preparation.difference is None
 
 
 def test_disagreements_are_relative_and_nan_is_one() -> None:
@@ -235,21 +235,21 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize("part", Part)
+@pytest.mark.parametrize("part", TimedPart)
 def test_a_captured_step_computes_what_eager_mode_computes(
-    step: StudyStep, part: Part, graphs: list[str]
+    step: StudyStep, part: TimedPart, graphs: list[str]
 ) -> None:
     expected = fingerprint(step)
     ready = ready_step(step, Mode.GRAPHS, part)
     assert ready.preparation.difference is not None
     assert ready.preparation.difference < 1e-5
     assert graphs[:4] == ["wait", "side stream", "main stream", "wait"], "warmed up before the capture"
-    assert graphs[4:] == ["capture with None"] + ["capture with a pool"] * (part is Part.BACKWARD)
+    assert graphs[4:] == ["capture with None"] + ["capture with a pool"] * (part is TimedPart.BACKWARD)
     weight = step.parameters[1].detach().clone()
     ready.prepare()()
     ready.prepare()()
-    assert torch.equal(weight, step.parameters[1]) == (part is not Part.FULL)
-    if part in (Part.BACKWARD, Part.FORWARD_BACKWARD):
+    assert torch.equal(weight, step.parameters[1]) == (part is not TimedPart.FULL)
+    if part in (TimedPart.BACKWARD, TimedPart.FORWARD_BACKWARD):
         norms = [float(torch.linalg.vector_norm(p.grad)) for p in step.parameters if p.grad is not None]
         assert norms == pytest.approx(expected.norms, rel=1e-4), "replayed, not added up"
 
@@ -257,16 +257,16 @@ def test_a_captured_step_computes_what_eager_mode_computes(
 def test_before_a_captured_backward_pass_the_forward_pass_is_replayed(
     step: StudyStep, graphs: list[str]
 ) -> None:
-    captured: Any = GraphStep(step, Part.BACKWARD)
+    captured: Any = GraphStep(step, TimedPart.BACKWARD)
     run = captured.prepared()
     assert (captured.first.replays, captured.last.replays) == (1, 0)
     run()
     assert (captured.first.replays, captured.last.replays) == (1, 1)
 
 
-@pytest.mark.parametrize("part", Part)
+@pytest.mark.parametrize("part", TimedPart)
 def test_a_graph_that_computes_nothing_is_not_timed(
-    step: StudyStep, part: Part, graphs: list[str], monkeypatch: pytest.MonkeyPatch
+    step: StudyStep, part: TimedPart, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeGraph, "broken", True)
     with pytest.raises(RuntimeError, match="differ from eager mode"):
@@ -276,8 +276,8 @@ def test_a_graph_that_computes_nothing_is_not_timed(
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("kernels", Kernels)
-@pytest.mark.parametrize("part", Part)
-def test_on_a_gpu_captured_steps_compute_what_eager_mode_computes(part: Part, kernels: Kernels) -> None:
+@pytest.mark.parametrize("part", TimedPart)
+def test_on_a_gpu_captured_steps_compute_what_eager_mode_computes(part: TimedPart, kernels: Kernels) -> None:
     for precision in (Precision.FP32, Precision.BF16):
         settings = StepSettings("tiny", 128, 2, precision, kernels, device="cuda")
         ready = ready_step(StudyStep(settings), Mode.GRAPHS, part)
@@ -291,4 +291,4 @@ def test_on_a_gpu_captured_steps_compute_what_eager_mode_computes(part: Part, ke
 def test_on_a_gpu_a_compiled_step_computes_what_eager_mode_computes() -> None:
     for precision in (Precision.FP32, Precision.TF32, Precision.BF16):
         step = StudyStep(StepSettings("tiny", 128, 2, precision, device="cuda"))
-        assert ready_step(step, Mode.COMPILED, Part.FORWARD_BACKWARD).preparation.difference is not None
+        assert ready_step(step, Mode.COMPILED, TimedPart.FORWARD_BACKWARD).preparation.difference is not None

@@ -11,7 +11,7 @@ import pytest
 from trimtab.facts.errors import DataError
 from trimtab.lab.profiles import profile_run
 from trimtab.lab.samples import Samples
-from trimtab.lab.step_settings import Part, StepSettings
+from trimtab.lab.step_settings import StepSettings, TimedPart
 from trimtab.lab.step_times import StepTimes
 from trimtab.lab.step_timing import time_steps
 from trimtab.lab.study_step import StudyStep
@@ -163,7 +163,7 @@ def test_records_of_times_are_read_back() -> None:
 @pytest.mark.alone
 def test_on_a_gpu_host_clock_events_and_kernels_agree() -> None:
     step = StudyStep(StepSettings("medium", context=512, batch=4, device="cuda"))
-    found = time_steps(step.prepared(Part.FORWARD_BACKWARD), device="cuda", steps=10, warm_up=3)
+    found = time_steps(step.prepared(TimedPart.FORWARD_BACKWARD), device="cuda", steps=10, warm_up=3)
     assert found.device is not None
     assert found.clock_gap == pytest.approx(0.0, abs=0.03)
     step.drop_gradients()

@@ -24,7 +24,7 @@ from trimtab.facts.devices import host_cores
 from trimtab.facts.errors import DataError
 from trimtab.lab import cell_times, worker
 from trimtab.lab.cell_times import CellTimes, Speed
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.sweep import LOG, RECORDS, TimeLimit, omp_threads, read_measurements, run_sweep
 from trimtab.lab.worker_process import oom_kills
 
@@ -62,12 +62,12 @@ def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> No
     found = sweep(cells, tmp_path)
     assert [one.cell for one in found] == cells
     ends = {one.cell.settings["do"]: (one.outcome, one.message) for one in found}
-    oom, failed = Outcome.OUT_OF_MEMORY, Outcome.FAILED
-    assert ends["measure"] == (Outcome.MEASURED, "")
+    oom, failed = CellOutcome.OUT_OF_MEMORY, CellOutcome.FAILED
+    assert ends["measure"] == (CellOutcome.MEASURED, "")
     assert ends["allocate"][0] is oom
     assert ends["raise as torch"] == (oom, "CUDA out of memory. Tried to allocate 20 GiB.")
-    assert ends["refuse"] == (Outcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
-    assert ends["predict"] == (Outcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
+    assert ends["refuse"] == (CellOutcome.NOT_SUPPORTED, "fp8 needs capability 8.9")
+    assert ends["predict"] == (CellOutcome.PREDICTED_OUT_OF_MEMORY, "needs 90 GiB of 80 GiB")
     assert ends["kill"] == (failed, f"the process was ended by SIGKILL; see {tmp_path / LOG}")
     assert ends["abort"] == (failed, f"the process was ended by SIGABRT; see {tmp_path / LOG}")
     assert ends["exit"] == (failed, f"the process ended with code 7; see {tmp_path / LOG}")
@@ -76,7 +76,7 @@ def test_every_outcome_is_a_result_and_the_sweep_continues(tmp_path: Path) -> No
     assert "set is not JSON serializable" in ends["return no JSON"][1]
 
     # One process as long as all is well, a fresh one after memory ran out.
-    one, two, three, four, five = (m.result["process"] for m in found if m.outcome is Outcome.MEASURED)
+    one, two, three, four, five = (m.result["process"] for m in found if m.outcome is CellOutcome.MEASURED)
     assert one == two
     assert len({one, three, four, five}) == 4
 
@@ -96,7 +96,7 @@ def test_a_worker_that_the_kernel_kills_ran_out_of_memory(
     """By the kernel's count of such kills; without a count, as on macOS, every SIGKILL is taken for one."""
     monkeypatch.setattr("trimtab.lab.worker_process.oom_kills", lambda: counts.pop(0))
     (found,) = sweep([cell("kill")], tmp_path)
-    assert found.outcome is Outcome.OUT_OF_MEMORY
+    assert found.outcome is CellOutcome.OUT_OF_MEMORY
     assert found.message == "the process was killed, as the kernel does when memory is full"
 
 
@@ -137,7 +137,11 @@ def test_a_cell_that_would_not_end_in_time_waits_for_the_next_command(
     assert not limit.stopped
     # As the first one it begins, so that every command makes progress.
     found = sweep(cells, tmp_path, limit=limited(60.0, monkeypatch, refuse=1000.0))
-    assert [m.outcome for m in found] == [Outcome.MEASURED, Outcome.NOT_SUPPORTED, Outcome.MEASURED]
+    assert [m.outcome for m in found] == [
+        CellOutcome.MEASURED,
+        CellOutcome.NOT_SUPPORTED,
+        CellOutcome.MEASURED,
+    ]
 
 
 def test_estimates_follow_the_cells_that_were_measured(
@@ -228,7 +232,7 @@ def ended(pids: Path) -> bool:
 def test_a_cell_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     slow = cell("sleep", pids=str(tmp_path / "pids"))
     found = sweep([slow, cell("measure", value=1)], tmp_path, cell_seconds=0.5)
-    assert [m.outcome for m in found] == [Outcome.TIMED_OUT, Outcome.MEASURED]
+    assert [m.outcome for m in found] == [CellOutcome.TIMED_OUT, CellOutcome.MEASURED]
     assert 0.5 <= found[0].seconds < 20
     assert found[0].message.startswith("took longer than ")
     assert ended(tmp_path / "pids")
@@ -272,7 +276,7 @@ def test_a_worker_that_cannot_start_is_a_failure(tmp_path: Path, monkeypatch: py
     (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13 is missing')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
     (found,) = sweep([cell("measure")], tmp_path / "lab")
-    assert found.outcome is Outcome.FAILED
+    assert found.outcome is CellOutcome.FAILED
     assert "ended with code 1" in found.message
     assert "libcudart" in (tmp_path / "lab" / LOG).read_text()
 
@@ -281,7 +285,7 @@ MACHINE = Machine("a CPU", {"torch": "2.13.0"})
 
 
 def made(value: int, time: str = "2026-11-18T10:00:00+00:00", machine: Machine = MACHINE) -> Measurement:
-    return Measurement(cell("measure"), Outcome.MEASURED, {"value": value}, "", 1.0, machine, "abc", time)
+    return Measurement(cell("measure"), CellOutcome.MEASURED, {"value": value}, "", 1.0, machine, "abc", time)
 
 
 def test_of_several_files_the_latest_measurement_counts(tmp_path: Path) -> None:
@@ -423,5 +427,5 @@ def test_a_study_that_counts_needs_no_worker(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("trimtab.lab.sweep.find_study", lambda name: here)
     found = sweep([cell("measure", value=1), cell("fail"), cell("predict")], tmp_path)
     assert found[0].result["process"] == os.getpid()
-    assert [m.outcome for m in found[1:]] == [Outcome.FAILED, Outcome.PREDICTED_OUT_OF_MEMORY]
+    assert [m.outcome for m in found[1:]] == [CellOutcome.FAILED, CellOutcome.PREDICTED_OUT_OF_MEMORY]
     assert not (tmp_path / LOG).exists()

@@ -15,9 +15,9 @@ from trimtab.facts.blocks import BlockShape, ExpertsShape, FeedForwardShape, Lat
 from trimtab.facts.operations import (
     Activation,
     Gradient,
-    Kind,
+    MemoryPart,
     Operation,
-    Part,
+    OperationKind,
     requiring_grad,
     saved_activations,
 )
@@ -161,7 +161,7 @@ def test_experts_save_what_a_real_layer_saves(name: str, trained: bool, dtype: s
     weights, run = parameters(shape, dtype, trained=trained)
     x_NC = torch.randn(N, C).to(DTYPES[dtype]).requires_grad_()
     operations: list[Operation] = []
-    x = run.activation("x", C, Part.RESIDUAL)
+    x = run.activation("x", C, MemoryPart.RESIDUAL)
     add_experts(operations, shape, x, C, run, plain_projections)
     assert declared_bytes(operations, x) == saved_bytes(lambda: run_experts(x_NC, shape, weights), weights)
 
@@ -172,12 +172,12 @@ def test_experts_flops_match_torchs_counter(name: str) -> None:
     shape = EXPERTS[name]
     weights, run = parameters(shape, "fp32", trained=True)
     operations: list[Operation] = []
-    add_experts(operations, shape, run.activation("x", C, Part.RESIDUAL), C, run, plain_projections)
+    add_experts(operations, shape, run.activation("x", C, MemoryPart.RESIDUAL), C, run, plain_projections)
     check_flops(operations, lambda x_NC: run_experts(x_NC, shape, weights))
     block = BlockShape(LATENT, shape)
     per_token = block.active_weights(C) - sum(linear.matrix for linear in LATENT.linears(C))
     assert (
-        sum(operation.forward.flops for operation in operations if operation.kind is Kind.PRODUCT)
+        sum(operation.forward.flops for operation in operations if operation.kind is OperationKind.PRODUCT)
         == 2 * N * per_token
     )
 
@@ -187,7 +187,7 @@ def test_latent_attention_saves_what_a_real_layer_saves(trained: bool) -> None:
     weights, run = parameters(LATENT, "fp32", trained=trained)
     x_NC = torch.randn(N, C, requires_grad=True)
     operations: list[Operation] = []
-    x = run.activation("x", C, Part.RESIDUAL)
+    x = run.activation("x", C, MemoryPart.RESIDUAL)
     add_latent_attention(operations, LATENT, x, C, run, plain_projections)
     assert declared_bytes(operations, x) == saved_bytes(lambda: run_latent(x_NC, weights), weights)
 
@@ -195,9 +195,11 @@ def test_latent_attention_saves_what_a_real_layer_saves(trained: bool) -> None:
 def test_latent_attention_flops_match_torchs_counter() -> None:
     weights, run = parameters(LATENT, "fp32", trained=True)
     operations: list[Operation] = []
-    add_latent_attention(operations, LATENT, run.activation("x", C, Part.RESIDUAL), C, run, plain_projections)
+    add_latent_attention(
+        operations, LATENT, run.activation("x", C, MemoryPart.RESIDUAL), C, run, plain_projections
+    )
     check_flops(operations, lambda x_NC: run_latent(x_NC, weights))
-    attention = next(operation for operation in operations if operation.kind is Kind.ATTENTION)
+    attention = next(operation for operation in operations if operation.kind is OperationKind.ATTENTION)
     pairs, H, D, V = N * (N + 1) // 2, LATENT.num_heads, LATENT.head_dim, LATENT.value_head_dim
     assert attention.forward.flops == 2 * pairs * H * (D + V)
     assert attention.backward.flops == 2 * pairs * H * (3 * D + 2 * V)
@@ -206,7 +208,7 @@ def test_latent_attention_flops_match_torchs_counter() -> None:
 def check_flops(operations: list[Operation], compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Declared products, forward and backward, equal those of torch's counter."""
     x_NC = torch.randn(N, C, requires_grad=True)
-    products = [operation for operation in operations if operation.kind is Kind.PRODUCT]
+    products = [operation for operation in operations if operation.kind is OperationKind.PRODUCT]
     with FlopCounterMode(display=False) as forward:
         y_NC = compute(x_NC)
     with FlopCounterMode(display=False) as backward:
@@ -222,7 +224,7 @@ def test_no_more_experts_are_read_than_there_are_rows() -> None:
     for tokens, experts in ((1, 2), (4, 8), (100, 64)):
         operations: list[Operation] = []
         run = Execution(1, tokens, "bf16", "triton")
-        add_experts(operations, shape, run.activation("x", C, Part.RESIDUAL), C, run, plain_projections)
+        add_experts(operations, shape, run.activation("x", C, MemoryPart.RESIDUAL), C, run, plain_projections)
         up = next(operation for operation in operations if operation.name == "mlp.experts.up_proj")
         assert up.weights == experts * C * shape.width
         rows = tokens * shape.active

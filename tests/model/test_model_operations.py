@@ -14,7 +14,7 @@ from trimtab.facts.blocks import (
     FeedForwardShape,
     Linear,
 )
-from trimtab.facts.operations import Kind, Operation
+from trimtab.facts.operations import Operation, OperationKind
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.model import build, init_weights
@@ -121,7 +121,7 @@ def test_flops_match_torchs_counter(name: str) -> None:
     products = [
         operation
         for operation in operations_of(shape, attention="reference")
-        if operation.kind is Kind.PRODUCT
+        if operation.kind is OperationKind.PRODUCT
     ]
     pairs = 4 * B * T * T * attention.num_heads * attention.head_dim  # two products over all pairs
     assert sum(operation.forward.flops for operation in products) + pairs == forward.get_total_flops()

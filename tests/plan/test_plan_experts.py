@@ -14,7 +14,7 @@ from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec import LoraSettings
 from trimtab.adapt.targets import select
 from trimtab.facts.calibration import Calibration
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.facts.shapes import ModelShape
 from trimtab.model.catalogue import find_model
 from trimtab.model.spec import product_flops
@@ -88,7 +88,7 @@ def test_flops_follow_active_parameters(name: str) -> None:
         len(layers) * (operation.forward.flops + operation.backward.flops)
         for block, layers in declared_blocks(job)
         for operation in block.operations
-        if operation.kind is Kind.ATTENTION
+        if operation.kind is OperationKind.ATTENTION
     )
     products = flops_per_token(job) - attention / job.tokens
     head = shape.vocab_size * shape.hidden_size

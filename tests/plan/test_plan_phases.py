@@ -12,7 +12,7 @@ from trimtab.checkpoint import spec as checkpoint_spec
 from trimtab.facts.blocks import ExpertsShape, LatentAttentionShape
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import STEP_PHASES, RunPhase
 from trimtab.facts.shapes import ModelShape
 from trimtab.plan import Plan, check_fits, fits, make_plan
@@ -161,6 +161,6 @@ def test_models_without_training_support_have_phases_too() -> None:
     result = plan(shape, "answers: 3\nmax_seq_length: 128", gpu(80))
     generation = result.phases.of(RunPhase.GENERATION)
     assert generation is not None
-    assert (generation.parts or {})[Part.CACHE] >= 3 * 256 * 2 * (32 + 8) * 2
+    assert (generation.parts or {})[MemoryPart.CACHE] >= 3 * 256 * 2 * (32 + 8) * 2
     assert result.reserved is not None
     assert result.reserved.allocated <= result.reserved.reserved

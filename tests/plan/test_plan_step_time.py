@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.plan_accuracy.recorded import H200, job_of, recorded_steps
 from trimtab.facts.calibration import Calibration, KernelSample
-from trimtab.facts.operations import Kernel, Kind
+from trimtab.facts.operations import Kernel, OperationKind
 from trimtab.plan.device_rates import rates_of, shipped_calibration
 from trimtab.plan.layers import declared_blocks
 from trimtab.plan.rates import Rates, fit_line, interpolate
@@ -52,17 +52,17 @@ def test_interpolated_efficiencies_are_within_the_samples() -> None:
 
 def test_the_most_similar_samples_are_used() -> None:
     samples = (
-        KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6, impl="triton"),
-        KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 4e-6, impl="triton", backward=True),
-        KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 9e-6, impl="reference"),
+        KernelSample(OperationKind.NORM, "bf16", 0.0, 1e6, 2e-6, impl="triton"),
+        KernelSample(OperationKind.NORM, "bf16", 0.0, 1e6, 4e-6, impl="triton", backward=True),
+        KernelSample(OperationKind.NORM, "bf16", 0.0, 1e6, 9e-6, impl="reference"),
     )
     rates = Rates({"bf16": 1e14}, 1e12, Calibration("x", {"bf16": 1e14}, 1e12, 0.0, samples))
-    kernel = Kernel(Kind.NORM, 0.0, 1e6)
+    kernel = Kernel(OperationKind.NORM, 0.0, 1e6)
     assert rates.seconds(kernel, "bf16", impl="triton") == pytest.approx(2e-6)
     assert rates.seconds(kernel, "bf16", impl="triton", backward=True) == pytest.approx(4e-6)
     assert rates.seconds(kernel, "bf16", impl="reference") == pytest.approx(9e-6)
     assert rates.seconds(kernel, "fp32", impl="triton") == pytest.approx(2e-6)
-    assert rates.seconds(Kernel(Kind.GATE, 0.0, 0.0), "bf16") == 0.0
+    assert rates.seconds(Kernel(OperationKind.GATE, 0.0, 0.0), "bf16") == 0.0
 
 
 @pytest.mark.parametrize("job", [LLAMA, QWEN], ids=["qlora", "full"])

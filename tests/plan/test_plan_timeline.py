@@ -15,7 +15,7 @@ import itertools
 from tests.plan.declared import full_training
 from tests.plan.test_plan_saved_activations import FAMILIES, METHODS
 from trimtab.adapt.spec_recompute import POLICIES
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.plan.job import Job
 from trimtab.plan.memory import Phase, predict
 from trimtab.plan.timeline import activation_parts, step_timeline
@@ -37,14 +37,14 @@ def check(job: Job) -> None:
         assert point.buckets.gradients <= memory.peak.gradients
     parts = activation_parts(job, memory)
     assert sum(parts.values()) == memory.peak.activations
-    rest = {part: size for part, size in parts.items() if part is not Part.PARAMETER_GRADIENTS}
+    rest = {part: size for part, size in parts.items() if part is not MemoryPart.PARAMETER_GRADIENTS}
     assert min(rest.values()) >= 0
     # Gradients allocated at the peak: the bucket's, and the missing (negative) or temporary ones.
-    allocated = memory.peak.gradients + parts[Part.PARAMETER_GRADIENTS]
+    allocated = memory.peak.gradients + parts[MemoryPart.PARAMETER_GRADIENTS]
     step = [point for point in points if point.moment.phase is not Phase.OPTIMIZER_STEP]
     top = max(step, key=lambda point: point.buckets.total)
     if memory.peak.activations > 0:
-        assert allocated == top.buckets.gradients + top.parts[Part.PARAMETER_GRADIENTS]
+        assert allocated == top.buckets.gradients + top.parts[MemoryPart.PARAMETER_GRADIENTS]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -79,6 +79,6 @@ def test_activations_grow_in_forward_and_gradients_in_backward() -> None:
 def test_offloaded_qlora_is_mostly_feed_forward_at_its_peak() -> None:
     job = dataclasses.replace(QLORA, tokens=8192, policies=("offload",) * 32)
     parts = activation_parts(job, predict(job))
-    assert parts[Part.WORKSPACE] >= 14_336 * 4096 * 2  # the dequantized weight
+    assert parts[MemoryPart.WORKSPACE] >= 14_336 * 4096 * 2  # the dequantized weight
     # gate, up and gated activations, and the outputs of lora_A
-    assert parts[Part.FEED_FORWARD] == 8192 * 2 * (3 * 14_336 + 3 * 16)
+    assert parts[MemoryPart.FEED_FORWARD] == 8192 * 2 * (3 * 14_336 + 3 * 16)

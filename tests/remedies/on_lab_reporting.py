@@ -10,7 +10,7 @@ from cases import World, case, listed
 
 from trimtab.lab import reporting
 from trimtab.lab.reporting import build_report, prepare_folder, read_report, write_report
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome, Study
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement, Study
 from trimtab.lab.study_models import study_model
 from trimtab.lab.sweep import RECORDS, read_measurements
 from trimtab.report.document import Section
@@ -21,7 +21,7 @@ SAMPLE = Study("sizes", "Sizes", lambda found: [Section("Sizes", ())], "")
 def made(study: str = "sizes") -> Measurement:
     machine = Machine("a CPU", {"torch": "2.13.0"})
     cell = Cell(study, {"size": "small"})
-    return Measurement(cell, Outcome.MEASURED, {}, "", 0.1, machine, "abc", "2026-11-18T10:00:00+00:00")
+    return Measurement(cell, CellOutcome.MEASURED, {}, "", 0.1, machine, "abc", "2026-11-18T10:00:00+00:00")
 
 
 def write_records(folder: Path, study: str = "sizes") -> Path:

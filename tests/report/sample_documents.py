@@ -12,12 +12,12 @@ from trimtab.report.document import (
     Document,
     Histogram,
     LineChart,
-    Phase,
     Section,
     Series,
     StackChart,
     Table,
     Text,
+    TimelinePhase,
 )
 
 GIB = 2**30
@@ -92,9 +92,9 @@ def memory(moments: int = 400, id: str = "memory") -> StackChart:
     )
     end = moments * 0.37
     phases = (
-        Phase("forward", 0.0, x[half]),
-        Phase("backward", x[half], 0.96 * end),
-        Phase("optimizer step", 0.96 * end, end),
+        TimelinePhase("forward", 0.0, x[half]),
+        TimelinePhase("backward", x[half], 0.96 * end),
+        TimelinePhase("optimizer step", 0.96 * end, end),
     )
     return StackChart(
         id, "Memory of a training step", "time, ms", "bytes", x, end, bands, phases, titles, 20 * GIB
@@ -185,7 +185,7 @@ def hostile_document(text: str) -> Document:
             (0.0, 1.0),
             2.0,
             (Band(text, text, (1.0, 2.0)),),
-            (Phase(text, 0, 2),),
+            (TimelinePhase(text, 0, 2),),
             (text, text),
             2.5,
             text,

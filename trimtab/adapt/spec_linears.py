@@ -22,11 +22,11 @@ from trimtab.facts.operations import (
     Activation,
     Gradient,
     Kernel,
-    Kind,
     Operation,
-    Pass,
-    Result,
-    Saved,
+    OperationKind,
+    PassCost,
+    SavableResult,
+    SavedActivation,
 )
 from trimtab.model.spec_operations import (
     Execution,
@@ -94,7 +94,7 @@ class AdaptedProjections:
             backward=dataclasses.replace(
                 self._pass([], [linear_product], run, backward=True), scratch=linear_product.backward.scratch
             ),
-            results=(Result(_unbiased(linear, y)),),
+            results=(SavableResult(_unbiased(linear, y)),),
             gradients=run.gradients(f"{linear.name}.bias"),
         )
 
@@ -105,7 +105,7 @@ class AdaptedProjections:
         run: Execution,
         *,
         backward: bool = False,
-    ) -> Pass:
+    ) -> PassCost:
         """The adapters' kernels and the products with frozen weights, each preceded by the dequantization of its
         weight; experts' weights are dequantized one by one."""
         kernels, launches = list(first), SMALL_PRODUCT * len(first)
@@ -114,12 +114,12 @@ class AdaptedProjections:
             groups = base.weights // (own.dims[1] * own.dims[2])
             if self.quantization is not None:
                 moved = base.weights * (BYTES[run.dtype] + self.quantization.bytes_per_weight)
-                kernels.append(Kernel(Kind.DEQUANTIZE, 0.0, moved))
+                kernels.append(Kernel(OperationKind.DEQUANTIZE, 0.0, moved))
                 launches += 2 * groups
             else:
                 launches += 1
             kernels.append(_accumulated(own, run) if first else own)
-        return Pass.of(*kernels, launches=launches)
+        return PassCost.of(*kernels, launches=launches)
 
     def _elementwise(self, linear: Linear, run: Execution) -> list[Kernel]:
         """Returns the elementwise kernels: dropout reads and writes the input, DoRA scales the output's rows."""
@@ -130,7 +130,7 @@ class AdaptedProjections:
         if self.lora.use_dora:
             found.append(2.0 * run.num_tokens * linear.out_features * width)
             found.append(2.0 * linear.weights * width)
-        return [Kernel(Kind.COPY, 0.0, moved) for moved in found]
+        return [Kernel(OperationKind.COPY, 0.0, moved) for moved in found]
 
     def _grouped(
         self, layers: Sequence[_Layer], outputs: tuple[Activation, ...], run: Execution, group: Projections
@@ -143,12 +143,14 @@ class AdaptedProjections:
         h = run.activation(f"{name}.lora_A", ranks, group.part)
         every = frozenset({x.name, PARAMETERS})
         products = [product(layer.linear, x, y, run, group) for layer, y in zip(layers, outputs, strict=True)]
-        results = [Result(_unbiased(layer.linear, y)) for layer, y in zip(layers, outputs, strict=True)]
+        results = [
+            SavableResult(_unbiased(layer.linear, y)) for layer, y in zip(layers, outputs, strict=True)
+        ]
         stacked = ranks * layers[0].linear.count * layers[0].linear.in_features * width
         return dataclasses.replace(
             products[0],
             outputs=outputs,
-            saved=(Saved(read, every), Saved(h, every)),
+            saved=(SavedActivation(read, every), SavedActivation(h, every)),
             gradients=tuple(gradient for layer in layers for gradient in layer.factors),
             forward=self._pass(_adapter_forward(layers, run), products, run),
             backward=dataclasses.replace(
@@ -157,11 +159,11 @@ class AdaptedProjections:
             ),
             parameter_backward=_adapter_gradients(layers, run),
             # The last product of a block is not recomputed: its result is unused.
-            recompute=Pass.of(*_adapter_forward(layers, run), launches=SMALL_PRODUCT * (1 + len(layers)))
+            recompute=PassCost.of(*_adapter_forward(layers, run), launches=SMALL_PRODUCT * (1 + len(layers)))
             if group.label == "down"
             else None,
             weights=sum(product.weights for product in products),
-            results=(*results, Result(h, "adapter_a")),
+            results=(*results, SavableResult(h, "adapter_a")),
             communicates=tuple(collective for product in products for collective in product.communicates),
         )
 
@@ -173,19 +175,21 @@ class AdaptedProjections:
         read = cast_input(linear, x, run, group.part)
         h = run.activation(f"{linear.name}.lora_A", layer.rank, group.part)
         base = run.activation(f"{linear.name}.base", linear.out_features, group.part)
-        saved = [Saved(read, every), Saved(h, every)]
-        results = [Result(base), Result(h, "adapter_a")]
+        saved = [SavedActivation(read, every), SavedActivation(h, every)]
+        results = [SavableResult(base), SavableResult(h, "adapter_a")]
         linear_product = product(linear, x, y, run, group)
         plain_product = self.quantization is None and (self.lora.lora_dropout > 0 or not self.lora.use_dora)
         if run.autocast and plain_product:  # an nn.Linear product, separate from the adapter's
-            saved.append(Saved(weight_cast(linear, run, group.part), frozenset({x.name})))
+            saved.append(SavedActivation(weight_cast(linear, run, group.part), frozenset({x.name})))
         if self.lora.lora_dropout:
-            saved.append(Saved(Activation(f"{linear.name}.mask_key", _KEY_BYTES, group.part), every))
+            saved.append(
+                SavedActivation(Activation(f"{linear.name}.mask_key", _KEY_BYTES, group.part), every)
+            )
         if self.lora.use_dora:
             saved += self._row_scales(linear, run, group)
             products = layer.rank * (linear.out_features * width + layer.rank * 4)
             results.append(
-                Result(Activation(f"{linear.name}.row_products", products, group.part), "adapter_a")
+                SavableResult(Activation(f"{linear.name}.row_products", products, group.part), "adapter_a")
             )
         scratch = linear_product.backward.scratch + self._separate_scratch(linear, run)
         extra = self._elementwise(linear, run)
@@ -235,14 +239,18 @@ class AdaptedProjections:
             return base
         return base + max(min(elements, DROPOUT_CHUNK) * WORD_BYTES, elements * BYTES[run.dtype])
 
-    def _row_scales(self, linear: Linear, run: Execution, group: Projections) -> list[Saved]:
+    def _row_scales(self, linear: Linear, run: Execution, group: Projections) -> list[SavedActivation]:
         """DoRA: the output before its rows are scaled, their scales, and the norms that divide the magnitudes."""
         rows = linear.out_features
         unscaled = run.activation(f"{linear.name}.unscaled", rows, group.part)
         scales = Activation(f"{linear.name}.row_scales", rows * BYTES[run.dtype], group.part)
         lengths = Activation(f"{linear.name}.row_lengths", rows * 4, group.part)
         mine = frozenset({PARAMETERS})
-        return [Saved(unscaled, mine), Saved(scales, mine), Saved(lengths, mine)]
+        return [
+            SavedActivation(unscaled, mine),
+            SavedActivation(scales, mine),
+            SavedActivation(lengths, mine),
+        ]
 
 
 _KEY_BYTES = 4 * KEY_WORDS
@@ -291,11 +299,11 @@ def _adapter_backward(layers: Sequence[_Layer], run: Execution) -> list[Kernel]:
     ]
 
 
-def _adapter_gradients(layers: Sequence[_Layer], run: Execution) -> Pass:
+def _adapter_gradients(layers: Sequence[_Layer], run: Execution) -> PassCost:
     """Each layer's dB = dYᵀ·H, and d[A₁; A₂; …] = dHᵀ·X."""
     N, options = run.num_tokens, _options(layers, run)
     ranks = sum(layer.rank for layer in layers)
-    return Pass.of(
+    return PassCost.of(
         *(Kernel.weight_gradient(layer.linear.out_features, layer.rank, N, **options) for layer in layers),
         Kernel.weight_gradient(ranks, layers[0].linear.in_features, N, **options),
         launches=SMALL_PRODUCT * (1 + len(layers)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trimtab.facts.operations import Activation, Kind, Operation, Result, saved_activations
+from trimtab.facts.operations import Activation, Operation, OperationKind, SavableResult, saved_activations
 from trimtab.model.spec_block import ATTENTION_RESIDUAL, BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 
 POLICIES = ("none", "pointwise", "selective", "block", "offload_half", "offload_attention", "offload")
@@ -126,11 +126,11 @@ def saved_under(block: DeclaredBlock, policy: str) -> list[Activation]:
     return list(dict.fromkeys([x, *results, *own]))
 
 
-def is_saved_result(policy: str, operation: Operation, result: Result) -> bool:
+def is_saved_result(policy: str, operation: Operation, result: SavableResult) -> bool:
     """Whether a policy saves this result of an operation."""
     if policy not in SAVED_PRODUCTS:
         return False
-    if operation.kind is Kind.ATTENTION:
+    if operation.kind is OperationKind.ATTENTION:
         return True
     return (operation.projection, result.factor) in SAVED_PRODUCTS[policy]
 
@@ -184,7 +184,7 @@ def _produced_names(operation: Operation) -> set[str]:
     return own | {y.name for y in operation.outputs}
 
 
-def _own_results(operation: Operation) -> list[Result]:
+def _own_results(operation: Operation) -> list[SavableResult]:
     """The results of a product with the layer's weight; those of adapters are negligible."""
     return [result for result in operation.results if result.factor == "weight"]
 
@@ -205,8 +205,8 @@ def recompute_cost(block: DeclaredBlock, policy: str, num_tiles: int = 1) -> Rec
     products = attention = 0.0
     for operation, times in recomputed:
         cost = operation.recompute or operation.forward
-        if operation.kind is Kind.PRODUCT:
+        if operation.kind is OperationKind.PRODUCT:
             products += times * cost.flops
-        elif operation.kind is Kind.ATTENTION:
+        elif operation.kind is OperationKind.ATTENTION:
             attention += times * cost.flops
     return RecomputeCost(products, attention)

@@ -18,7 +18,7 @@ from trimtab.cli.verb import new_app
 
 if TYPE_CHECKING:
     from trimtab.lab.profile_options import ProfileOptions
-    from trimtab.lab.study import Measurement, Outcome
+    from trimtab.lab.study import CellOutcome, Measurement
     from trimtab.recipe import Recipe
 
 app = new_app()
@@ -112,7 +112,7 @@ def _run(title: str, recipe: Recipe, options: ProfileOptions, *, as_json: bool) 
     from trimtab.lab.profiling import profile_recipe
     from trimtab.lab.records import append_record
     from trimtab.lab.reporting import prepare_folder
-    from trimtab.lab.study import Outcome
+    from trimtab.lab.study import CellOutcome
     from trimtab.lab.sweep import RECORDS
 
     assert options.folder is not None
@@ -122,10 +122,10 @@ def _run(title: str, recipe: Recipe, options: ProfileOptions, *, as_json: bool) 
         with memory_limited(recipe.device):
             result = profile_recipe(recipe, options=options, progress=_tell)
     except OutOfMemory as error:
-        ended = _measurement(title, recipe, options, Outcome.OUT_OF_MEMORY, {}, error.cause, start)
+        ended = _measurement(title, recipe, options, CellOutcome.OUT_OF_MEMORY, {}, error.cause, start)
         append_record(options.folder / RECORDS, ended.to_dict())
         raise
-    found = _measurement(title, recipe, options, Outcome.MEASURED, result.to_dict(), "", start)
+    found = _measurement(title, recipe, options, CellOutcome.MEASURED, result.to_dict(), "", start)
     append_record(options.folder / RECORDS, found.to_dict())
     facts = (found.machine.name, f"commit {found.commit}", found.time[:10])
     show_report(profile_document(result, title, facts), [found], options.folder, as_json=as_json)
@@ -135,7 +135,7 @@ def _measurement(
     title: str,
     recipe: Recipe,
     options: ProfileOptions,
-    outcome: Outcome,
+    outcome: CellOutcome,
     result: dict[str, Any],
     message: str,
     start: float,

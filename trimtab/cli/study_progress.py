@@ -96,15 +96,15 @@ class StudyProgress:
         """Prints a line for a cell; on a terminal only for a cell that could not be measured."""
         from rich.text import Text
 
-        from trimtab.lab.study import Outcome
+        from trimtab.lab.study import CellOutcome
         from trimtab.lab.sweep import UNFINISHED
         from trimtab.report.plain import plain
 
         outcome = measurement.outcome
-        if self._moving and outcome is Outcome.MEASURED:
+        if self._moving and outcome is CellOutcome.MEASURED:
             return
         reason = plain(f": {measurement.message}", keep_newlines=False) if measurement.message else ""
-        ended = "" if outcome is Outcome.MEASURED else f": {outcome.value}{reason}"
+        ended = "" if outcome is CellOutcome.MEASURED else f": {outcome.value}{reason}"
         style = "red" if outcome in UNFINISHED else ""
         line = f"[{done}/{self.total}] {name}{ended} ({format_seconds(measurement.seconds)})"
         self.console.print(Text(line, style), soft_wrap=True)
@@ -117,10 +117,10 @@ def count_outcomes(measurements: Sequence[Measurement]) -> str:
         >>> count_outcomes([])
         '0 cells'
     """
-    from trimtab.lab.study import Outcome
+    from trimtab.lab.study import CellOutcome
 
     counts = Counter(measurement.outcome for measurement in measurements)
-    outcomes = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome])
+    outcomes = ", ".join(f"{counts[outcome]} {outcome.value}" for outcome in CellOutcome if counts[outcome])
     cells = f"{len(measurements)} cell{'' if len(measurements) == 1 else 's'}"
     return f"{cells}: {outcomes}" if outcomes else cells
 

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 
 VERSION = 1
 
@@ -20,13 +20,13 @@ class KernelSample:
     """One measured run of an operation, in the terms of its declaration (`trimtab.facts.operations.Pass`).
 
     Example:
-        >>> sample = KernelSample(Kind.PRODUCT, "bf16", flops=2.0 * 4096**3, moved=3.0 * 2 * 4096**2, seconds=2e-4,
-        ...                       dims=(4096, 4096, 4096))
+        >>> sample = KernelSample(OperationKind.PRODUCT, "bf16", flops=2.0 * 4096**3, moved=3.0 * 2 * 4096**2,
+        ...                       seconds=2e-4, dims=(4096, 4096, 4096))
         >>> round(sample.flops / sample.seconds / 1e12)
         687
     """
 
-    kind: Kind
+    kind: OperationKind
     dtype: str
     """fp32, bf16, fp16, or for dequantization the format of the packed weights: nf4, int8."""
     flops: float
@@ -90,7 +90,7 @@ class Calibration:
         if plain["version"] != VERSION:
             raise ValueError(f"calibration version {plain['version']} is not supported")
         values["samples"] = tuple(
-            KernelSample(**{**sample, "kind": Kind(sample["kind"]), "dims": tuple(sample["dims"])})
+            KernelSample(**{**sample, "kind": OperationKind(sample["kind"]), "dims": tuple(sample["dims"])})
             for sample in values["samples"]
         )
         values["warnings"] = tuple(values["warnings"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from trimtab.facts.blocks import Split
 
 
-class Kind(enum.Enum):
+class OperationKind(enum.Enum):
     """Kind of an operation."""
 
     NORM = "norm"
@@ -29,7 +29,7 @@ class Kind(enum.Enum):
     OPTIMIZER = "optimizer step"
 
 
-class Part(enum.Enum):
+class MemoryPart(enum.Enum):
     """Category of a step's memory in reports; `BLOCK_PARTS` are the categories of a block's activations."""
 
     RESIDUAL = "residual stream"
@@ -44,7 +44,7 @@ class Part(enum.Enum):
     PARAMETER_GRADIENTS = "gradients of parameters"
 
 
-BLOCK_PARTS = (Part.RESIDUAL, Part.NORMS, Part.ATTENTION, Part.FEED_FORWARD)
+BLOCK_PARTS = (MemoryPart.RESIDUAL, MemoryPart.NORMS, MemoryPart.ATTENTION, MemoryPart.FEED_FORWARD)
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Activation:
     """An activation tensor of one microbatch inside a block. Activations of equal name share memory.
 
     Example:
-        >>> Activation("mlp.gate_proj", 4096, Part.FEED_FORWARD).nbytes
+        >>> Activation("mlp.gate_proj", 4096, MemoryPart.FEED_FORWARD).nbytes
         4096
     """
 
     name: str
     nbytes: int
-    part: Part
+    part: MemoryPart
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Result:
+class SavableResult:
     """The result of a matrix product or of attention, which a recompute policy can save instead of recomputing."""
 
     activation: Activation
@@ -84,7 +84,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedActivation:
     """An activation that autograd saves if one of the gradients that read it is computed."""
 
     activation: Activation
@@ -116,7 +116,7 @@ class Kernel:
         8589934592.0
     """
 
-    kind: Kind
+    kind: OperationKind
     flops: float
     moved: float
     """Minimum bytes read from and written to memory."""
@@ -130,18 +130,18 @@ class Kernel:
         With `groups` (grouped GEMM) the rows are split over that many matrices [k, n]; `dims` are those of one group.
         """
         moved = (m * k + groups * k * n + m * n * (2 if added else 1)) * width
-        return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (max(m // groups, 1), n, k))
+        return Kernel(OperationKind.PRODUCT, 2.0 * m * n * k, float(moved), (max(m // groups, 1), n, k))
 
     @staticmethod
     def weight_gradient(m: int, n: int, k: int, *, width: int, groups: int = 1) -> Kernel:
         """Gradient of a weight, a product [m, k] · [k, n]; with `groups` the k rows are split over the groups, and each
         group has its own result [m, n]."""
         moved = (m * k + k * n + groups * m * n) * width
-        return Kernel(Kind.PRODUCT, 2.0 * m * n * k, float(moved), (m, n, max(k // groups, 1)))
+        return Kernel(OperationKind.PRODUCT, 2.0 * m * n * k, float(moved), (m, n, max(k // groups, 1)))
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassCost:
     """Cost of one pass, forward or backward, over one microbatch."""
 
     flops: float = 0.0
@@ -155,7 +155,7 @@ class Pass:
     """Its kernels; empty for a single kernel of the operation's kind."""
 
     @staticmethod
-    def of(*kernels: Kernel, launches: int | None = None, scratch: int = 0) -> Pass:
+    def of(*kernels: Kernel, launches: int | None = None, scratch: int = 0) -> PassCost:
         """Returns the pass that consists of these kernels.
 
         Args:
@@ -164,10 +164,10 @@ class Pass:
             scratch: bytes of temporary buffers.
 
         Example:
-            >>> Pass.of(Kernel.product(2, 2, 2, width=2), Kernel.product(2, 2, 2, width=2)).flops
+            >>> PassCost.of(Kernel.product(2, 2, 2, width=2), Kernel.product(2, 2, 2, width=2)).flops
             32.0
         """
-        return Pass(
+        return PassCost(
             sum(kernel.flops for kernel in kernels),
             sum(kernel.moved for kernel in kernels),
             len(kernels) if launches is None else launches,
@@ -181,34 +181,34 @@ class Operation:
     """One operation of a block.
 
     Example:
-        >>> x, y = (Activation(name, 64, Part.RESIDUAL) for name in "xy")
-        >>> down = Operation("down", Kind.PRODUCT, Part.FEED_FORWARD, (x,), (y,),
-        ...                  saved=(Saved(x, frozenset({PARAMETERS})),))
+        >>> x, y = (Activation(name, 64, MemoryPart.RESIDUAL) for name in "xy")
+        >>> down = Operation("down", OperationKind.PRODUCT, MemoryPart.FEED_FORWARD, (x,), (y,),
+        ...                  saved=(SavedActivation(x, frozenset({PARAMETERS})),))
         >>> down.saved_for({"x"})  # the weight is frozen: its gradient would read x, that of x does not
         []
     """
 
     name: str
     """Name of the module, or of the computation."""
-    kind: Kind
-    part: Part
+    kind: OperationKind
+    part: MemoryPart
     inputs: tuple[Activation, ...]
     outputs: tuple[Activation, ...]
-    saved: tuple[Saved, ...] = ()
+    saved: tuple[SavedActivation, ...] = ()
     gradients: tuple[Gradient, ...] = ()
     """Gradients of its trainable parameters."""
     dtype: str = "fp32"
     """Compute dtype."""
-    forward: Pass = Pass()
-    backward: Pass = Pass()
+    forward: PassCost = PassCost()
+    backward: PassCost = PassCost()
     """Computation of the inputs' gradients."""
-    parameter_backward: Pass = Pass()
+    parameter_backward: PassCost = PassCost()
     """Computation of the parameters' gradients."""
-    recompute: Pass | None = None
+    recompute: PassCost | None = None
     """Cost of recomputing only its saved activations, if that is less than `forward`."""
     weights: int = 0
     """Elements of the matrices that a product reads, without adapters."""
-    results: tuple[Result, ...] = ()
+    results: tuple[SavableResult, ...] = ()
     projection: str | None = None
     """For a matrix product: "attention", "gate_up" or "down", as in `trimtab.model.labels`."""
     in_place: frozenset[str] = frozenset()
@@ -266,9 +266,9 @@ def total_bytes(activations: Collection[Activation]) -> int:
     return sum(activation.nbytes for activation in activations)
 
 
-def bytes_by_part(activations: Iterable[Activation]) -> dict[Part, int]:
+def bytes_by_part(activations: Iterable[Activation]) -> dict[MemoryPart, int]:
     """Returns the bytes of activations by part; 0 for parts without any."""
-    sizes = dict.fromkeys(Part, 0)
+    sizes = dict.fromkeys(MemoryPart, 0)
     for activation in activations:
         sizes[activation.part] += activation.nbytes
     return sizes

@@ -21,7 +21,7 @@ import torch
 from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError, is_out_of_memory
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.lab.launch_overhead import launch_seconds
 from trimtab.lab.machine_state import clock_warnings, disk_rates, host_link, load_warnings
 from trimtab.lab.probes import Probe, ProbeGroup
@@ -204,10 +204,14 @@ class _CalibrationRun:
     def _has_products(self) -> bool:
         """Whether the training dtype has a product: without one it would have no rate."""
         required = {"bf16" if self.device.bf16 else "fp32"}
-        return required <= {sample.dtype for sample in self.samples if sample.kind is Kind.PRODUCT}
+        return required <= {sample.dtype for sample in self.samples if sample.kind is OperationKind.PRODUCT}
 
     def _best_copy(self) -> float:
-        copies = [s.moved / s.seconds for s in self.samples if s.kind is Kind.COPY and s.moved >= LARGE_COPY]
+        copies = [
+            s.moved / s.seconds
+            for s in self.samples
+            if s.kind is OperationKind.COPY and s.moved >= LARGE_COPY
+        ]
         if not copies:
             raise ResourceError(
                 f"{self.device.name} has too little free memory for a calibration",
@@ -216,7 +220,9 @@ class _CalibrationRun:
         return max(copies)
 
     def _best_rate(self, dtype: str) -> float:
-        rates = [s.flops / s.seconds for s in self.samples if s.kind is Kind.PRODUCT and s.dtype == dtype]
+        rates = [
+            s.flops / s.seconds for s in self.samples if s.kind is OperationKind.PRODUCT and s.dtype == dtype
+        ]
         return max(rates, default=0.0) or probe_rate(self.kind, dtype)
 
     def _check_clock(self, dtype: str, before: float) -> None:

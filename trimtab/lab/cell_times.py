@@ -15,9 +15,9 @@ from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
-from trimtab.lab.step_settings import Mode, Part
+from trimtab.lab.step_settings import Mode, TimedPart
 from trimtab.lab.step_times import LEAST_STEPS
-from trimtab.lab.study import Cell, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Measurement
 from trimtab.lab.study_models import named_shape
 from trimtab.model.spec import flops_per_token
 
@@ -98,7 +98,7 @@ class CellTimes:
 
     def observe(self, measurement: Measurement) -> None:
         """Learns from a cell that was measured on this machine."""
-        if measurement.outcome is Outcome.MEASURED:
+        if measurement.outcome is CellOutcome.MEASURED:
             pair = (estimate(measurement.cell, self.speed), measurement.seconds)
             self._measured.setdefault(measurement.cell.study, []).append(pair)
 
@@ -132,10 +132,10 @@ def _sizes(settings: Mapping[str, Any], speed: Speed) -> float:
 def _step(settings: Mapping[str, Any], speed: Speed) -> float:
     if settings["mode"] == Mode.GRAPHS.value and speed.kind == "cpu":
         return 0.01  # not supported
-    shape, part = named_shape(settings["size"]), Part(settings["part"])
+    shape, part = named_shape(settings["size"]), TimedPart(settings["part"])
     forward = _pass(shape, settings, speed)
-    timed = forward * {Part.FORWARD: 1, Part.BACKWARD: 2}.get(part, 3)
-    once = forward if part is Part.FORWARD else 3 * forward
+    timed = forward * {TimedPart.FORWARD: 1, TimedPart.BACKWARD: 2}.get(part, 3)
+    once = forward if part is TimedPart.FORWARD else 3 * forward
     budget = settings["budget_s"]
     steps, warm_up = settings["steps"], settings["warm_up"]
     if budget is not None:

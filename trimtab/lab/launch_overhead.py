@@ -8,11 +8,11 @@ import torch
 
 from trimtab.facts.blocks import BlockShape
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.facts.shapes import uniform_shape
 from trimtab.kernels.attention import Layout
 from trimtab.lab.eager_model import build_eager_model
-from trimtab.lab.probes_blocks import Choices
+from trimtab.lab.probes_blocks import KernelChoices
 from trimtab.lab.timing import time_once
 from trimtab.model import init_weights
 from trimtab.model.spec_block import block_operations
@@ -31,7 +31,7 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
         >>> 0 < launch_seconds(DeviceFacts("a CPU", "cpu", 2**30), "fp32") < 0.1
         True
     """
-    choices = Choices(device, dtype)
+    choices = KernelChoices(device, dtype)
     head_dim = HEAD_DIM[device.kind]
     impl = choices.attention(head_dim, TOKENS, packed=False)
     shape = uniform_shape(
@@ -64,11 +64,11 @@ def launch_seconds(device: DeviceFacts, dtype: str) -> float:
     return statistics.median(times) / _declared_launches(shape.blocks[0], shape.hidden_size, choices, impl)
 
 
-def _declared_launches(block: BlockShape, hidden_size: int, choices: Choices, impl: str) -> int:
+def _declared_launches(block: BlockShape, hidden_size: int, choices: KernelChoices, impl: str) -> int:
     """Declared launches of forward and backward, with all weights trainable."""
     run = Execution(1, TOKENS, choices.dtype, impl, device=choices.kind, pointwise=choices.pointwise)
     total = 0
     for operation in block_operations(block, hidden_size, run):
         total += operation.forward.launches + operation.backward.launches
-        total += operation.parameter_backward.launches if operation.kind is Kind.PRODUCT else 0
+        total += operation.parameter_backward.launches if operation.kind is OperationKind.PRODUCT else 0
     return total

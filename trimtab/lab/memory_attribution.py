@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import EnclosingRanges, MemoryEvent
@@ -17,7 +17,7 @@ from trimtab.lab.memory_roles import Place, role_of
 from trimtab.run.live_tensors import Origin, States, named_tensors
 
 UNKNOWN = Role(TensorKind.OTHER)
-SCRATCH = Role(TensorKind.ACTIVATIONS, Part.WORKSPACE)
+SCRATCH = Role(TensorKind.ACTIVATIONS, MemoryPart.WORKSPACE)
 UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
 
 
@@ -109,7 +109,7 @@ def _block(
         return replace(block, role=role_of(Place(phase), "", None))
     if around.label is None:
         origin = forward.get(around.sequence or 0, Origin())
-        part = Part.PARAMETER_GRADIENTS if around.accumulates else Part.GRADIENTS
+        part = MemoryPart.PARAMETER_GRADIENTS if around.accumulates else MemoryPart.GRADIENTS
         module = f"backward of {origin.module}" if origin.module else "backward"
         return replace(block, role=Role(TensorKind.ACTIVATIONS, part), module=module, line=origin.line)
     operation = operations[around.label]
@@ -131,8 +131,8 @@ def _released(block: Block, allocated: EnclosingRanges | None, released: Enclosi
         return replace(block, role=SCRATCH, name=f"scratch of {block.name}")
     if allocated.label is not None and allocated.call is not None and allocated.call == released.call:
         return replace(block, role=SCRATCH)
-    if released.accumulates and block.role.part is Part.GRADIENTS:
-        return replace(block, role=replace(block.role, part=Part.PARAMETER_GRADIENTS))
+    if released.accumulates and block.role.part is MemoryPart.GRADIENTS:
+        return replace(block, role=replace(block.role, part=MemoryPart.PARAMETER_GRADIENTS))
     return block
 
 

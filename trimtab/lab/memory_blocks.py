@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.files import write_atomic
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 
@@ -23,14 +23,14 @@ class Role:
     """The role of a block: its bucket and, for activations, the part."""
 
     kind: TensorKind
-    part: Part | None = None
+    part: MemoryPart | None = None
 
     @property
     def name(self) -> str:
         """The name in tables and charts.
 
         Example:
-            >>> Role(TensorKind.OPTIMIZER).name, Role(TensorKind.ACTIVATIONS, Part.LOSS).name
+            >>> Role(TensorKind.OPTIMIZER).name, Role(TensorKind.ACTIVATIONS, MemoryPart.LOSS).name
             ('optimizer states', 'loss')
         """
         if self.part is not None:
@@ -42,7 +42,7 @@ ROLES = (
     Role(TensorKind.WEIGHTS),
     Role(TensorKind.OPTIMIZER),
     Role(TensorKind.GRADIENTS),
-    *(Role(TensorKind.ACTIVATIONS, part) for part in Part),
+    *(Role(TensorKind.ACTIVATIONS, part) for part in MemoryPart),
     Role(TensorKind.ACTIVATIONS),
     Role(TensorKind.OTHER),
 )
@@ -98,7 +98,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemoryPoint:
     """Memory after one event."""
 
     event: int
@@ -142,7 +142,7 @@ class AttributedTimeline:
     phases: tuple[PhaseSpan, ...]
     num_events: int
 
-    def moments(self) -> Iterator[Moment]:
+    def moments(self) -> Iterator[MemoryPoint]:
         """Memory before the first event and after each one."""
         changes: list[list[tuple[Role, int]]] = [[] for _ in range(self.num_events)]
         level = dict.fromkeys(ROLES, 0)
@@ -153,19 +153,19 @@ class AttributedTimeline:
                 changes[block.start].append((block.role, block.nbytes))
             if block.end is not None:
                 changes[block.end].append((block.role, -block.nbytes))
-        yield Moment(-1, dict(level))
+        yield MemoryPoint(-1, dict(level))
         for event, changed in enumerate(changes):
             for role, nbytes in changed:
                 level[role] += nbytes
-            yield Moment(event, dict(level))
+            yield MemoryPoint(event, dict(level))
 
     @property
-    def before(self) -> Moment:
+    def before(self) -> MemoryPoint:
         """Memory before the first event."""
         return next(self.moments())
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryPoint:
         """The first moment with the most allocated bytes."""
         return max(self.moments(), key=lambda moment: moment.total)
 

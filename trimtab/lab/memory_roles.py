@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import Role
@@ -44,19 +44,19 @@ def role_of(place: Place, operation: str, index: int | None) -> Role:
     return Role(TensorKind.ACTIVATIONS, _part(place, operation, index))
 
 
-def _part(place: Place, operation: str, index: int | None) -> Part:
+def _part(place: Place, operation: str, index: int | None) -> MemoryPart:
     if index is None or (place.casts_weight and operation == "aten::_to_copy"):
-        return Part.WORKSPACE
+        return MemoryPart.WORKSPACE
     if operation == SUM_AND_NORM and index == 1:
-        return Part.RESIDUAL
+        return MemoryPart.RESIDUAL
     if operation == SUM_AND_NORM:
-        return Part.NORMS
+        return MemoryPart.NORMS
     if place.module is None:
-        return Part.LOSS if place.phase is RunPhase.LOSS else Part.INPUTS
+        return MemoryPart.LOSS if place.phase is RunPhase.LOSS else MemoryPart.INPUTS
     return part_of_module(place.module)
 
 
-def part_of_module(module: str) -> Part:
+def part_of_module(module: str) -> MemoryPart:
     """The part of the activations that a module of a decoder makes.
 
     Example:
@@ -65,9 +65,9 @@ def part_of_module(module: str) -> Part:
     """
     names = module.split(".")
     if "self_attn" in names:
-        return Part.ATTENTION
+        return MemoryPart.ATTENTION
     if "mlp" in names:
-        return Part.FEED_FORWARD
+        return MemoryPart.FEED_FORWARD
     if any(name.endswith("norm") for name in names):
-        return Part.NORMS
-    return Part.LOSS if HEAD in names else Part.RESIDUAL
+        return MemoryPart.NORMS
+    return MemoryPart.LOSS if HEAD in names else MemoryPart.RESIDUAL

@@ -8,7 +8,7 @@ from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.facts.units import format_bytes
 from trimtab.lab.memory_summary import Allocations, MemorySummary
-from trimtab.report.document import Band, Phase, StackChart, Table
+from trimtab.report.document import Band, StackChart, Table, TimelinePhase
 from trimtab.report.timeline import PARTS, SERIES
 
 ROLES = {name: role for _, name, role in SERIES} | PARTS
@@ -33,7 +33,7 @@ def timeline_chart(
         Band(name, ROLES.get(name, name), tuple(float(value) for value in values))
         for name, values in drawn.series.items()
     )
-    phases = tuple(Phase(span.phase, span.start + 1, span.end + 1) for span in drawn.phases)
+    phases = tuple(TimelinePhase(span.phase, span.start + 1, span.end + 1) for span in drawn.phases)
     return StackChart(
         id,
         title,

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.facts.errors import DataError
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory_blocks import ROLES, AttributedTimeline, Block, Moment
+from trimtab.lab.memory_blocks import ROLES, AttributedTimeline, Block, MemoryPoint
 
 POINTS = 300
 """Maximum number of moments of a drawn timeline; each is the largest of its stretch."""
@@ -218,7 +218,7 @@ def _module(block: Block) -> str:
 
 
 def _drawn(
-    timeline: AttributedTimeline, moments: Sequence[Moment], allocated: Mapping[int, Block], points: int
+    timeline: AttributedTimeline, moments: Sequence[MemoryPoint], allocated: Mapping[int, Block], points: int
 ) -> DrawnTimeline:
     peak = max(moment.total for moment in moments)
     least = int(SIGNIFICANT * peak)
@@ -248,8 +248,8 @@ def _drawn(
 
 
 def _largest_of_stretches(
-    moments: Sequence[Moment], events: Sequence[int], points: int
-) -> list[tuple[int, Moment]]:
+    moments: Sequence[MemoryPoint], events: Sequence[int], points: int
+) -> list[tuple[int, MemoryPoint]]:
     """(number of a significant event, moment): the largest moment of each of `points` stretches.
 
     A stretch is a range of significant events, with all insignificant events after them.
@@ -264,7 +264,7 @@ def _largest_of_stretches(
     return largest
 
 
-def _title(timeline: AttributedTimeline, moment: Moment, allocated: Mapping[int, Block]) -> str:
+def _title(timeline: AttributedTimeline, moment: MemoryPoint, allocated: Mapping[int, Block]) -> str:
     """The title of a moment: the phase, and the allocating module."""
     phase = timeline.phase_at(moment.event)
     if phase is None:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from trimtab.facts.calibration import KernelSample
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 
 
 @dataclass(frozen=True)
 class Probe:
     """A `KernelSample` without its time, and the function to time."""
 
-    kind: Kind
+    kind: OperationKind
     dtype: str
     flops: float
     moved: float
@@ -34,7 +34,7 @@ class Probe:
         """The measured sample.
 
         Example:
-            >>> Probe(Kind.ADD, "fp32", 8.0, 96.0, lambda: None).sample(1e-6).moved
+            >>> Probe(OperationKind.ADD, "fp32", 8.0, 96.0, lambda: None).sample(1e-6).moved
             96.0
         """
         return KernelSample(
@@ -70,7 +70,7 @@ class Cost:
 
 
 def two_passes(
-    kind: Kind,
+    kind: OperationKind,
     dtype: str,
     impl: str,
     function: Callable[..., Any],
@@ -85,7 +85,7 @@ def two_passes(
     Example:
         >>> x = {"x": torch.randn(4, 8)}
         >>> costs = Cost(32, 256), Cost(32, 384)
-        >>> both = two_passes(Kind.GATE, "fp32", "torch", lambda x: x.relu(), x, costs, dims=(4, 8))
+        >>> both = two_passes(OperationKind.GATE, "fp32", "torch", lambda x: x.relu(), x, costs, dims=(4, 8))
         >>> [probe.backward for probe in both], both[1].run()[0].shape
         ([False, True], torch.Size([4, 8]))
     """

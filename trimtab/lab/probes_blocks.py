@@ -14,7 +14,7 @@ import torch
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.kernels.attention import Layout, attention, choose_attention
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.choice import choose_pointwise
@@ -32,12 +32,12 @@ DOCUMENT = {"cuda": 512, "cpu": 128}
 
 
 @dataclass(frozen=True)
-class Choices:
+class KernelChoices:
     """The implementations that training chooses on a device.
 
     Example:
         >>> gpu = DeviceFacts("a GPU", "cuda", 2**34, capability=(9, 0), bf16=True)
-        >>> Choices(gpu, "bf16").pointwise, Choices(gpu, "bf16").attention(128, 4096, packed=False)
+        >>> KernelChoices(gpu, "bf16").pointwise, KernelChoices(gpu, "bf16").attention(128, 4096, packed=False)
         ('triton', 'sdpa_cudnn')
     """
 
@@ -74,7 +74,7 @@ class Choices:
         return torch.randn(dims, device=self.kind, dtype=torch_dtype(self.dtype))
 
 
-def norm_probes(choices: Choices, N: int, C: int) -> list[Probe]:
+def norm_probes(choices: KernelChoices, N: int, C: int) -> list[Probe]:
     dtype, impl = choices.dtype, choices.pointwise
     inputs = {"x": choices.random(N, C), "weight_D": choices.random(C)}
 
@@ -88,16 +88,16 @@ def norm_probes(choices: Choices, N: int, C: int) -> list[Probe]:
         )
 
     norm = partial(rms_norm, eps=1e-6, impl=impl)
-    probes = two_passes(Kind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
+    probes = two_passes(OperationKind.NORM, dtype, impl, norm, inputs, costs(), dims=(N, C))
     if impl == "triton":  # the kernel of a block's second norm includes the residual addition before it
         both = partial(add_rms_norm, eps=1e-6, impl=impl)
         inputs = {**inputs, "residual": choices.random(N, C)}
         name = f"{impl} with addition"
-        probes += two_passes(Kind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
+        probes += two_passes(OperationKind.NORM, dtype, name, both, inputs, costs(residual=True), dims=(N, C))
     return probes
 
 
-def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
+def gate_probes(choices: KernelChoices, N: int, width: int) -> list[Probe]:
     dtype, impl = choices.dtype, choices.pointwise
     costs = (
         Cost(gate_spec.flops(N, width), gate_spec.bytes_moved(N, width, dtype)),
@@ -105,10 +105,10 @@ def gate_probes(choices: Choices, N: int, width: int) -> list[Probe]:
     )
     inputs = {"gate": choices.random(N, width), "up": choices.random(N, width)}
     gate = partial(gated_activation, impl=impl)
-    return two_passes(Kind.GATE, dtype, impl, gate, inputs, costs, dims=(N, width))
+    return two_passes(OperationKind.GATE, dtype, impl, gate, inputs, costs, dims=(N, width))
 
 
-def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
+def rope_probes(choices: KernelChoices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
     dtype, impl, probes = choices.dtype, choices.pointwise, []
     # Triton's RoPE kernel also normalizes queries and keys; elsewhere these norms are separate kernels.
     for norm in (False, True) if impl == "triton" else (False,):
@@ -127,7 +127,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
             for way in (False, True)
         )
         probes += two_passes(
-            Kind.ROPE,
+            OperationKind.ROPE,
             dtype,
             f"{impl} with norm" if norm else impl,
             partial(rope, impl=impl),
@@ -139,7 +139,7 @@ def rope_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> lis
     return probes
 
 
-def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
+def attention_probes(choices: KernelChoices, B: int, T: int, H: int, K: int, D: int) -> list[Probe]:
     dtype, document = choices.dtype, DOCUMENT[choices.kind]
     packed = choices.attention(D, T, packed=True)
     runs = [(choices.attention(D, T, packed=False), False)]
@@ -170,7 +170,7 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
             for way in (False, True)
         )
         probes += two_passes(
-            Kind.ATTENTION,
+            OperationKind.ATTENTION,
             dtype,
             f"{impl} packed" if documents and masked else impl,
             partial(attention, layout=ready, impl=impl),
@@ -181,8 +181,8 @@ def attention_probes(choices: Choices, B: int, T: int, H: int, K: int, D: int) -
     return probes
 
 
-def add_probes(choices: Choices, N: int, C: int) -> list[Probe]:
+def add_probes(choices: KernelChoices, N: int, C: int) -> list[Probe]:
     x, y = choices.random(N, C), choices.random(N, C)
     moved = 3.0 * N * C * BYTES[choices.dtype]
     run = partial(torch.add, x, y)
-    return [Probe(Kind.ADD, choices.dtype, float(N * C), moved, run, impl="torch", dims=(N, C))]
+    return [Probe(OperationKind.ADD, choices.dtype, float(N * C), moved, run, impl="torch", dims=(N, C))]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from trimtab.adapt.spec_quantized import choose_quantized_kernels
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.adamw8bit import spec as adamw8bit_spec
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
@@ -28,7 +28,7 @@ from trimtab.kernels.linear_cross_entropy.choice import choose_loss
 from trimtab.kernels.nf4 import spec as nf4_spec
 from trimtab.lab import probes_blocks as blocks
 from trimtab.lab.probes import Cost, Probe, ProbeGroup, two_passes
-from trimtab.lab.probes_blocks import Choices
+from trimtab.lab.probes_blocks import KernelChoices
 from trimtab.lab.probes_products import torch_dtype
 from trimtab.model.spec import embedding_bytes_moved
 from trimtab.optim import OPTIMIZERS, build
@@ -73,7 +73,7 @@ def copy_groups(device: DeviceFacts, free_bytes: int) -> Iterator[ProbeGroup]:
 
 def kernel_groups(device: DeviceFacts, dtype: str, free_bytes: int) -> Iterator[ProbeGroup]:
     """Every kind of operation at two to four sizes, the first size of each kind first."""
-    choices, kind = Choices(device, dtype), device.kind
+    choices, kind = KernelChoices(device, dtype), device.kind
     kinds: list[list[ProbeGroup]] = [
         [_group("norm", blocks.norm_probes, choices, *sizes) for sizes in ROWS[kind]],
         [_group("gated activation", blocks.gate_probes, choices, *sizes) for sizes in GATES[kind]],
@@ -94,7 +94,7 @@ def kernel_groups(device: DeviceFacts, dtype: str, free_bytes: int) -> Iterator[
                 yield groups[number]
 
 
-def _group(name: str, build: Any, choices: Choices, *sizes: int) -> ProbeGroup:
+def _group(name: str, build: Any, choices: KernelChoices, *sizes: int) -> ProbeGroup:
     label = f"{choices.dtype} {name} {' × '.join(map(str, sizes))}"
     B, *rest = sizes
     nbytes = 16 * B * rest[0] if rest else 24 * B  # weights, gradients and states of all optimizers
@@ -109,10 +109,10 @@ def _copy(device: str, nbytes: int) -> list[Probe]:
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     run = partial(target.copy_, source)
-    return [Probe(Kind.COPY, "uint8", 0.0, 2.0 * nbytes, run, impl="copy", dims=(nbytes,))]
+    return [Probe(OperationKind.COPY, "uint8", 0.0, 2.0 * nbytes, run, impl="copy", dims=(nbytes,))]
 
 
-def _dequantize(choices: Choices, rows: int, width: int) -> list[Probe]:
+def _dequantize(choices: KernelChoices, rows: int, width: int) -> list[Probe]:
     impl = choose_quantized_kernels(device=choices.kind, triton=choices.device.runs_triton).impl
     weight, shape, wide = choices.random(rows, width), (rows, width), BYTES[choices.dtype]
     space, kind = torch.empty_like(weight), torch_dtype(choices.dtype)
@@ -124,7 +124,7 @@ def _dequantize(choices: Choices, rows: int, width: int) -> list[Probe]:
     moved_int8 = float(int8_spec.bytes_moved(shape, width, False, wide))
     return [
         Probe(
-            Kind.DEQUANTIZE,
+            OperationKind.DEQUANTIZE,
             "nf4",
             0.0,
             moved,
@@ -133,7 +133,7 @@ def _dequantize(choices: Choices, rows: int, width: int) -> list[Probe]:
             dims=shape,
         ),
         Probe(
-            Kind.DEQUANTIZE,
+            OperationKind.DEQUANTIZE,
             "int8",
             0.0,
             moved_int8,
@@ -144,7 +144,7 @@ def _dequantize(choices: Choices, rows: int, width: int) -> list[Probe]:
     ]
 
 
-def _embedding(choices: Choices, N: int, C: int) -> list[Probe]:
+def _embedding(choices: KernelChoices, N: int, C: int) -> list[Probe]:
     V = 32_768 if choices.kind == "cuda" else 4096
     ids_N = torch.randint(0, V, (N,), device=choices.kind)
     forward, backward = (
@@ -153,10 +153,10 @@ def _embedding(choices: Choices, N: int, C: int) -> list[Probe]:
     inputs = {"weight": choices.random(V, C)}
     embed = partial(F.embedding, ids_N)
     costs = (forward, backward)
-    return two_passes(Kind.EMBEDDING, choices.dtype, "torch", embed, inputs, costs, dims=(N, C, V))
+    return two_passes(OperationKind.EMBEDDING, choices.dtype, "torch", embed, inputs, costs, dims=(N, C, V))
 
 
-def _loss(choices: Choices, N: int, C: int, V: int) -> list[Probe]:
+def _loss(choices: KernelChoices, N: int, C: int, V: int) -> list[Probe]:
     """Forward and backward in one sample: implementations differ in the pass that computes the gradients."""
     device, dtype = choices.device, choices.dtype
     chosen = choose_loss(
@@ -181,7 +181,7 @@ def _loss(choices: Choices, N: int, C: int, V: int) -> list[Probe]:
     memory: dict[str, Any] = {"impl": chosen.impl, "dtype": dtype, "memory_bytes": chosen.memory_bytes}
     return [
         Probe(
-            Kind.LOSS,
+            OperationKind.LOSS,
             dtype,
             float(loss_spec.flops(N, C, V, weight_grad=trained, **memory)),
             float(loss_spec.bytes_moved(N, C, V, dtype)),
@@ -193,7 +193,7 @@ def _loss(choices: Choices, N: int, C: int, V: int) -> list[Probe]:
     ]
 
 
-def _optimizers(choices: Choices, elements: int) -> list[Probe]:
+def _optimizers(choices: KernelChoices, elements: int) -> list[Probe]:
     """One step over square matrices, gradients in the weights' dtype."""
     size, dtype, device = MATRIX[choices.kind], choices.dtype, choices.device
     impl = choose_adamw8bit(device=choices.kind, triton=device.runs_triton).impl
@@ -210,7 +210,7 @@ def _optimizers(choices: Choices, elements: int) -> list[Probe]:
         flops = adamw8bit_spec.flops(shape) * len(parameters) if name == "adamw_8bit" else 0
         probes.append(
             Probe(
-                Kind.OPTIMIZER,
+                OperationKind.OPTIMIZER,
                 dtype,
                 float(flops),
                 float(optim_spec.bytes_moved(name, shape, dtype, dtype) * len(parameters)),

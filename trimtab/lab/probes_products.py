@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES, TORCH_NAMES
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.lab.probes import Probe, ProbeGroup, matmul_precision
 from trimtab.lab.timing import time_once
 
@@ -108,6 +108,6 @@ def _products(device: str, dtype: str, sizes: Sizes) -> list[Probe]:
         (lambda: grad_MN.t() @ x_MK, "weight gradient", (n, k, m)),
     )
     return [
-        Probe(Kind.PRODUCT, dtype, flops, moved, run, backward=bool(impl), impl=impl, dims=dims)
+        Probe(OperationKind.PRODUCT, dtype, flops, moved, run, backward=bool(impl), impl=impl, dims=dims)
         for run, impl, dims in runs
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trimtab.facts.dtypes import TORCH_NAMES
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.lab.operation_times import ADDITIONS
 from trimtab.lab.profile_result import Ceiling, OperationRow, PredictedPeak, PredictedStep, ProfiledJob
 from trimtab.lab.timing import Ceilings
@@ -112,7 +112,9 @@ def _predicted(plan: Plan) -> dict[str, float]:
         if operation.phase == UPDATE:
             continue
         name = (
-            ADDITIONS if operation.kind is Kind.ADD and operation.name.endswith(".grad") else operation.name
+            ADDITIONS
+            if operation.kind is OperationKind.ADD and operation.name.endswith(".grad")
+            else operation.name
         )
         seconds_by_name[name] = seconds_by_name.get(name, 0.0) + operation.total / plan.job.accumulation
     return seconds_by_name

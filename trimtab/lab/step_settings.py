@@ -54,7 +54,7 @@ class Mode(enum.Enum):
     """Forward and backward captured as CUDA graphs and replayed."""
 
 
-class Part(enum.Enum):
+class TimedPart(enum.Enum):
     """The timed part of a step."""
 
     FORWARD = "forward"
@@ -69,7 +69,7 @@ class Part(enum.Enum):
         """The name in tables.
 
         Example:
-            >>> [part.label for part in Part]
+            >>> [part.label for part in TimedPart]
             ['forward', 'backward', 'forward + backward', 'with optimizer']
         """
         return {"both": "forward + backward", "full": "with optimizer"}.get(self.value, self.value)

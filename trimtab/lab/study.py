@@ -21,7 +21,7 @@ from trimtab.facts.errors import DataError
 from trimtab.report.document import Section
 
 
-class Outcome(enum.Enum):
+class CellOutcome(enum.Enum):
     """How the measurement of a cell ended. The report shows every outcome."""
 
     MEASURED = "measured"
@@ -103,7 +103,7 @@ class Measurement:
     """The outcome of a cell; `result` is the return value of the study's `measure`."""
 
     cell: Cell
-    outcome: Outcome
+    outcome: CellOutcome
     result: Mapping[str, Any]
     message: str
     seconds: float
@@ -132,7 +132,7 @@ class Measurement:
         try:
             return Measurement(
                 Cell(str(record["study"]), dict(record["settings"])),
-                Outcome(record["outcome"]),
+                CellOutcome(record["outcome"]),
                 dict(record["result"]),
                 str(record["message"]),
                 float(record["seconds"]),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trimtab.lab.step_settings import Part
+from trimtab.lab.step_settings import TimedPart
 from trimtab.lab.study_step import StudyStep
 from trimtab.lab.timing import Run
 
@@ -25,33 +25,33 @@ class GraphStep:
     """A captured part of a step. Inputs and gradients are static: every replay writes the same tensors.
 
     Example:
-        >>> captured = GraphStep(step, Part.FORWARD_BACKWARD)                        # doctest: +SKIP
+        >>> captured = GraphStep(step, TimedPart.FORWARD_BACKWARD)                        # doctest: +SKIP
         >>> captured.prepared()()                                                    # doctest: +SKIP
     """
 
-    def __init__(self, step: StudyStep, part: Part) -> None:
+    def __init__(self, step: StudyStep, part: TimedPart) -> None:
         self.step, self.part = step, part
         self._warm_up()
         self._pool: Any = None
         self.loss = torch.empty(0)
         self.first: torch.cuda.CUDAGraph | None = None
         """The forward pass, if it is a separate graph."""
-        if part in (Part.FORWARD, Part.BACKWARD):
+        if part in (TimedPart.FORWARD, TimedPart.BACKWARD):
             self.first = self._capture(self._forward)
         self.last = self.first
         """The timed graph."""
-        if part is Part.BACKWARD:
+        if part is TimedPart.BACKWARD:
             self.last = self._capture(lambda: step.backward(self.loss))
-        elif part is not Part.FORWARD:
+        elif part is not TimedPart.FORWARD:
             self.last = self._capture(self._forward_backward)
 
     def prepared(self) -> Run:
         """Returns the timed run; before a backward pass it replays the captured forward pass."""
         assert self.last is not None
-        if self.part is Part.BACKWARD:
+        if self.part is TimedPart.BACKWARD:
             assert self.first is not None
             self.first.replay()
-        if self.part is Part.FULL:
+        if self.part is TimedPart.FULL:
             return self._full
         return self.last.replay
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from trimtab.kernels.triton_support import runs_triton
-from trimtab.lab.step_settings import Loss, Mode, Part
+from trimtab.lab.step_settings import Loss, Mode, TimedPart
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_graphs import GraphStep
 from trimtab.lab.study_step import StudyStep
@@ -72,7 +72,7 @@ class ReadyStep:
     preparation: Preparation = Preparation()
 
 
-def ready_step(step: StudyStep, mode: Mode, part: Part) -> ReadyStep:
+def ready_step(step: StudyStep, mode: Mode, part: TimedPart) -> ReadyStep:
     """Prepares a part of a step in a mode.
 
     Raises:
@@ -81,7 +81,7 @@ def ready_step(step: StudyStep, mode: Mode, part: Part) -> ReadyStep:
 
     Example:
         >>> from trimtab.lab.step_settings import StepSettings
-        >>> ready = ready_step(StudyStep(StepSettings("tiny", 16, 2)), Mode.EAGER, Part.FORWARD)
+        >>> ready = ready_step(StudyStep(StepSettings("tiny", 16, 2)), Mode.EAGER, TimedPart.FORWARD)
         >>> ready.prepare()().shape
         torch.Size([])
     """

@@ -23,7 +23,7 @@ from trimtab.kernels.attention import choose_attention
 from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.triton_support import runs_triton
 from trimtab.lab.eager_model import build_eager_model
-from trimtab.lab.step_settings import Kernels, Loss, Part, Precision, StepSettings
+from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings, TimedPart
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_models import named_shape
 from trimtab.lab.timing import Run
@@ -31,7 +31,7 @@ from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
 from trimtab.optim import AdamW
 
-__all__ = ["Kernels", "Loss", "Part", "Precision", "StepSettings", "StudyStep", "check_supported"]
+__all__ = ["Kernels", "Loss", "Precision", "StepSettings", "StudyStep", "TimedPart", "check_supported"]
 
 LEARNING_RATE = 1e-4
 SEED = 0
@@ -116,14 +116,14 @@ class StudyStep:
         self.forward_backward()
         self.update()
 
-    def prepared(self, part: Part) -> Callable[[], Run]:
+    def prepared(self, part: TimedPart) -> Callable[[], Run]:
         """The function to call before each timed run of a part; it returns the run.
 
         It frees the gradients of the previous run, so that none accumulate and the run does not time that.
 
         Example:
             >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
-            >>> backward = step.prepared(Part.BACKWARD)()    # a forward pass has run
+            >>> backward = step.prepared(TimedPart.BACKWARD)()    # a forward pass has run
             >>> backward()                                   # the timed run
         """
 
@@ -144,10 +144,10 @@ class StudyStep:
             return self.full_step
 
         return {
-            Part.FORWARD: forward,
-            Part.BACKWARD: backward,
-            Part.FORWARD_BACKWARD: both,
-            Part.FULL: full,
+            TimedPart.FORWARD: forward,
+            TimedPart.BACKWARD: backward,
+            TimedPart.FORWARD_BACKWARD: both,
+            TimedPart.FULL: full,
         }[part]
 
     @contextlib.contextmanager

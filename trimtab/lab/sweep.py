@@ -20,7 +20,7 @@ from trimtab.facts.errors import DataError
 from trimtab.lab.cell_times import CellTimes
 from trimtab.lab.records import Record, append_record, provenance, read_records, timestamp
 from trimtab.lab.studies import TITLES, find_study
-from trimtab.lab.study import Cell, Machine, Measurement, Outcome
+from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.worker import measure_cell
 from trimtab.lab.worker_process import WorkerProcess
 
@@ -29,7 +29,7 @@ LOG = "worker.log"
 """The workers' output, tracebacks included."""
 CELL_SECONDS = 600.0
 """Default time limit of a cell."""
-UNFINISHED = (Outcome.FAILED, Outcome.TIMED_OUT)
+UNFINISHED = (CellOutcome.FAILED, CellOutcome.TIMED_OUT)
 """Outcomes that the next sweep measures again."""
 PACKAGES = ("torch", "triton", "trimtab")
 
@@ -95,12 +95,12 @@ def run_sweep(
                 if progress is not None:
                     progress(number, len(cells), cell, None)
                 answer, seconds = _answer(worker, cell, cell_seconds, clock.end)
-                if answer["outcome"] == Outcome.TIMED_OUT.value and clock.remaining <= 0:
+                if answer["outcome"] == CellOutcome.TIMED_OUT.value and clock.remaining <= 0:
                     clock.stop(cell)
                     continue
                 measurement = Measurement(
                     cell,
-                    Outcome(answer["outcome"]),
+                    CellOutcome(answer["outcome"]),
                     answer["result"],
                     answer["message"],
                     seconds,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trimtab.facts.errors import OutOfMemory, is_out_of_memory
-from trimtab.lab.study import NotSupported, Outcome, PredictedOutOfMemory
+from trimtab.lab.study import CellOutcome, NotSupported, PredictedOutOfMemory
 from trimtab.run.device import current_gpu
 
 READY = "ready\n"
@@ -96,15 +96,15 @@ def measure_cell(
         result = measure(settings)
         json.dumps(result)  # a result that is not plain data counts as a failure of the cell
     except NotSupported as reason:
-        return answer_without_result(Outcome.NOT_SUPPORTED, str(reason))
+        return answer_without_result(CellOutcome.NOT_SUPPORTED, str(reason))
     except PredictedOutOfMemory as reason:
-        return answer_without_result(Outcome.PREDICTED_OUT_OF_MEMORY, str(reason))
+        return answer_without_result(CellOutcome.PREDICTED_OUT_OF_MEMORY, str(reason))
     except Exception as error:  # noqa: BLE001 - a cell that fails is a result, and the sweep continues
         if caused_by_out_of_memory(error):
-            return answer_without_result(Outcome.OUT_OF_MEMORY, _first_line(error))
+            return answer_without_result(CellOutcome.OUT_OF_MEMORY, _first_line(error))
         traceback.print_exc()
-        return answer_without_result(Outcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
-    return {"outcome": Outcome.MEASURED.value, "result": result, "message": ""}
+        return answer_without_result(CellOutcome.FAILED, f"{type(error).__name__}: {_first_line(error)}")
+    return {"outcome": CellOutcome.MEASURED.value, "result": result, "message": ""}
 
 
 def caused_by_out_of_memory(error: BaseException) -> bool:
@@ -141,7 +141,7 @@ def limit_host_memory() -> None:
     )
 
 
-def answer_without_result(outcome: Outcome, message: str) -> dict[str, Any]:
+def answer_without_result(outcome: CellOutcome, message: str) -> dict[str, Any]:
     """The answer of a cell without a result."""
     return {"outcome": outcome.value, "result": {}, "message": message}
 

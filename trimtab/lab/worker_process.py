@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.facts.units import format_seconds
-from trimtab.lab.study import Cell, Outcome
+from trimtab.lab.study import Cell, CellOutcome
 from trimtab.lab.worker import READY, answer_without_result
 
 START_SECONDS = 300.0
@@ -79,11 +79,13 @@ class WorkerProcess:
         took = time.perf_counter() - start
         if line is None:
             self.stop()
-            return answer_without_result(Outcome.TIMED_OUT, f"took longer than {format_seconds(took)}"), took
+            return answer_without_result(
+                CellOutcome.TIMED_OUT, f"took longer than {format_seconds(took)}"
+            ), took
         if not line:
             return self._crashed(process, kills), took
         answer: dict[str, Any] = json.loads(line)
-        if answer["outcome"] in (Outcome.OUT_OF_MEMORY.value, Outcome.FAILED.value):
+        if answer["outcome"] in (CellOutcome.OUT_OF_MEMORY.value, CellOutcome.FAILED.value):
             self.stop()
         return answer, took
 
@@ -140,10 +142,10 @@ class WorkerProcess:
         self.stop()
         if code in (-9, 128 + 9) and (kills is None or oom_kills() != kills):
             return answer_without_result(
-                Outcome.OUT_OF_MEMORY, "the process was killed, as the kernel does when memory is full"
+                CellOutcome.OUT_OF_MEMORY, "the process was killed, as the kernel does when memory is full"
             )
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        return answer_without_result(Outcome.FAILED, f"the process {how}; see {self.log}")
+        return answer_without_result(CellOutcome.FAILED, f"the process {how}; see {self.log}")
 
     def stop(self) -> None:
         """Kills the process and its children."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from trimtab.facts.blocks import BlockShape, LatentAttentionShape
 from trimtab.facts.dtypes import nbytes
-from trimtab.facts.operations import Kind, Operation, Part
+from trimtab.facts.operations import MemoryPart, Operation, OperationKind
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.model.spec_block import block_operations
@@ -32,7 +32,7 @@ def final_norm(shape: ModelShape, run: Execution) -> Operation:
         >>> [saved.nbytes for saved in norm.saved_for({"x"})]
         [256, 32]
     """
-    x = run.activation("x", shape.hidden_size, Part.RESIDUAL, run.stream_dtype)
+    x = run.activation("x", shape.hidden_size, MemoryPart.RESIDUAL, run.stream_dtype)
     return norm_operation("norm", x, shape.hidden_size, 1, run, dtype=run.stream_dtype)
 
 
@@ -122,7 +122,7 @@ def block_flops(block: BlockShape, hidden_size: int, tokens: int, *, training: b
     """FLOPs per token of one block's matrix products and attention, for documents of `tokens` tokens."""
     total = 0.0
     for operation in block_operations(block, hidden_size, Execution(1, tokens, "bf16", "triton")):
-        if operation.kind in (Kind.PRODUCT, Kind.ATTENTION):
+        if operation.kind in (OperationKind.PRODUCT, OperationKind.ATTENTION):
             total += operation.forward.flops
             if training:
                 total += operation.backward.flops + operation.parameter_backward.flops

@@ -12,7 +12,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from trimtab.facts.blocks import AttentionShape, BlockShape, ExpertsShape, LatentAttentionShape, Linear
-from trimtab.facts.operations import Activation, Operation, Part, requiring_grad
+from trimtab.facts.operations import Activation, MemoryPart, Operation, requiring_grad
 from trimtab.model.spec_experts import add_experts
 from trimtab.model.spec_latent import add_latent_attention
 from trimtab.model.spec_operations import (
@@ -114,7 +114,7 @@ def attention_operations(
 ) -> tuple[Operation, ...]:
     """Declares the attention half of a block: from its input to the residual stream with attention added."""
     declare = projections or plain_projections
-    x = run.activation(BLOCK_INPUT, hidden_size, Part.RESIDUAL, run.stream_dtype)
+    x = run.activation(BLOCK_INPUT, hidden_size, MemoryPart.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
     normed = x
     if block.norm_placement != "post":
@@ -153,7 +153,7 @@ def feed_forward_operations(
 ) -> tuple[Operation, ...]:
     """Declares the feed-forward half of a block: from the residual stream between the halves to the block's output."""
     shape, declare = block.feed_forward, projections or plain_projections
-    x = run.activation(ATTENTION_RESIDUAL, hidden_size, Part.RESIDUAL, run.stream_dtype)
+    x = run.activation(ATTENTION_RESIDUAL, hidden_size, MemoryPart.RESIDUAL, run.stream_dtype)
     found: list[Operation] = []
     normed = x
     if block.norm_placement != "post":
@@ -182,7 +182,7 @@ def _project(
     count: int,
 ) -> tuple[Activation, ...]:
     """Adds the projections of one input; returns `count` outputs, which are the same activation if they are fused."""
-    part = Part.ATTENTION if label == "attention" else Part.FEED_FORWARD
+    part = MemoryPart.ATTENTION if label == "attention" else MemoryPart.FEED_FORWARD
     outputs = tuple(run.activation(linear.name, linear.out_features, part) for linear in linears)
     found += declare(Projections(linears, x, outputs, part, label), run)
     assert len(outputs) in (1, count), f"{len(outputs)} projections for {count} uses"

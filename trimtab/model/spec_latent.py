@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from trimtab.facts.blocks import LatentAttentionShape, Linear
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Activation, Kernel, Kind, Operation, Part, Pass, Result, Saved
+from trimtab.facts.operations import (
+    Activation,
+    Kernel,
+    MemoryPart,
+    Operation,
+    OperationKind,
+    PassCost,
+    SavableResult,
+    SavedActivation,
+)
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.model.spec_operations import (
     BACKWARD_KERNELS,
@@ -36,7 +45,7 @@ def add_latent_attention(
         >>> from trimtab.model.spec_operations import plain_projections
         >>> run, operations = Execution(1, 8, "bf16", "triton", pointwise="triton"), []
         >>> mixer = LatentAttentionShape(4, 8, rope_head_dim=4, nope_head_dim=8, value_head_dim=8, q_rank=16)
-        >>> x = run.activation("x", 16, Part.RESIDUAL)
+        >>> x = run.activation("x", 16, MemoryPart.RESIDUAL)
         >>> _ = add_latent_attention(operations, mixer, x, 16, run, plain_projections)
         >>> [operation.name.removeprefix("self_attn.") for operation in operations][:4]
         ['q_a_proj', 'kv_a_proj_with_mqa', 'q_a_layernorm', 'kv_a_layernorm']
@@ -64,13 +73,13 @@ def _project(
     x: Activation,
     run: Execution,
 ) -> tuple[Activation, ...]:
-    made = tuple(run.activation(linear.name, linear.out_features, Part.ATTENTION) for linear in linears)
-    found += declare(Projections(linears, x, made, Part.ATTENTION, "attention"), run)
+    made = tuple(run.activation(linear.name, linear.out_features, MemoryPart.ATTENTION) for linear in linears)
+    found += declare(Projections(linears, x, made, MemoryPart.ATTENTION, "attention"), run)
     return made
 
 
 def _norm(found: list[Operation], name: str, x: Activation, width: int, run: Execution) -> Activation:
-    found.append(norm_operation(name, x, width, 1, run, dtype=run.dtype, part=Part.ATTENTION))
+    found.append(norm_operation(name, x, width, 1, run, dtype=run.dtype, part=MemoryPart.ATTENTION))
     return found[-1].outputs[0]
 
 
@@ -79,13 +88,13 @@ def _copy_values(
 ) -> Activation:
     """Adds a copy of the values out of the joint projection. Attention then saves the copy; a view would also keep the
     keys' part alive."""
-    v = run.activation("self_attn.v", mixer.num_heads * mixer.value_head_dim, Part.ATTENTION)
-    copy = Pass(moved=2.0 * v.nbytes, launches=1)
+    v = run.activation("self_attn.v", mixer.num_heads * mixer.value_head_dim, MemoryPart.ATTENTION)
+    copy = PassCost(moved=2.0 * v.nbytes, launches=1)
     found.append(
         Operation(
             "self_attn.v",
-            Kind.COPY,
-            Part.ATTENTION,
+            OperationKind.COPY,
+            MemoryPart.ATTENTION,
             (heads,),
             (v,),
             dtype=run.dtype,
@@ -108,16 +117,16 @@ def _add_rope(
     """Applies RoPE to the rotated parts, repeats that of the keys for all heads, and concatenates both parts."""
     N, H, D, R = run.num_tokens, mixer.num_heads, mixer.head_dim, mixer.rope_head_dim
     outputs = (
-        run.activation("self_attn.q_rotated", H * D, Part.ATTENTION),
-        run.activation("self_attn.k_rotated", H * D, Part.ATTENTION),
+        run.activation("self_attn.q_rotated", H * D, MemoryPart.ATTENTION),
+        run.activation("self_attn.k_rotated", H * D, MemoryPart.ATTENTION),
     )
     read = q.nbytes + N * (R + H * mixer.nope_head_dim) * BYTES[run.dtype]
-    rotation = Pass(3.0 * N * (H + 1) * R, float(read + sum(y.nbytes for y in outputs)), 2)
+    rotation = PassCost(3.0 * N * (H + 1) * R, float(read + sum(y.nbytes for y in outputs)), 2)
     found.append(
         Operation(
             "rope",
-            Kind.ROPE,
-            Part.ATTENTION,
+            OperationKind.ROPE,
+            MemoryPart.ATTENTION,
             (q, kv, heads),
             outputs,
             dtype=run.dtype,
@@ -139,13 +148,13 @@ def _attend(
 ) -> Activation:
     impl, (B, T, N) = run.attention, (run.batch, run.tokens, run.num_tokens)
     H, D, V = mixer.num_heads, mixer.head_dim, mixer.value_head_dim
-    o = run.activation("self_attn.attended", H * V, Part.ATTENTION)
-    lse = Activation("attention.lse", N * H * 4, Part.ATTENTION)
+    o = run.activation("self_attn.attended", H * V, MemoryPart.ATTENTION)
+    lse = Activation("attention.lse", N * H * 4, MemoryPart.ATTENTION)
     tiled = impl in attention_spec.TILED
     saved = [q, k, v, o, lse]
     if not tiled:  # assumes values of the keys' head size
         own = attention_spec.saved_activations(impl, B, T, H, H, D, run.dtype)
-        saved = [Activation(f"attention.{name}", size, Part.ATTENTION) for name, size in own]
+        saved = [Activation(f"attention.{name}", size, MemoryPart.ATTENTION) for name, size in own]
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
     if impl in attention_spec.SKIPS_DOCUMENTS:
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), N))
@@ -156,25 +165,28 @@ def _attend(
     found.append(
         Operation(
             "attention",
-            Kind.ATTENTION,
-            Part.ATTENTION,
+            OperationKind.ATTENTION,
+            MemoryPart.ATTENTION,
             (q, k, v),
             (o,),
-            tuple(Saved(activation, reads) for activation in saved),
+            tuple(SavedActivation(activation, reads) for activation in saved),
             dtype=run.dtype,
             # Products with keys and values; the backward pass recomputes the scores and has two products per gradient.
-            forward=Pass.of(
-                Kernel(Kind.ATTENTION, 2.0 * pairs * H * (D + V), float(each + lse.nbytes), visible),
+            forward=PassCost.of(
+                Kernel(OperationKind.ATTENTION, 2.0 * pairs * H * (D + V), float(each + lse.nbytes), visible),
                 scratch=scratch,
             ),
-            backward=Pass.of(
+            backward=PassCost.of(
                 Kernel(
-                    Kind.ATTENTION, 2.0 * pairs * H * (3 * D + 2 * V), float(2 * each + lse.nbytes), visible
+                    OperationKind.ATTENTION,
+                    2.0 * pairs * H * (3 * D + 2 * V),
+                    float(2 * each + lse.nbytes),
+                    visible,
                 ),
                 launches=BACKWARD_KERNELS.get(impl, 2),
                 scratch=scratch,
             ),
-            results=(Result(o), Result(lse)) if tiled else (),
+            results=(SavableResult(o), SavableResult(lse)) if tiled else (),
             split="column",
         )
     )

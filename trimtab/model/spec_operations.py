@@ -19,12 +19,12 @@ from trimtab.facts.operations import (
     Collective,
     Gradient,
     Kernel,
-    Kind,
+    MemoryPart,
     Operation,
-    Part,
-    Pass,
-    Result,
-    Saved,
+    OperationKind,
+    PassCost,
+    SavableResult,
+    SavedActivation,
 )
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.gated_mlp import spec as gate_spec
@@ -83,7 +83,7 @@ class Execution:
         """The gradients of the named parameters, without the frozen ones."""
         return tuple(self.trained[name] for name in names if name in self.trained)
 
-    def activation(self, name: str, width: int, part: Part, dtype: str | None = None) -> Activation:
+    def activation(self, name: str, width: int, part: MemoryPart, dtype: str | None = None) -> Activation:
         """An activation [N, width] in `dtype`, by default the compute dtype."""
         return Activation(name, self.num_tokens * width * BYTES[dtype or self.dtype], part)
 
@@ -95,7 +95,7 @@ class Projections:
     linears: tuple[Linear, ...]
     input: Activation
     outputs: tuple[Activation, ...]
-    part: Part
+    part: MemoryPart
     label: str
     """"attention", "gate_up" or "down"."""
 
@@ -105,7 +105,14 @@ DeclareProjections = Callable[[Projections, Execution], list[Operation]]
 
 
 def norm_operation(
-    name: str, x: Activation, width: int, rows: int, run: Execution, *, dtype: str, part: Part = Part.NORMS
+    name: str,
+    x: Activation,
+    width: int,
+    rows: int,
+    run: Execution,
+    *,
+    dtype: str,
+    part: MemoryPart = MemoryPart.NORMS,
 ) -> Operation:
     """Declares an RMSNorm over `rows` vectors per token (1, or the number of heads), in `dtype`.
 
@@ -116,42 +123,45 @@ def norm_operation(
     size = vectors * width
     gradients = run.gradients(f"{name}.weight")
     y = Activation(name, size * BYTES[dtype], part)
-    rms = Activation(f"{name}.rms", vectors * 4, Part.NORMS)
-    wide = Activation(f"{name}.fp32", size * 4, Part.NORMS)
+    rms = Activation(f"{name}.rms", vectors * 4, MemoryPart.NORMS)
+    wide = Activation(f"{name}.fp32", size * 4, MemoryPart.NORMS)
     source = x if dtype == "fp32" else wide
     both = frozenset({x.name, PARAMETERS})
     if run.device == "cuda" or run.pointwise == "triton":
         # Under autocast torch's norm casts 16-bit queries and keys to fp32 and saves the copy.
         mixed = run.autocast and dtype != "fp32" and run.pointwise != "triton"
-        saved: tuple[Saved, ...] = (Saved(source if mixed else x, both), Saved(rms, both))
+        saved: tuple[SavedActivation, ...] = (
+            SavedActivation(source if mixed else x, both),
+            SavedActivation(rms, both),
+        )
         scratch = (
             0
             if not gradients or run.pointwise != "triton"
             else norm_spec.scratch_bytes(vectors, width, dtype)
         )
-        passes = Pass(scratch=scratch)
+        passes = PassCost(scratch=scratch)
     else:
         only_x = frozenset({x.name})
-        normalized = Activation(f"{name}.normalized", size * 4, Part.NORMS)
+        normalized = Activation(f"{name}.normalized", size * 4, MemoryPart.NORMS)
         saved = (
-            Saved(source, only_x),
-            Saved(rms, only_x),
-            Saved(normalized, frozenset({PARAMETERS})),
+            SavedActivation(source, only_x),
+            SavedActivation(rms, only_x),
+            SavedActivation(normalized, frozenset({PARAMETERS})),
         )
         # Memory peaks in the gradient of the mean square: five fp32 tensors, after the output's gradient and the
         # normalized input are freed.
-        passes = Pass(scratch=size * 4 * (4 if gradients else 5) - 2 * y.nbytes)
+        passes = PassCost(scratch=size * 4 * (4 if gradients else 5) - 2 * y.nbytes)
     return Operation(
         name,
-        Kind.NORM,
+        OperationKind.NORM,
         part,
         (x,),
         (y,),
         saved,
         gradients,
         dtype=dtype,
-        forward=Pass(norm_spec.flops(vectors, width), norm_spec.bytes_moved(vectors, width, dtype), 1),
-        backward=Pass(
+        forward=PassCost(norm_spec.flops(vectors, width), norm_spec.bytes_moved(vectors, width, dtype), 1),
+        backward=PassCost(
             norm_spec.flops(vectors, width, backward=True),
             norm_spec.bytes_moved(vectors, width, dtype, backward=True),
             2 if gradients else 1,
@@ -175,10 +185,13 @@ def linear_operation(
     """Declares one linear layer. The gradient of its weight reads the input; under autocast it reads the layer's cast
     of the input, and the gradient of the input reads a cast of the weight."""
     reads = frozenset({PARAMETERS})
-    saved: tuple[Saved, ...] = (Saved(x, reads),)
+    saved: tuple[SavedActivation, ...] = (SavedActivation(x, reads),)
     if run.autocast:
         weight = weight_cast(linear, run, group.part)
-        saved = (Saved(cast_input(linear, x, run, group.part), reads), Saved(weight, frozenset({x.name})))
+        saved = (
+            SavedActivation(cast_input(linear, x, run, group.part), reads),
+            SavedActivation(weight, frozenset({x.name})),
+        )
     return dataclasses.replace(
         product(linear, x, y, run, group),
         saved=saved,
@@ -186,13 +199,13 @@ def linear_operation(
     )
 
 
-def cast_input(linear: Linear, x: Activation, run: Execution, part: Part) -> Activation:
+def cast_input(linear: Linear, x: Activation, run: Execution, part: MemoryPart) -> Activation:
     """The input of a product: x, or under autocast a copy in the compute dtype if x has another dtype."""
     cast = run.activation(f"{linear.name}.input", linear.in_features, part)
     return x if x.nbytes == cast.nbytes else cast
 
 
-def weight_cast(linear: Linear, run: Execution, part: Part) -> Activation:
+def weight_cast(linear: Linear, run: Execution, part: MemoryPart) -> Activation:
     """Autocast's copy of a weight in the compute dtype."""
     return Activation(f"{linear.name}.weight_cast", nbytes(run.dtype, linear.weights), part)
 
@@ -206,18 +219,18 @@ def product(linear: Linear, x: Activation, y: Activation, run: Execution, group:
     read = cast_input(linear, x, run, group.part)
     return Operation(
         linear.name,
-        Kind.PRODUCT,
+        OperationKind.PRODUCT,
         group.part,
         (x,),
         (y,),
         dtype=run.dtype,
-        forward=Pass.of(Kernel.product(N, outs, ins, width=width, groups=groups)),
+        forward=PassCost.of(Kernel.product(N, outs, ins, width=width, groups=groups)),
         # Workspace: the gradient of a cast input in the compute dtype, before it is cast back.
-        backward=Pass.of(
+        backward=PassCost.of(
             Kernel.product(N, ins, outs, width=width, groups=groups), scratch=0 if read is x else read.nbytes
         ),
-        parameter_backward=Pass.of(Kernel.weight_gradient(outs, ins, N, width=width, groups=groups)),
-        results=(Result(y),),
+        parameter_backward=PassCost.of(Kernel.weight_gradient(outs, ins, N, width=width, groups=groups)),
+        results=(SavableResult(y),),
         projection=group.label,
         weights=groups * linear.matrix,
         split=linear.split,
@@ -239,18 +252,18 @@ def add_residual(
     found: list[Operation], name: str, x: Activation, branch: Activation, width: int, run: Execution
 ) -> None:
     """Adds a residual addition: x + branch, named `name`."""
-    y = run.activation(name, width, Part.RESIDUAL, run.stream_dtype)
+    y = run.activation(name, width, MemoryPart.RESIDUAL, run.stream_dtype)
     inputs = tuple(dict.fromkeys((x, branch)))
     moved = float(x.nbytes + branch.nbytes + y.nbytes)
     found.append(
         Operation(
             name,
-            Kind.ADD,
-            Part.RESIDUAL,
+            OperationKind.ADD,
+            MemoryPart.RESIDUAL,
             inputs,
             (y,),
             dtype=run.stream_dtype,
-            forward=Pass(run.num_tokens * width, moved, 1),
+            forward=PassCost(run.num_tokens * width, moved, 1),
             shared_gradient=True,
             split="sequence",
         )
@@ -260,13 +273,13 @@ def add_residual(
 def copy_values(found: list[Operation], mixer: AttentionShape, qkv: Activation, run: Execution) -> Activation:
     """Adds a copy of the values out of a fused projection. Attention then saves the copy; a view would also keep
     queries and keys before RoPE alive."""
-    v = run.activation("self_attn.v", mixer.kv_size, Part.ATTENTION)
-    copy = Pass(moved=2.0 * v.nbytes, launches=1)
+    v = run.activation("self_attn.v", mixer.kv_size, MemoryPart.ATTENTION)
+    copy = PassCost(moved=2.0 * v.nbytes, launches=1)
     found.append(
         Operation(
             "self_attn.v",
-            Kind.COPY,
-            Part.ATTENTION,
+            OperationKind.COPY,
+            MemoryPart.ATTENTION,
             (qkv,),
             (v,),
             dtype=run.dtype,
@@ -288,14 +301,16 @@ def add_rope(
         for name, heads in (("self_attn.q_norm", H), ("self_attn.k_norm", K)):
             x = q if name.endswith("q_norm") else k
             vectors, width = (1, heads * D) if mixer.qk_norm == "full" else (heads, D)
-            found.append(norm_operation(name, x, width, vectors, run, dtype=run.dtype, part=Part.ATTENTION))
+            found.append(
+                norm_operation(name, x, width, vectors, run, dtype=run.dtype, part=MemoryPart.ATTENTION)
+            )
         q, k = found[-2].outputs[0], found[-1].outputs[0]
     if mixer.rope is None:
         return q, k
     inputs = tuple(dict.fromkeys((q, k)))
     rotated = (
-        run.activation("self_attn.q_rotated", H * D, Part.ATTENTION),
-        run.activation("self_attn.k_rotated", K * D, Part.ATTENTION),
+        run.activation("self_attn.q_rotated", H * D, MemoryPart.ATTENTION),
+        run.activation("self_attn.k_rotated", K * D, MemoryPart.ATTENTION),
     )
     in_rope = normed and fused
     every = frozenset({x.name for x in inputs} | {PARAMETERS})
@@ -316,16 +331,16 @@ def add_rope(
     found.append(
         Operation(
             "rope",
-            Kind.ROPE,
-            Part.ATTENTION,
+            OperationKind.ROPE,
+            MemoryPart.ATTENTION,
             inputs,
             rotated,
-            tuple(Saved(x, every) for x in inputs) if in_rope else (),
+            tuple(SavedActivation(x, every) for x in inputs) if in_rope else (),
             run.gradients("self_attn.q_norm.weight", "self_attn.k_norm.weight") if in_rope else (),
             dtype=run.dtype,
             saves_results=in_rope,
-            forward=Pass(flops[0], moved[0], 1, forward),
-            backward=Pass(flops[1], moved[1], 1, backward),
+            forward=PassCost(flops[0], moved[0], 1, forward),
+            backward=PassCost(flops[1], moved[1], 1, backward),
             split="column",
         )
     )
@@ -343,16 +358,18 @@ def add_attention(
     """Adds softmax attention; returns its output before the output projection."""
     impl, (B, T) = run.attention, (run.batch, run.tokens)
     H, K, D = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    o = run.activation("self_attn.attended", H * D, Part.ATTENTION)
+    o = run.activation("self_attn.attended", H * D, MemoryPart.ATTENTION)
     inputs = tuple(dict.fromkeys((q, k, v)))
     reads = frozenset(x.name for x in inputs)
-    results: tuple[Result, ...] = ()
+    results: tuple[SavableResult, ...] = ()
     own = attention_spec.saved_activations(impl, B, T, H, K, D, run.dtype, sinks=mixer.sinks)
     named = {"q": q, "k": k, "v": v, "o": o}
-    saved = [named.get(name, Activation(f"attention.{name}", size, Part.ATTENTION)) for name, size in own]
+    saved = [
+        named.get(name, Activation(f"attention.{name}", size, MemoryPart.ATTENTION)) for name, size in own
+    ]
     if impl in attention_spec.TILED:
         results = tuple(
-            Result(activation)
+            SavableResult(activation)
             for activation in saved
             if activation is o or activation.name == "attention.lse"
         )
@@ -368,25 +385,25 @@ def add_attention(
     found.append(
         Operation(
             "attention",
-            Kind.ATTENTION,
-            Part.ATTENTION,
+            OperationKind.ATTENTION,
+            MemoryPart.ATTENTION,
             inputs,
             (o,),
-            tuple(Saved(activation, reads) for activation in saved),
+            tuple(SavedActivation(activation, reads) for activation in saved),
             run.gradients("self_attn.sinks"),
             dtype=run.dtype,
-            forward=Pass.of(
+            forward=PassCost.of(
                 Kernel(
-                    Kind.ATTENTION,
+                    OperationKind.ATTENTION,
                     attention_spec.flops(pairs, H, D),
                     attention_spec.bytes_moved(*sizes, run.dtype),
                     visible,
                 ),
                 scratch=scratch,
             ),
-            backward=Pass.of(
+            backward=PassCost.of(
                 Kernel(
-                    Kind.ATTENTION,
+                    OperationKind.ATTENTION,
                     attention_spec.flops(pairs, H, D, backward=True),
                     attention_spec.bytes_moved(*sizes, run.dtype, backward=True),
                     visible,
@@ -411,30 +428,32 @@ def add_gated_activation(
 ) -> Activation:
     """Adds act(gate) · up; returns its output."""
     N, width = run.num_tokens, shape.width
-    y = run.activation(f"{prefix}.gated", width, Part.FEED_FORWARD)
+    y = run.activation(f"{prefix}.gated", width, MemoryPart.FEED_FORWARD)
     inputs = tuple(dict.fromkeys((gate, up)))
     reads = frozenset(x.name for x in inputs)
-    saved = [Saved(x, reads) for x in inputs]
+    saved = [SavedActivation(x, reads) for x in inputs]
     fused = run.pointwise == "triton"
     # The gradients of views of one output are copied into one tensor.
     scratch = gate.nbytes if gate is up else 0
     if not fused:
-        activated = run.activation(f"{prefix}.activated", width, Part.FEED_FORWARD)
+        activated = run.activation(f"{prefix}.activated", width, MemoryPart.FEED_FORWARD)
         # act(gate) is read only by the gradient of up, gate and up by that of gate.
-        saved = [Saved(x, frozenset({gate.name})) for x in inputs] + [Saved(activated, frozenset({up.name}))]
+        saved = [SavedActivation(x, frozenset({gate.name})) for x in inputs] + [
+            SavedActivation(activated, frozenset({up.name}))
+        ]
     found.append(
         Operation(
             f"{prefix}.activation",
-            Kind.GATE,
-            Part.FEED_FORWARD,
+            OperationKind.GATE,
+            MemoryPart.FEED_FORWARD,
             inputs,
             (y,),
             tuple(saved),
             dtype=run.dtype,
-            forward=Pass(
+            forward=PassCost(
                 gate_spec.flops(N, width), gate_spec.bytes_moved(N, width, run.dtype), 1 if fused else 2
             ),
-            backward=Pass(
+            backward=PassCost(
                 gate_spec.flops(N, width, backward=True),
                 gate_spec.bytes_moved(N, width, run.dtype, backward=True),
                 1 if fused else 3,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from trimtab.data import spec as data_spec
 from trimtab.facts.blocks import AttentionShape, BlockShape
 from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import Activation, Kind, Operation, Part
+from trimtab.facts.operations import Activation, MemoryPart, Operation, OperationKind
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import schedule as loss_schedule
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
@@ -40,7 +40,7 @@ def loss_tensors(job: Job) -> Tensors:
     forward = [*_inputs(job), *_shared(job), *_layer(job)]
     # RoPE's cos and sin are freed after the forward pass; the document layout belongs to the caller.
     masks = _shared(job)[0].nbytes - _shared(job.changed(**_UNMASKED))[0].nbytes
-    loss = [*_inputs(job), Activation("masks", masks, Part.INPUTS), *_loss(job)]
+    loss = [*_inputs(job), Activation("masks", masks, MemoryPart.INPUTS), *_loss(job)]
     return max(forward, loss, key=total) + _dequantized(job)
 
 
@@ -64,8 +64,8 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
     last = []
     if chunk == prompt:  # a layer's part of the cache is allocated after its keys and values
         size = rows * cached * cache_width(job.shape.blocks[-1]) * BYTES[job.dtype]
-        last = [Activation("cache.last", size, Part.CACHE)]
-        cache = [Activation("cache", total(cache) - size, Part.CACHE)]
+        last = [Activation("cache.last", size, MemoryPart.CACHE)]
+        cache = [Activation("cache", total(cache) - size, MemoryPart.CACHE)]
     mask = _mask(prefill_job, min(prompt, cached), padded=rows > 1)
     prefill = [*cache, *_inputs(prefill_job), *_shared(prefill_job), *mask, *_layer(prefill_job, last)]
     decode_job = job.changed(batch=rows, tokens=1, packed=False, mlp_tiles=1, policies=())
@@ -74,7 +74,7 @@ def generation_tensors(job: Job, rows: int, prompt: int, new_tokens: int) -> Ten
     if final_cached > cached:  # one layer's keys or values are copied to a larger buffer
         widest = max(cache_width(block) for block in job.shape.blocks)
         size = rows * cached * widest * BYTES[job.dtype] // 2
-        grown_cache = [*grown_cache, Activation("cache.copied", size, Part.CACHE)]
+        grown_cache = [*grown_cache, Activation("cache.copied", size, MemoryPart.CACHE)]
     step = [
         *grown_cache,
         *_inputs(decode_job),
@@ -123,18 +123,18 @@ def cache_width(block: BlockShape) -> int:
 
 def _inputs(job: Job) -> Tensors:
     size = data_spec.batch_bytes(job.batch, job.tokens)
-    return [Activation("batch", size, Part.INPUTS)]
+    return [Activation("batch", size, MemoryPart.INPUTS)]
 
 
 def _shared(job: Job) -> Tensors:
     run = Execution(job.batch, job.tokens, job.dtype, job.attention)
     size = model_spec.shared_bytes(job.shape, run, job.attention_backends, packed=job.packed)
-    return [Activation("positions and masks", size, Part.INPUTS)]
+    return [Activation("positions and masks", size, MemoryPart.INPUTS)]
 
 
 def _dequantized(job: Job) -> Tensors:
     size = workspace_bytes(job) + dequantize_scratch_bytes(job)
-    return [Activation("dequantized weight", size, Part.WORKSPACE)] if size else []
+    return [Activation("dequantized weight", size, MemoryPart.WORKSPACE)] if size else []
 
 
 def _layer(job: Job, from_attention: Sequence[Activation] = ()) -> Tensors:
@@ -155,13 +155,13 @@ def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Ite
     x = operations[0].inputs[0]
     for instant in walk_forward(operations, frozenset(), [x], {BLOCK_INPUT}):
         assert instant.operation is not None
-        reached_attention |= instant.operation.kind is Kind.ATTENTION
+        reached_attention |= instant.operation.kind is OperationKind.ATTENTION
         tensors = instant.tensors() + _internal_tensors(instant.operation, instant.tensors())
         yield [*tensors, *from_attention] if reached_attention else tensors
     if not block.tile:
         return
     residual, output = block.tile[0].inputs[0], block.feed_forward[-1].outputs[0]
-    live = [x, Activation("between.whole", output.nbytes, Part.RESIDUAL), output]
+    live = [x, Activation("between.whole", output.nbytes, MemoryPart.RESIDUAL), output]
     for instant in walk_forward(block.tile, frozenset(), [], set()):
         assert instant.operation is not None
         tile = [
@@ -174,9 +174,9 @@ def _instants(block: DeclaredBlock, from_attention: Sequence[Activation]) -> Ite
 
 def _internal_tensors(operation: Operation, live: Tensors) -> Tensors:
     """Tensors that training would save beyond an operation's inputs and outputs; here freed with the operation."""
-    if operation.kind is Kind.ATTENTION and not operation.results:
+    if operation.kind is OperationKind.ATTENTION and not operation.results:
         # Without tiling: the matrices are its scratch; keys and values are repeated for all query heads.
-        return [Activation("repeated keys and values", 2 * operation.outputs[0].nbytes, Part.ATTENTION)]
+        return [Activation("repeated keys and values", 2 * operation.outputs[0].nbytes, MemoryPart.ATTENTION)]
     names = {tensor.name for tensor in live} | {tensor.name for tensor in operation.inputs}
     internal = {
         saved.activation.name: saved.activation
@@ -190,7 +190,7 @@ def _loss(job: Job) -> Tensors:
     """Hidden states, and the logits of one chunk of tokens."""
     N, C, V = job.batch * job.tokens, job.shape.hidden_size, job.shape.vocab_size
     width = BYTES[job.dtype]
-    hidden = Activation("norm", N * C * BYTES[stream_dtype(job)], Part.NORMS)
+    hidden = Activation("norm", N * C * BYTES[stream_dtype(job)], MemoryPart.NORMS)
     if job.loss_impl == "reference":
         size = loss_spec.scratch_bytes("reference", N, C, V, job.dtype)
     elif job.loss_impl == "triton":
@@ -205,20 +205,20 @@ def _loss(job: Job) -> Tensors:
         size = loss_spec.chunk_tokens(N, V) * (V * (width + 4) + 20) + N * (8 + 1 + 12)
     if stream_dtype(job) != job.dtype:  # autocast copies hidden states and head
         size += (N + V) * C * width
-    return [hidden, Activation("logits", size, Part.LOSS), *_adapted_head(job)]
+    return [hidden, Activation("logits", size, MemoryPart.LOSS), *_adapted_head(job)]
 
 
 def _adapted_head(job: Job) -> Tensors:
     if not job.trained.adapts_head:
         return []
     size = nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
-    return [Activation("head with its adapter", size, Part.LOSS)]
+    return [Activation("head with its adapter", size, MemoryPart.LOSS)]
 
 
 def _cache(job: Job, rows: int, tokens: int) -> Tensors:
     """Keys and values of all layers; an upper bound for layers with sliding-window attention."""
     width = sum(cache_width(block) for block in job.shape.blocks)
-    return [Activation("cache", rows * tokens * width * BYTES[job.dtype], Part.CACHE)]
+    return [Activation("cache", rows * tokens * width * BYTES[job.dtype], MemoryPart.CACHE)]
 
 
 def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
@@ -226,7 +226,7 @@ def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
     if job.attention not in attention_spec.MASKED or not padded:
         return []
     size = job.batch * job.tokens * (-(-keys // 8) * 8) * BYTES[job.dtype]
-    return [Activation("mask", size, Part.INPUTS)]
+    return [Activation("mask", size, MemoryPart.INPUTS)]
 
 
 def _logits(job: Job) -> Tensors:
@@ -235,4 +235,4 @@ def _logits(job: Job) -> Tensors:
     size = job.batch * V * (4 + width + (4 if width < 4 else 0))
     if stream_dtype(job) != job.dtype:  # autocast copies the head
         size += (job.batch + V) * job.shape.hidden_size * width
-    return [Activation("logits", size, Part.LOSS), *_adapted_head(job)]
+    return [Activation("logits", size, MemoryPart.LOSS), *_adapted_head(job)]

@@ -23,7 +23,7 @@ from trimtab.adapt.spec_recompute import (
     tile_rows,
 )
 from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import Activation, Operation, Part, saved_activations, total_bytes
+from trimtab.facts.operations import Activation, MemoryPart, Operation, saved_activations, total_bytes
 from trimtab.model.spec_block import ATTENTION_RESIDUAL, BLOCK_INPUT, DeclaredBlock, declare_block
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
@@ -279,7 +279,7 @@ def _tile_instants(block: DeclaredBlock) -> Iterator[Instant]:
     }
     output = block.tile[-1].outputs[0]
     sums = [
-        Activation(f"{gradient.name}.sum", 4 * math.prod(gradient.dims), Part.PARAMETER_GRADIENTS)
+        Activation(f"{gradient.name}.sum", 4 * math.prod(gradient.dims), MemoryPart.PARAMETER_GRADIENTS)
         for operation in block.tile
         for gradient in operation.gradients
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from trimtab.facts.operations import Activation, Gradient, Kind, Operation, Part
+from trimtab.facts.operations import Activation, Gradient, MemoryPart, Operation, OperationKind
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class _Gradients:
 
 def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
     """Returns separate gradient tensors, by activation name."""
-    return [Activation(f"{name}.grad", size, Part.GRADIENTS) for name, size in sizes.items()]
+    return [Activation(f"{name}.grad", size, MemoryPart.GRADIENTS) for name, size in sizes.items()]
 
 
 def parameter_gradients(gradients: Iterable[Gradient], *, computed: bool = False) -> list[Activation]:
@@ -84,7 +84,7 @@ def parameter_gradients(gradients: Iterable[Gradient], *, computed: bool = False
         Activation(
             gradient.name + suffix,
             gradient.computed_bytes if computed else gradient.stored_bytes,
-            Part.PARAMETER_GRADIENTS,
+            MemoryPart.PARAMETER_GRADIENTS,
         )
         for gradient in gradients
     ]
@@ -92,7 +92,7 @@ def parameter_gradients(gradients: Iterable[Gradient], *, computed: bool = False
 
 def workspace(name: str, size: int) -> list[Activation]:
     """Returns an operation's temporary buffer as a list of tensors; empty for 0 bytes."""
-    return [Activation(f"{name}.workspace", size, Part.WORKSPACE)] if size else []
+    return [Activation(f"{name}.workspace", size, MemoryPart.WORKSPACE)] if size else []
 
 
 def walk_backward(
@@ -211,19 +211,19 @@ def _last_use(operations: Sequence[Operation]) -> dict[str, int]:
             last_use[activation.name] = index
         for result in operation.results:
             last_use.setdefault(result.activation.name, index)
-    additions = [i for i, operation in enumerate(operations) if operation.kind is Kind.ADD]
+    additions = [i for i, operation in enumerate(operations) if operation.kind is OperationKind.ADD]
     for index, operation in enumerate(operations):
         end = next((i for i in additions if i > index), len(operations)) - 1
-        reassigned = operation.kind is Kind.NORM and operation.part is Part.ATTENTION
-        for activation in () if reassigned or operation.kind is Kind.ADD else operation.outputs:
+        reassigned = operation.kind is OperationKind.NORM and operation.part is MemoryPart.ATTENTION
+        for activation in () if reassigned or operation.kind is OperationKind.ADD else operation.outputs:
             final_use = len(operations) - 1 if index == end and index + 1 in additions else end
             last_use[activation.name] = max(last_use.get(activation.name, -1), final_use)
     producers = {activation.name: operation for operation in operations for activation in operation.outputs}
     for index, operation in enumerate(operations):
-        if operation.kind is Kind.ROPE:
+        if operation.kind is OperationKind.ROPE:
             queries = operation.inputs[0].name
             last_use[queries] = index
-            if queries in producers and producers[queries].kind is Kind.NORM:
+            if queries in producers and producers[queries].kind is OperationKind.NORM:
                 last_use[producers[queries].inputs[0].name] = index
     return last_use
 

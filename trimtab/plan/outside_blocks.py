@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.adapt.targets import EMBEDDING
 from trimtab.data import spec as data_spec
 from trimtab.facts.dtypes import BYTES, nbytes
-from trimtab.facts.operations import Activation, Part, saved_activations
+from trimtab.facts.operations import Activation, MemoryPart, saved_activations
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
 from trimtab.model.spec_operations import Execution
@@ -41,7 +41,7 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         layers: the job's blocks.
     """
     shape = job.shape
-    persistent = _named("dequantized weight", workspace_bytes(job), Part.WORKSPACE)
+    persistent = _named("dequantized weight", workspace_bytes(job), MemoryPart.WORKSPACE)
     accumulated = _gradients("gradients", gradients) if job.accumulation > 1 else []
     final = job.trained.final_norm
     run = Execution(
@@ -49,9 +49,9 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         {} if final is None else {"norm.weight": final},
     )  # fmt: skip
     # The loader returns all batches of the step on the host; only the current microbatch is on the device.
-    inputs = _named("batch", data_spec.batch_bytes(job.batch, job.tokens), Part.INPUTS)
+    inputs = _named("batch", data_spec.batch_bytes(job.batch, job.tokens), MemoryPart.INPUTS)
     shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
-    inputs += _named("positions and masks", shared, Part.INPUTS)
+    inputs += _named("positions and masks", shared, MemoryPart.INPUTS)
     norm = model_spec.final_norm(shape, run)
     saved = {item.name: item for item in saved_activations([norm], {norm.inputs[0].name})}
     stream = layers.stream
@@ -124,8 +124,8 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     if run.autocast:  # autocast copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.computes_gradients_in_forward(job.loss_impl, *dims, job.dtype, **options)
-    saved = _named("loss", loss, Part.LOSS) + _named("head with its adapter", adapted, Part.LOSS)
-    computing = _named("norm", stream, Part.NORMS) + _named("logits", chunk, Part.LOSS)
+    saved = _named("loss", loss, MemoryPart.LOSS) + _named("head with its adapter", adapted, MemoryPart.LOSS)
+    computing = _named("norm", stream, MemoryPart.NORMS) + _named("logits", chunk, MemoryPart.LOSS)
     # Gradients computed with the loss are saved ("triton": in their final dtype). Otherwise the logits are
     # recomputed from the saved hidden states.
     gradients = activation_gradients({"norm": stream})
@@ -143,9 +143,9 @@ def _adapted_head(job: Job) -> int:
     return copies * nbytes(job.weights_dtype, job.shape.vocab_size * job.shape.hidden_size)
 
 
-def _named(name: str, size: int, part: Part) -> Tensors:
+def _named(name: str, size: int, part: MemoryPart) -> Tensors:
     return [Activation(name, size, part)] if size else []
 
 
 def _gradients(name: str, size: int) -> Tensors:
-    return _named(f"{name}.parameter_gradients", size, Part.PARAMETER_GRADIENTS)
+    return _named(f"{name}.parameter_gradients", size, MemoryPart.PARAMETER_GRADIENTS)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.data import spec as data_spec
-from trimtab.facts.operations import Part, bytes_by_part
+from trimtab.facts.operations import MemoryPart, bytes_by_part
 from trimtab.facts.phases import RunPhase
 from trimtab.plan import inference, weights_io
 from trimtab.plan.checkpoints import copy_bytes
@@ -67,7 +67,7 @@ class PhaseMemory:
     process_bytes: int = 0
     """Bytes of the device in addition to tensors."""
     note: str = ""
-    parts: Mapping[Part, int] | None = None
+    parts: Mapping[MemoryPart, int] | None = None
     """The activations bucket by part; None if there are no activations."""
 
     @property
@@ -95,7 +95,7 @@ class RunMemory:
 
     phases: tuple[PhaseMemory, ...]
     timeline: tuple[Point, ...]
-    activations: Mapping[Part, int]
+    activations: Mapping[MemoryPart, int]
     """The activations bucket of the predicted peak, by part."""
 
     def of(self, phase: RunPhase) -> PhaseMemory | None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from trimtab.facts.calibration import Calibration, KernelSample
-from trimtab.facts.operations import Kernel, Kind
+from trimtab.facts.operations import Kernel, OperationKind
 
-INTERPOLATED = (Kind.PRODUCT, Kind.ATTENTION, Kind.LOSS)
+INTERPOLATED = (OperationKind.PRODUCT, OperationKind.ATTENTION, OperationKind.LOSS)
 """Kinds whose efficiency depends on their dimensions and not only on the amount of work."""
 NEIGHBOURS = 4
 """Number of samples from which an efficiency is interpolated."""
@@ -94,7 +94,7 @@ class Rates:
     """A description of the source of the rates."""
     spread: tuple[float, float] = (1.0, 1.0)
     """Factors for the lower and upper end of an estimate's range."""
-    _models: dict[tuple[Kind, str, str, bool, bool], Line | Efficiencies] = field(
+    _models: dict[tuple[OperationKind, str, str, bool, bool], Line | Efficiencies] = field(
         default_factory=dict, repr=False, compare=False
     )
     _seconds: dict[tuple[Kernel, str, str, bool], float] = field(
@@ -118,9 +118,9 @@ class Rates:
         """Returns the estimated seconds of a kernel.
 
         Example:
-            >>> sample = KernelSample(Kind.NORM, "bf16", 0.0, 1e6, 2e-6)
+            >>> sample = KernelSample(OperationKind.NORM, "bf16", 0.0, 1e6, 2e-6)
             >>> rates = Rates({"bf16": 1e14}, 1e12, Calibration("a GPU", {"bf16": 1e14}, 1e12, 0.0, (sample,)))
-            >>> rates.seconds(Kernel(Kind.NORM, 0.0, 3e6), "bf16")
+            >>> rates.seconds(Kernel(OperationKind.NORM, 0.0, 3e6), "bf16")
             6e-06
         """
         arguments = (kernel, dtype, impl, backward)
@@ -141,7 +141,7 @@ class Rates:
         return roofline / interpolate(model, kernel.dims)
 
     def _model(
-        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+        self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> Line | Efficiencies:
         efficiencies = self._samples(kind, dtype, impl, backward, True) if compute_bound else ()
         return efficiencies or self._fit(kind, dtype, impl, backward, compute_bound)
@@ -149,7 +149,7 @@ class Rates:
     def _is_compute_bound(self, kernel: Kernel, dtype: str) -> bool:
         return kernel.kind in INTERPOLATED and kernel.flops / self._rate(dtype) >= kernel.moved / self.copy
 
-    def _fit(self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool) -> Line:
+    def _fit(self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool) -> Line:
         pairs = [
             (seconds, sample.seconds)
             for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
@@ -167,7 +167,7 @@ class Rates:
         ]
 
     def _samples(
-        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+        self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> Efficiencies:
         """Efficiencies of the samples most similar to a kernel."""
         return tuple(
@@ -177,7 +177,7 @@ class Rates:
         )
 
     def _pairs(
-        self, kind: Kind, dtype: str, impl: str, backward: bool, compute_bound: bool
+        self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
     ) -> list[tuple[float, KernelSample]]:
         """(roofline seconds, sample) of the same kind. Filters by direction, implementation and dtype, in this order,
         and skips a filter that no sample passes."""

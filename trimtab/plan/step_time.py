@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.adapt.spec_recompute import OFFLOADING, recomputed_operations, saved_under
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Kernel, Kind, Operation, Pass, total_bytes
+from trimtab.facts.operations import Kernel, Operation, OperationKind, PassCost, total_bytes
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import schedule
@@ -35,7 +35,7 @@ class OperationTime:
     """Time of one declared operation in one phase of an optimizer step."""
 
     name: str
-    kind: Kind
+    kind: OperationKind
     phase: str
     count: int
     """Executions per step: layers × tiles × microbatches."""
@@ -178,13 +178,13 @@ class _Timer:
         return self.rates.seconds(kernel, dtype, impl=impl, backward=backward)
 
     def pass_seconds(
-        self, operation: Operation, work: Pass, *, backward: bool = False, dequantized: bool = False
+        self, operation: Operation, work: PassCost, *, backward: bool = False, dequantized: bool = False
     ) -> float:
         """Seconds of one pass of an operation; without dequantization if weights have dequantized copies."""
         kernels = work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
         total = 0.0
         for kernel in kernels:
-            if kernel.kind is Kind.DEQUANTIZE:
+            if kernel.kind is OperationKind.DEQUANTIZE:
                 assert self.job.quantization is not None
                 if not dequantized:
                     total += self.kernel_seconds(
@@ -197,11 +197,13 @@ class _Timer:
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
         return total
 
-    def _impl(self, kind: Kind) -> str:
-        if kind is Kind.ATTENTION:
+    def _impl(self, kind: OperationKind) -> str:
+        if kind is OperationKind.ATTENTION:
             masked = self.job.packed and self.job.attention not in attention_spec.SKIPS_DOCUMENTS
             return f"{self.job.attention} packed" if masked else self.job.attention
-        return self.job.pointwise if kind in (Kind.NORM, Kind.ROPE, Kind.GATE) else ""
+        return (
+            self.job.pointwise if kind in (OperationKind.NORM, OperationKind.ROPE, OperationKind.GATE) else ""
+        )
 
 
 def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
@@ -246,7 +248,7 @@ def _layer_times(
     tiles = num_tiles(job) if block.tile else 1
 
     def timed(
-        operation: Operation, phase: str, count: int, work: Pass, backward: bool = False
+        operation: Operation, phase: str, count: int, work: PassCost, backward: bool = False
     ) -> OperationTime:
         seconds = timer.pass_seconds(operation, work, backward=backward, dequantized=dequantized)
         return OperationTime(operation.name, operation.kind, phase, count, seconds, work.launches)
@@ -278,19 +280,19 @@ def _layer_times(
     yield from _tile_sum_times(job, timer, block, tiles)
 
 
-def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> Pass:
+def _fused_work(operation: Operation, fused: bool, *, backward: bool) -> PassCost:
     """A pass as executed: with fused kernels, the addition between the halves is part of the following norm."""
     work = operation.backward if backward else operation.forward
     if not fused or operation.name != ATTENTION_RESIDUAL or backward:
         return work
     written = operation.outputs[0].nbytes
-    return Pass(work.flops, work.moved - written, 0)
+    return PassCost(work.flops, work.moved - written, 0)
 
 
-def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> Pass | None:
+def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> PassCost | None:
     """The backward pass for an operation's inputs and parameters, as far as they require gradients."""
     wants_input = any(activation.name in block.requires_grad for activation in operation.inputs)
-    if operation.kind is Kind.ADD:
+    if operation.kind is OperationKind.ADD:
         return None
     passes = []
     if wants_input:
@@ -304,7 +306,7 @@ def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> P
         for work in passes
         for kernel in work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
     )
-    return Pass.of(*kernels, launches=sum(work.launches for work in passes))
+    return PassCost.of(*kernels, launches=sum(work.launches for work in passes))
 
 
 def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Iterator[OperationTime]:
@@ -318,9 +320,9 @@ def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Ite
                 sizes[activation.name] = activation.nbytes
     for name, count in readers.items():
         if count > 1 and not (fused and name == ATTENTION_RESIDUAL):
-            kernel = Kernel(Kind.ADD, 0.0, 3.0 * sizes[name])
+            kernel = Kernel(OperationKind.ADD, 0.0, 3.0 * sizes[name])
             seconds = timer.kernel_seconds(kernel, timer.job.dtype, "", True)
-            yield OperationTime(f"{name}.grad", Kind.ADD, BACKWARD, count - 1, seconds, 1)
+            yield OperationTime(f"{name}.grad", OperationKind.ADD, BACKWARD, count - 1, seconds, 1)
 
 
 def _tile_sum_times(job: Job, timer: _Timer, block: DeclaredBlock, tiles: int) -> Iterator[OperationTime]:
@@ -328,8 +330,8 @@ def _tile_sum_times(job: Job, timer: _Timer, block: DeclaredBlock, tiles: int) -
     trained = sum(_elements(gradient.dims) for operation in block.tile for gradient in operation.gradients)
     if trained:
         moved = trained * (BYTES[job.gradient_dtype] + 2 * BYTES["fp32"])
-        seconds = timer.kernel_seconds(Kernel(Kind.ADD, 0.0, float(moved)), "fp32", "", True)
-        yield OperationTime("mlp.tile_gradients", Kind.ADD, BACKWARD, tiles, seconds, 3)
+        seconds = timer.kernel_seconds(Kernel(OperationKind.ADD, 0.0, float(moved)), "fp32", "", True)
+        yield OperationTime("mlp.tile_gradients", OperationKind.ADD, BACKWARD, tiles, seconds, 3)
 
 
 def _elements(dims: tuple[int, ...]) -> int:
@@ -347,14 +349,14 @@ def _outside_block_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
     )
     stream = N * shape.hidden_size * BYTES[run.stream_dtype]
 
-    def simple(name: str, kind: Kind, phase: str, moved: float, launches: int = 1) -> OperationTime:
+    def simple(name: str, kind: OperationKind, phase: str, moved: float, launches: int = 1) -> OperationTime:
         seconds = timer.kernel_seconds(Kernel(kind, 0.0, moved), job.dtype, "", phase == BACKWARD)
         return OperationTime(name, kind, phase, times, seconds, launches)
 
-    yield simple("embed_tokens", Kind.EMBEDDING, FORWARD, 2.0 * stream)
+    yield simple("embed_tokens", OperationKind.EMBEDDING, FORWARD, 2.0 * stream)
     if job.trained.trains_embedding:
         table = shape.vocab_size * shape.hidden_size * BYTES[job.weights_dtype]
-        yield simple("embed_tokens", Kind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 4)
+        yield simple("embed_tokens", OperationKind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 4)
     norm = model_spec.final_norm(shape, run)
     for phase, work in ((FORWARD, norm.forward), (BACKWARD, norm.backward)):
         seconds = timer.pass_seconds(norm, work, backward=phase == BACKWARD)
@@ -375,9 +377,9 @@ def loss_time(
             *dims, weight_grad=trained, impl=job.loss_impl, dtype=job.dtype, memory_bytes=job.loss_memory
         )
     moved = float(loss_spec.bytes_moved(*dims, job.dtype))
-    kernel = Kernel(Kind.LOSS, flops, moved, (N, shape.vocab_size, shape.hidden_size))
+    kernel = Kernel(OperationKind.LOSS, flops, moved, (N, shape.vocab_size, shape.hidden_size))
     if floor:
-        return OperationTime("loss", Kind.LOSS, FORWARD, times, rates.floor(kernel, job.dtype))
+        return OperationTime("loss", OperationKind.LOSS, FORWARD, times, rates.floor(kernel, job.dtype))
     impl = job.loss_impl if trained else f"{job.loss_impl} frozen head"
     seconds, chunks = rates.seconds(kernel, job.dtype, impl=impl), 1
     if training and job.loss_impl == "triton":
@@ -387,28 +389,30 @@ def loss_time(
         # Each chunk of rows after the first reads the head again, and reads and writes its gradient.
         head = shape.hidden_size * shape.vocab_size * (widths[0] + (2 * widths[1] if trained else 0))
         seconds += (chunks - 1) * head / rates.copy
-    return OperationTime("loss", Kind.LOSS, FORWARD, times, seconds, 8 * chunks)
+    return OperationTime("loss", OperationKind.LOSS, FORWARD, times, seconds, 8 * chunks)
 
 
 def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
     """Yields the times of gradient accumulation, gradient clipping and the optimizer."""
     gradients = float(job.trained.gradient_bytes)
 
-    def moving(name: str, kind: Kind, phase: str, moved: float, count: int, impl: str = "") -> OperationTime:
+    def moving(
+        name: str, kind: OperationKind, phase: str, moved: float, count: int, impl: str = ""
+    ) -> OperationTime:
         kernel = Kernel(kind, 0.0, moved)
         seconds = rates.floor(kernel, "fp32") if floor else rates.seconds(kernel, "fp32", impl=impl)
         return OperationTime(name, kind, phase, count, seconds, 2)
 
     if job.accumulation > 1:
-        yield moving("gradients", Kind.ADD, BACKWARD, 2.5 * gradients, job.accumulation - 1)
+        yield moving("gradients", OperationKind.ADD, BACKWARD, 2.5 * gradients, job.accumulation - 1)
     if not job.in_backward:
-        yield moving("gradient norm", Kind.NORM, UPDATE, gradients, 1)
+        yield moving("gradient norm", OperationKind.NORM, UPDATE, gradients, 1)
     moved = sum(
         optim_spec.bytes_moved(job.optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype)
         for parameter in job.trained.parameters
     )
     impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
-    yield moving("optimizer", Kind.OPTIMIZER, UPDATE, float(moved), 1, impl)
+    yield moving("optimizer", OperationKind.OPTIMIZER, UPDATE, float(moved), 1, impl)
 
 
 def exposed_copies(job: Job, rates: Rates) -> float:

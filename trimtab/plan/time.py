@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.adapt.spec_recompute import recompute_cost
 from trimtab.facts.devices import DeviceFacts
-from trimtab.facts.operations import Kind
+from trimtab.facts.operations import OperationKind
 from trimtab.model.spec_block import DeclaredBlock
 from trimtab.plan.device_rates import rates_of
 from trimtab.plan.job import Job
@@ -117,7 +117,7 @@ def training_flops(blocks: Iterable[DeclaredBlock]) -> float:
     total = 0.0
     for block in blocks:
         for operation in block.operations:
-            if operation.kind not in (Kind.PRODUCT, Kind.ATTENTION):
+            if operation.kind not in (OperationKind.PRODUCT, OperationKind.ATTENTION):
                 continue
             total += operation.forward.flops
             if any(activation.name in block.requires_grad for activation in operation.inputs):

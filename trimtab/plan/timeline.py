@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.adapt.spec_recompute import saved_under
-from trimtab.facts.operations import Activation, Part, bytes_by_part
+from trimtab.facts.operations import Activation, MemoryPart, bytes_by_part
 from trimtab.plan.job import Job
 from trimtab.plan.layers import (
     LayerMemory,
@@ -36,7 +36,7 @@ from trimtab.plan.memory import (
 )
 from trimtab.plan.outside_blocks import tensors_outside_blocks
 
-Parts = dict[Part, int]
+Parts = dict[MemoryPart, int]
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Point:
     """Memory at one moment of a step.
 
     Example:
-        >>> Point(Moment(Phase.OPTIMIZER_STEP), Buckets(4, 2, 1, 0, 3), {Part.LOSS: 0}).to_dict()["total"]
+        >>> Point(Moment(Phase.OPTIMIZER_STEP), Buckets(4, 2, 1, 0, 3), {MemoryPart.LOSS: 0}).to_dict()["total"]
         10
     """
 
     moment: Moment
     buckets: Buckets
     """Its gradients are those allocated at this moment."""
-    parts: Mapping[Part, int]
+    parts: Mapping[MemoryPart, int]
     """The activations bucket by part. Its parameter gradients are temporary, in addition to the gradients bucket."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,12 +94,12 @@ def activation_parts(job: Job, memory: Memory) -> Parts:
     }
     moment = max(moments, key=lambda candidate: moments[candidate])
     parts = next(parts for candidate, parts in _moments(job) if candidate == moment)
-    rest = sum(size for part, size in parts.items() if part is not Part.PARAMETER_GRADIENTS)
-    return {**parts, Part.PARAMETER_GRADIENTS: memory.peak.activations - rest}
+    rest = sum(size for part, size in parts.items() if part is not MemoryPart.PARAMETER_GRADIENTS)
+    return {**parts, MemoryPart.PARAMETER_GRADIENTS: memory.peak.activations - rest}
 
 
 def _buckets(phase: Phase, parts: Parts, weights: int, states: int, gradients: int) -> Buckets:
-    allocated = min(parts[Part.PARAMETER_GRADIENTS], gradients)
+    allocated = min(parts[MemoryPart.PARAMETER_GRADIENTS], gradients)
     activations, other = sum(parts.values()) - allocated, 0
     if phase is Phase.OPTIMIZER_STEP:
         activations, other = 0, activations
@@ -108,8 +108,11 @@ def _buckets(phase: Phase, parts: Parts, weights: int, states: int, gradients: i
 
 def _activations(phase: Phase, parts: Parts, gradients: int) -> Parts:
     if phase is Phase.OPTIMIZER_STEP:
-        return dict.fromkeys(Part, 0)
-    return {**parts, Part.PARAMETER_GRADIENTS: max(parts[Part.PARAMETER_GRADIENTS] - gradients, 0)}
+        return dict.fromkeys(MemoryPart, 0)
+    return {
+        **parts,
+        MemoryPart.PARAMETER_GRADIENTS: max(parts[MemoryPart.PARAMETER_GRADIENTS] - gradients, 0),
+    }
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
         if (group, policy) not in cache:
             cache[group, policy] = _layer_parts(job, layers, group, policy)
         spans.append((cache[group, policy], indices))
-    saved = dict.fromkeys(Part, 0)
+    saved = dict.fromkeys(MemoryPart, 0)
     # Below the first offloading layer, no copy to or from the host is in flight.
     first = next((indices[0] for layer_parts, indices in spans if any(layer_parts.offloaded.values())), None)
     for layer_parts, indices in spans:
@@ -200,7 +203,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
         resident_parts = {} if any(layer_parts.offloaded.values()) else resident or {}
         for layer in reversed(indices):
             saved = _sum(saved, layer_parts.on_device, sign=-1)
-            retained = {Part.PARAMETER_GRADIENTS: gradients}
+            retained = {MemoryPart.PARAMETER_GRADIENTS: gradients}
             moment = Moment(Phase.LAYERS_BACKWARD, layer, num_layers)
             memory = (
                 _sum(layer_parts.backward, layer_parts.offloaded, sign=-1)
@@ -213,7 +216,7 @@ def _moments(job: Job) -> Iterator[tuple[Moment, Parts]]:
         yield Moment(phase), base[phase]
 
 
-def _sum(first: Parts, *addends: Mapping[Part, int], sign: int = 1) -> Parts:
+def _sum(first: Parts, *addends: Mapping[MemoryPart, int], sign: int = 1) -> Parts:
     total = dict(first)
     for addend in addends:
         for part, size in addend.items():

@@ -24,7 +24,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 @dataclass(frozen=True)
-class Moment:
+class BucketSizes:
     """The size of each bucket at one moment of a run."""
 
     when: str
@@ -39,7 +39,7 @@ def total(buckets: dict[str, Any]) -> int:
     return sum(int(buckets.get(name, 0)) for name in BUCKETS)
 
 
-def shown_buckets(rows: list[Moment]) -> list[str]:
+def shown_buckets(rows: list[BucketSizes]) -> list[str]:
     """Returns the names of the four buckets, and `other` if it is not empty."""
     return [name for name in BUCKETS if name != "other" or any(row.buckets.get(name) for row in rows)]
 
@@ -79,7 +79,7 @@ def bucket_bar(buckets: dict[str, Any], scale: int) -> Bar:
     return Bar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
 
 
-def buckets_view(rows: list[Moment]) -> RenderableType:
+def buckets_view(rows: list[BucketSizes]) -> RenderableType:
     """Returns a labelled stacked bar per row, and a table with the size of each bucket, predicted and measured."""
     scale = max((total(row.buckets) for row in rows), default=1)
     bars = Table.grid(padding=(0, 1), expand=True)
@@ -97,7 +97,7 @@ def buckets_view(rows: list[Moment]) -> RenderableType:
     return Group(bars, Text(""), _numbers(rows))
 
 
-def _numbers(rows: list[Moment]) -> Table:
+def _numbers(rows: list[BucketSizes]) -> Table:
     numbers = Table(box=None, padding=(0, 2, 0, 0), show_edge=False, header_style="bright_black")
     numbers.add_column("")
     several = len({row.source for row in rows}) > 1

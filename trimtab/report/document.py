@@ -102,7 +102,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Phase:
+class TimelinePhase:
     """A named interval of a stack's x axis."""
 
     name: str
@@ -129,7 +129,7 @@ class StackChart:
     x: tuple[float, ...]
     end: float
     bands: tuple[Band, ...]
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[TimelinePhase, ...] = ()
     titles: tuple[str, ...] = ()
     limit: float | None = None
     note: str = ""

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
-from trimtab.report.buckets import COLORS, Moment, bucket_bar, buckets_view, shown_buckets, total
+from trimtab.report.buckets import COLORS, BucketSizes, bucket_bar, buckets_view, shown_buckets, total
 from trimtab.report.plain import as_text
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
@@ -170,7 +170,9 @@ def plan_panel(plan: dict[str, Any], width: int, *, full: bool = True) -> Panel:
         full: whether to show the memory of each bucket as bars and a table instead of one line.
     """
     memory = section(plan, "memory")
-    moments = [Moment(w, "predicted", section(memory, w)) for w in ("before", "peak") if section(memory, w)]
+    moments = [
+        BucketSizes(w, "predicted", section(memory, w)) for w in ("before", "peak") if section(memory, w)
+    ]
     rows = [*_rows(plan, full=full), *([] if full else _buckets(section(memory, "peak")))]
     parts: list[RenderableType] = [_grid(rows)]
     if moments and full:
@@ -189,7 +191,7 @@ def _buckets(peak: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns a row with the tensors at the peak by bucket."""
     if not peak:
         return []
-    shown = [name for name in shown_buckets([Moment("peak", "predicted", peak)]) if peak.get(name)]
+    shown = [name for name in shown_buckets([BucketSizes("peak", "predicted", peak)]) if peak.get(name)]
     listed = ", ".join(f"{name} {format_bytes(peak[name])}" for name in shown)
     return [("tensors", f"{format_bytes(total(peak))} at the peak: {listed}")]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
-from trimtab.report.buckets import Moment, total
+from trimtab.report.buckets import BucketSizes, total
 from trimtab.report.rundata import RunData, section
 
 
@@ -80,16 +80,16 @@ def speed(data: RunData) -> dict[str, str]:
     }
 
 
-def memory_rows(data: RunData) -> list[Moment]:
+def memory_rows(data: RunData) -> list[BucketSizes]:
     """Returns predicted and measured buckets before training, at the peak and after training."""
     rows = []
     planned = section(data.plan, "memory")
     for when in ("before", "peak", "after"):
         if section(planned, when):
-            rows.append(Moment(when, "predicted", section(planned, when)))
+            rows.append(BucketSizes(when, "predicted", section(planned, when)))
         measured = data.memory(when)
         if measured:
-            rows.append(Moment(when, "measured", measured))
+            rows.append(BucketSizes(when, "measured", measured))
     return rows
 
 

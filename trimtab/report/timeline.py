@@ -6,7 +6,7 @@ from typing import Any
 
 from trimtab.facts.units import format_bytes
 from trimtab.report.axes import BYTES
-from trimtab.report.document import Band, Phase, StackChart
+from trimtab.report.document import Band, StackChart, TimelinePhase
 from trimtab.report.draw_stack import DrawnStack, draw_stack
 from trimtab.report.roles import PARTS
 
@@ -56,10 +56,10 @@ def _bands(points: list[dict[str, Any]], outside: int) -> list[Band]:
     return [band for band in found if any(band.values)]
 
 
-def _phases(points: list[dict[str, Any]]) -> list[Phase]:
+def _phases(points: list[dict[str, Any]]) -> list[TimelinePhase]:
     found = []
     for name, begins in PHASES:
         spans = [i for i, point in enumerate(points) if str(point["moment"]).startswith(begins)]
         if spans:
-            found.append(Phase(name, spans[0], spans[-1] + 1))
+            found.append(TimelinePhase(name, spans[0], spans[-1] + 1))
     return found

@@ -241,7 +241,7 @@ def first_label(rows: list[Change]) -> str:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """Changes grouped by outcome."""
 
     gained: list[Change]
@@ -274,7 +274,7 @@ class Verdict:
         return " ".join(sentences)
 
 
-def verdict(rows: list[Change]) -> Verdict:
+def verdict(rows: list[Change]) -> RunVerdict:
     """Groups changes by outcome.
 
     Example:
@@ -284,4 +284,4 @@ def verdict(rows: list[Change]) -> Verdict:
     by_outcome: dict[str, list[Change]] = {outcome: [] for outcome in LABELS}
     for row in rows:
         by_outcome[row.outcome].append(row)
-    return Verdict(*by_outcome.values())
+    return RunVerdict(*by_outcome.values())

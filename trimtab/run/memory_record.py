@@ -9,7 +9,7 @@ from trimtab.checkpoint.layout import step_folders
 from trimtab.facts.phases import RunPhase
 from trimtab.plan.make import Plan
 from trimtab.run.folder import RunFolder
-from trimtab.run.memory_remedies import Suggestion, resume_command, training_suggestions
+from trimtab.run.memory_remedies import MemoryRemedy, resume_command, training_suggestions
 from trimtab.run.memory_report import MemoryReport
 from trimtab.run.memory_text import RECORDING, summary_lines
 from trimtab.run.out_of_memory import ExplainedOutOfMemory, MemoryExplainer, write_report
@@ -38,7 +38,7 @@ def with_remedy(error: ExplainedOutOfMemory, folder: RunFolder, plan: Plan) -> E
     return ExplainedOutOfMemory(report, _remedy(report, folder, best), tuple(details))
 
 
-def _remedy(report: MemoryReport, folder: RunFolder, best: Suggestion | None) -> str:
+def _remedy(report: MemoryReport, folder: RunFolder, best: MemoryRemedy | None) -> str:
     command = f"`{resume_command(folder.path, best)}`"
     if best is not None:
         return f"set {best.describe()}: {command}"

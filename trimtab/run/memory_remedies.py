@@ -33,7 +33,7 @@ COMMAND_REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Suggestion:
+class MemoryRemedy:
     """A change that saves memory, described in recipe keys and as overrides for the command line."""
 
     change: str
@@ -74,7 +74,7 @@ def overrides_of(change: str) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in _SETTING.findall(change))
 
 
-def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> list[Suggestion]:
+def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> list[MemoryRemedy]:
     """Changes to a training run that save memory, the cheapest that suffices first.
 
     Args:
@@ -84,14 +84,14 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
     """
     phase, recipe = report.phase, plan.recipe
     if phase is RunPhase.GENERATION:
-        found = [Suggestion("answers: 0 and prompts: []", ("answers=0", "prompts=[]"))]
+        found = [MemoryRemedy("answers: 0 and prompts: []", ("answers=0", "prompts=[]"))]
     elif phase is RunPhase.CHECKPOINT and (recipe.save_steps is not None or recipe.eval_steps is not None):
         change = "save_steps: null and eval_steps: null, so that only the end of the run is saved"
-        found = [Suggestion(change, ("save_steps=null", "eval_steps=null"))]
+        found = [MemoryRemedy(change, ("save_steps=null", "eval_steps=null"))]
     elif phase is RunPhase.DATA:
-        found = [Suggestion("data.num_proc: 1", ("data.num_proc=1",))]
+        found = [MemoryRemedy("data.num_proc: 1", ("data.num_proc=1",))]
     elif phase is RunPhase.PROBE:
-        found = [Suggestion("probe: false", ("probe=false",))]
+        found = [MemoryRemedy("probe: false", ("probe=false",))]
     elif phase is RunPhase.EVALUATION:  # its batches are those of training
         found = [_suggestion(remedy) for remedy in remedies(plan) if _BATCH in remedy.change]
     elif phase in (*STEP_PHASES, RunPhase.LOAD):
@@ -101,21 +101,21 @@ def training_suggestions(report: MemoryReport, plan: Plan, *, began: bool) -> li
     return [suggestion for suggestion in found if not began or _may_change(suggestion)]
 
 
-def resume_command(folder: Path, suggestion: Suggestion | None) -> str:
+def resume_command(folder: Path, suggestion: MemoryRemedy | None) -> str:
     """The command that resumes a run with a suggested change."""
     command = ["trimtab", "train", "--resume", str(folder), *(suggestion.overrides if suggestion else ())]
     return shlex.join(command)
 
 
-def _suggestion(remedy: Remedy, *, enough: bool = True) -> Suggestion:
-    return Suggestion(remedy.change, overrides_of(remedy.change), remedy.saving, enough)
+def _suggestion(remedy: Remedy, *, enough: bool = True) -> MemoryRemedy:
+    return MemoryRemedy(remedy.change, overrides_of(remedy.change), remedy.saving, enough)
 
 
-def _may_change(suggestion: Suggestion) -> bool:
+def _may_change(suggestion: MemoryRemedy) -> bool:
     return all(word.partition("=")[0] in CHANGEABLE_ON_RESUME for word in suggestion.overrides)
 
 
-def _sufficient_first(report: MemoryReport, plan: Plan) -> list[Suggestion]:
+def _sufficient_first(report: MemoryReport, plan: Plan) -> list[MemoryRemedy]:
     """Changes that suffice in the planner's order, then the others by the memory that they save."""
     fits, found = would_fit(report, plan), remedies(plan)
     insufficient = sorted((remedy for remedy in found if not fits(remedy)), key=lambda remedy: -remedy.saving)

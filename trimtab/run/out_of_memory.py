@@ -25,7 +25,7 @@ from trimtab.run.live_tensors import (
     frames_of,
     live_tensors,
 )
-from trimtab.run.memory_remedies import Suggestion, command_remedy
+from trimtab.run.memory_remedies import MemoryRemedy, command_remedy
 from trimtab.run.memory_report import MemoryReport, PredictedMemory, describe_failure
 from trimtab.run.memory_state import MemoryState, memory_state
 from trimtab.run.memory_text import full_text, summary_lines
@@ -169,7 +169,7 @@ def _details(report: MemoryReport, run: RunFolder | None) -> Iterator[str]:
         yield f"full report   {run.oom_text}"
 
 
-def write_report(report: MemoryReport, folder: RunFolder, remedies: Sequence[Suggestion] = ()) -> bool:
+def write_report(report: MemoryReport, folder: RunFolder, remedies: Sequence[MemoryRemedy] = ()) -> bool:
     """Writes oom.json and oom.txt into a run folder; returns whether that succeeded."""
     try:
         write_json(folder.oom, {**report.to_dict(), "remedies": [asdict(remedy) for remedy in remedies]})

@@ -9,7 +9,7 @@ from trimtab.facts.names import shortened
 from trimtab.lab.numerics.bits import BitsStudy, NumberBits
 from trimtab.lab.numerics.formats import FloatFormat, Kind, power_of_two
 from trimtab.lab.numerics.number_text import exact_decimal, is_binary, short_decimal, show_number
-from trimtab.lab.numerics.stored import Outcome, Stored, StoredCode, StoredFloat
+from trimtab.lab.numerics.stored import StorageOutcome, Stored, StoredCode, StoredFloat
 from trimtab.report.document import Block, Code, Document, LineChart, Section, Series, Table, Text
 
 LONGEST_DECIMAL = 60
@@ -62,7 +62,7 @@ def _introduction(number: NumberBits) -> str:
             "Not a finite number: some floating-point formats have bit patterns for it; quantized blocks have no "
             "code for it."
         )
-    stored = [row.name for row in number.floats if row.outcome is Outcome.EXACT]
+    stored = [row.name for row in number.floats if row.outcome is StorageOutcome.EXACT]
     exactness = (
         f"stored exactly by {', '.join(stored)}" if stored else "stored exactly by none of these formats"
     )
@@ -135,18 +135,22 @@ def describe_loss(row: StoredFloat | StoredCode) -> str:
         >>> describe_loss(study_bits(["1e6"], ["fp16"]).numbers[0].floats[0])
         'everything: the largest number is 65504'
     """
-    if row.outcome is Outcome.EXACT:
+    if row.outcome is StorageOutcome.EXACT:
         if isinstance(row, StoredCode) and row.exact.value and abs(row.exact.value) == row.absmax:
             return "nothing: it is the largest magnitude of its block; --absmax shows it in another"
         return "nothing"
-    if row.outcome is Outcome.NOT_STORED:
+    if row.outcome is StorageOutcome.NOT_STORED:
         return "everything: a block that contains it has no scale"
     if isinstance(row, StoredCode):
-        return "everything: 0 is the nearest level" if row.outcome is Outcome.TO_ZERO else _lost_share(row)
-    if row.outcome in (Outcome.TO_INFINITY, Outcome.SATURATED):
-        word = "everything" if row.outcome is Outcome.TO_INFINITY else "the size"
+        return (
+            "everything: 0 is the nearest level"
+            if row.outcome is StorageOutcome.TO_ZERO
+            else _lost_share(row)
+        )
+    if row.outcome in (StorageOutcome.TO_INFINITY, StorageOutcome.SATURATED):
+        word = "everything" if row.outcome is StorageOutcome.TO_INFINITY else "the size"
         return f"{word}: the largest number is {short_decimal(row.format.largest, 6)}"
-    if row.outcome is Outcome.TO_ZERO:
+    if row.outcome is StorageOutcome.TO_ZERO:
         smallest = short_decimal(row.format.smallest_subnormal, 3)
         return f"everything: at most half of the smallest number, {smallest}"
     if row.kind is Kind.SUBNORMAL:

@@ -13,7 +13,7 @@ from trimtab.lab.numerics.formats import FloatFormat, Kind, Number
 from trimtab.lab.numerics.number_text import json_number, short_decimal
 
 
-class Outcome(enum.Enum):
+class StorageOutcome(enum.Enum):
     """The outcome of storing a number."""
 
     EXACT = "exact"
@@ -36,7 +36,7 @@ class Stored:
     below: Number | None
     """The next number of the format below the stored one; None where there is none."""
     above: Number | None
-    outcome: Outcome
+    outcome: StorageOutcome
     bits: tuple[str, ...]
     """Sign, exponent and mantissa, or the code."""
 
@@ -175,17 +175,17 @@ def format_bits(pattern: int, width: int) -> str:
     return format(pattern, f"0{width}b")
 
 
-def _outcome(number: Number, format: FloatFormat, pattern: int) -> Outcome:
+def _outcome(number: Number, format: FloatFormat, pattern: int) -> StorageOutcome:
     stored = format.decode(pattern)
     if number.is_nan or stored.value == number.value:
-        return Outcome.EXACT
+        return StorageOutcome.EXACT
     if stored.value is None:
-        return Outcome.TO_INFINITY
+        return StorageOutcome.TO_INFINITY
     if number.value is None or (abs(stored.value) == format.largest and _is_beyond(number.value, format)):
-        return Outcome.SATURATED
+        return StorageOutcome.SATURATED
     if stored.value == 0:
-        return Outcome.TO_ZERO
-    return Outcome.TIE if format.is_tie(number.value) else Outcome.ROUNDED
+        return StorageOutcome.TO_ZERO
+    return StorageOutcome.TIE if format.is_tie(number.value) else StorageOutcome.ROUNDED
 
 
 def _is_beyond(value: Fraction, format: FloatFormat) -> bool:
@@ -203,7 +203,7 @@ def store_code(number: Number, code: BlockCode, absmax: Fraction) -> StoredCode:
         (('0100',), -0.2844)
     """
     if number.value is None:
-        return StoredCode(number, None, None, None, Outcome.NOT_STORED, ("",), code, None, absmax)
+        return StoredCode(number, None, None, None, StorageOutcome.NOT_STORED, ("",), code, None, absmax)
     assert abs(number.value) <= absmax, (number, absmax)
     place = code.nearest(number.value / absmax)
     level = [
@@ -213,5 +213,11 @@ def store_code(number: Number, code: BlockCode, absmax: Fraction) -> StoredCode:
     below, stored, above = level
     assert stored is not None
     lost = stored.value != number.value
-    outcome = Outcome.EXACT if not lost else Outcome.ROUNDED if stored.value else Outcome.TO_ZERO
+    outcome = (
+        StorageOutcome.EXACT
+        if not lost
+        else StorageOutcome.ROUNDED
+        if stored.value
+        else StorageOutcome.TO_ZERO
+    )
     return StoredCode(number, stored, below, above, outcome, (code.bits(place),), code, place, absmax)

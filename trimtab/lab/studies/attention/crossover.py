@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from trimtab.lab.studies.attention.readings import Group, Readings, Variant
 from trimtab.lab.studies.attention.results import PassTimes
 from trimtab.lab.studies.attention.settings import PLAIN
-from trimtab.lab.study import Outcome
+from trimtab.lab.study import CellOutcome
 
 EAGER_PLAIN = Variant.of(PLAIN)
 
 
-class Verdict(enum.Enum):
+class SpeedVerdict(enum.Enum):
     """The result of comparing two variants at one length."""
 
     FASTER = "faster"
@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
     """The ranges from the first to the third quartile overlap."""
 
 
-def compare(times: PassTimes, base: PassTimes) -> Verdict:
+def compare(times: PassTimes, base: PassTimes) -> SpeedVerdict:
     """Compares forward + backward with those of another variant.
 
     Example:
@@ -34,8 +34,8 @@ def compare(times: PassTimes, base: PassTimes) -> Verdict:
     """
     (low, high), (base_low, base_high) = times.quartiles_ms, base.quartiles_ms
     if high < base_low:
-        return Verdict.FASTER
-    return Verdict.SLOWER if low > base_high else Verdict.UNCLEAR
+        return SpeedVerdict.FASTER
+    return SpeedVerdict.SLOWER if low > base_high else SpeedVerdict.UNCLEAR
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Crossover:
         alone: lengths at which the variant ran and plain attention was out of memory, measured or predicted.
     """
 
-    verdicts: Mapping[int, Verdict]
-    alone: Mapping[int, Outcome] = field(default_factory=dict)
+    verdicts: Mapping[int, SpeedVerdict]
+    alone: Mapping[int, CellOutcome] = field(default_factory=dict)
 
     @property
     def faster_from(self) -> int | None:
         """The first length from which on the variant is clearly faster at every measured one; None if there is none.
 
         Example:
-            >>> Crossover({256: Verdict.SLOWER, 512: Verdict.FASTER, 1024: Verdict.FASTER}).faster_from
+            >>> Crossover({256: SpeedVerdict.SLOWER, 512: SpeedVerdict.FASTER, 1024: SpeedVerdict.FASTER}).faster_from
             512
         """
         start = None
         for length in sorted(self.verdicts, reverse=True):
-            if self.verdicts[length] is not Verdict.FASTER:
+            if self.verdicts[length] is not SpeedVerdict.FASTER:
                 break
             start = length
         return start
@@ -69,14 +69,14 @@ class Crossover:
         """In words.
 
         Example:
-            >>> Crossover({256: Verdict.SLOWER, 512: Verdict.FASTER}).describe()
+            >>> Crossover({256: SpeedVerdict.SLOWER, 512: SpeedVerdict.FASTER}).describe()
             'faster from 512 on, slower at 256'
-            >>> Crossover({256: Verdict.UNCLEAR}, alone={512: Outcome.OUT_OF_MEMORY}).describe()
+            >>> Crossover({256: SpeedVerdict.UNCLEAR}, alone={512: CellOutcome.OUT_OF_MEMORY}).describe()
             'no crossover from 256 to 256: no clear difference at 256; runs at 512, where plain is out of memory'
         """
         if not self.verdicts:
             text = "no length was measured with both"
-        elif all(verdict is Verdict.FASTER for verdict in self.verdicts.values()):
+        elif all(verdict is SpeedVerdict.FASTER for verdict in self.verdicts.values()):
             text = f"faster at every measured length, from {min(self.verdicts)} on"
         else:
             start = self.faster_from
@@ -92,7 +92,7 @@ class Crossover:
         before = {length: v for length, v in self.verdicts.items() if start is None or length < start}
         return [
             f"{verdict.value} at {', '.join(str(length) for length in lengths)}"
-            for verdict in (Verdict.SLOWER, Verdict.UNCLEAR, Verdict.FASTER)
+            for verdict in (SpeedVerdict.SLOWER, SpeedVerdict.UNCLEAR, SpeedVerdict.FASTER)
             if (lengths := [length for length, own_verdict in before.items() if own_verdict is verdict])
         ]
 
@@ -107,7 +107,7 @@ def crossover(readings: Readings, group: Group, head_dim: int, variant: Variant)
             continue
         if plain.result is not None:
             verdicts[length] = compare(result.times, plain.result.times)
-        elif plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY):
+        elif plain.outcome in (CellOutcome.OUT_OF_MEMORY, CellOutcome.PREDICTED_OUT_OF_MEMORY):
             alone[length] = plain.outcome
     return Crossover(verdicts, alone)
 

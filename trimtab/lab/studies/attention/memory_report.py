@@ -13,7 +13,7 @@ from trimtab.lab.studies.attention.readings import Group, Reading, Readings, Var
 from trimtab.lab.studies.attention.results import AttentionResult
 from trimtab.lab.studies.attention.settings import AttentionSettings, Mode, Visibility
 from trimtab.lab.studies.attention.tables import NOTHING, format_mib
-from trimtab.lab.study import Outcome
+from trimtab.lab.study import CellOutcome
 from trimtab.report.document import Block, Section, Table, Text
 
 FORMULA = (
@@ -106,16 +106,16 @@ def _limit_rows(
     """One row for all head dimensions with the same outcome."""
     head_dims_by_outcome: dict[tuple[str, str, str], list[int]] = {}
     for head_dim in readings.head_dims(group):
-        ends: dict[Outcome, list[int]] = {}
+        ends: dict[CellOutcome, list[int]] = {}
         for length in readings.lengths(group):
             reading = readings.find(group, length, head_dim, variant)
             if reading is not None:
                 ends.setdefault(reading.outcome, []).append(length)
-        measured = ends.get(Outcome.MEASURED)
+        measured = ends.get(CellOutcome.MEASURED)
         key = (
             str(max(measured)) if measured else NOTHING,
-            _first(ends.get(Outcome.OUT_OF_MEMORY)),
-            _first(ends.get(Outcome.PREDICTED_OUT_OF_MEMORY)),
+            _first(ends.get(CellOutcome.OUT_OF_MEMORY)),
+            _first(ends.get(CellOutcome.PREDICTED_OUT_OF_MEMORY)),
         )
         head_dims_by_outcome.setdefault(key, []).append(head_dim)
     return [
@@ -153,8 +153,10 @@ def _longest(group: Group, variant: Variant, head_dims: list[int], usable_bytes:
 
 
 def _limits_text(readings: Readings, usable_bytes: int) -> str:
-    stopped = [reading for reading in readings.all if reading.outcome is Outcome.OUT_OF_MEMORY]
-    predicted = [reading for reading in readings.all if reading.outcome is Outcome.PREDICTED_OUT_OF_MEMORY]
+    stopped = [reading for reading in readings.all if reading.outcome is CellOutcome.OUT_OF_MEMORY]
+    predicted = [
+        reading for reading in readings.all if reading.outcome is CellOutcome.PREDICTED_OUT_OF_MEMORY
+    ]
     measured = [reading.settings.length for reading in readings.all if reading.result is not None]
     sentences = [f"A cell could allocate {format_bytes(usable_bytes)}."]
     if not stopped and not predicted:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trimtab.lab.studies.attention.results import AttentionResult
 from trimtab.lab.studies.attention.settings import BACKENDS, AttentionSettings, Mode, is_weighted_sum
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 
 
 @dataclass(frozen=True, order=True)
@@ -67,7 +67,7 @@ class Reading:
     """One cell's outcome with its typed settings and, where it was measured, its typed result."""
 
     settings: AttentionSettings
-    outcome: Outcome
+    outcome: CellOutcome
     result: AttentionResult | None
     message: str
 
@@ -96,7 +96,7 @@ class Readings:
             if is_weighted_sum(measurement.cell.settings):
                 continue
             settings = AttentionSettings.from_dict(measurement.cell.settings)
-            measured = measurement.outcome is Outcome.MEASURED
+            measured = measurement.outcome is CellOutcome.MEASURED
             result = AttentionResult.from_dict(measurement.result) if measured else None
             reading = Reading(settings, measurement.outcome, result, measurement.message)
             key = (reading.group, settings.length, settings.head_dim, reading.variant)
@@ -132,7 +132,7 @@ class Readings:
 
     def variants(self, group: Group) -> list[Variant]:
         """Variants that ran at least once or ran out of memory, in the order of `BACKENDS`."""
-        ran = (Outcome.MEASURED, Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
+        ran = (CellOutcome.MEASURED, CellOutcome.OUT_OF_MEMORY, CellOutcome.PREDICTED_OUT_OF_MEMORY)
         return sorted(
             {reading.variant for reading in self.all if reading.group == group and reading.outcome in ran}
         )
@@ -141,7 +141,7 @@ class Readings:
         """(variant, dtypes, outcome, reason) of cells that did not run for another reason than memory, by reason."""
         dtypes_by_reason: dict[tuple[Variant, str, str], list[str]] = {}
         for reading in self.all:
-            if reading.outcome in (Outcome.NOT_SUPPORTED, Outcome.FAILED, Outcome.TIMED_OUT):
+            if reading.outcome in (CellOutcome.NOT_SUPPORTED, CellOutcome.FAILED, CellOutcome.TIMED_OUT):
                 dtypes_by_reason.setdefault(
                     (reading.variant, reading.outcome.value, reading.message), []
                 ).append(reading.settings.dtype)

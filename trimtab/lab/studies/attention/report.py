@@ -21,7 +21,7 @@ from trimtab.lab.studies.attention.tables import (
     speed_up_table,
     times_table,
 )
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Block, Section, Table, Text
 
 CACHES = {
@@ -148,7 +148,7 @@ def _weighted_sum_section(measurements: Sequence[Measurement]) -> Section | None
     for measurement in measurements:
         s = WeightedSumSettings.from_dict(measurement.cell.settings)
         place = (s.impl, s.dtype, f"{s.rows} × {s.columns}")
-        if measurement.outcome is not Outcome.MEASURED:
+        if measurement.outcome is not CellOutcome.MEASURED:
             rows.append((*place, measurement.outcome.value, NOTHING, NOTHING))
             continue
         times = PassTimes.from_dict(measurement.result)

@@ -8,7 +8,7 @@ from trimtab.lab.studies.attention.crossover import EAGER_PLAIN, crossover, spee
 from trimtab.lab.studies.attention.formula import is_quadratic
 from trimtab.lab.studies.attention.readings import Group, Reading, Readings, Variant
 from trimtab.lab.studies.attention.results import AttentionResult
-from trimtab.lab.study import Outcome
+from trimtab.lab.study import CellOutcome
 from trimtab.report.document import LineChart, Series, Table
 
 MIB = 2**20
@@ -123,7 +123,10 @@ def _ratio(readings: Readings, group: Group, head_dim: int, length: int, ratio: 
     if ratio is not None:
         return f"{ratio:.2f}×"
     plain = readings.find(group, length, head_dim, EAGER_PLAIN)
-    stopped = plain is not None and plain.outcome in (Outcome.OUT_OF_MEMORY, Outcome.PREDICTED_OUT_OF_MEMORY)
+    stopped = plain is not None and plain.outcome in (
+        CellOutcome.OUT_OF_MEMORY,
+        CellOutcome.PREDICTED_OUT_OF_MEMORY,
+    )
     return f"plain: {plain.outcome.value}" if plain is not None and stopped else NOTHING
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from trimtab.lab.studies.claims.claim import Hypothesis, Metric
-from trimtab.lab.studies.claims.verdict import Interval, Verdict, mean_interval
+from trimtab.lab.studies.claims.verdict import ClaimVerdict, Interval, mean_interval
 from trimtab.report.summary import signed
 
 MISSING = "–"
@@ -91,7 +91,7 @@ def _signed(number: float, digits: int) -> str:
     return signed(number, digits) if round(number, digits) else f"{0:.{digits}f}"
 
 
-def verdict_sentence(hypothesis: Hypothesis, verdict: Verdict) -> str:
+def verdict_sentence(hypothesis: Hypothesis, verdict: ClaimVerdict) -> str:
     """The hypothesis, its verdict, the reason and the interval.
 
     Example:

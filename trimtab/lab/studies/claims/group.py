@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from trimtab.lab.studies.claims.claim import Claim, Hypothesis, Metric
 from trimtab.lab.studies.claims.declared import CLAIMS
 from trimtab.lab.studies.claims.trial import Result, Trial
-from trimtab.lab.studies.claims.verdict import Interval, Verdict, judge, mean_interval
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.studies.claims.verdict import ClaimVerdict, Interval, judge, mean_interval
+from trimtab.lab.study import CellOutcome, Measurement
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Group:
         shrinkages = [result.shrinkage for result in self.of(variant)]
         return statistics.fmean(shrinkages) if shrinkages else None
 
-    def verdict(self, hypothesis: Hypothesis) -> Verdict:
+    def verdict(self, hypothesis: Hypothesis) -> ClaimVerdict:
         """The verdict of the runs on a hypothesis."""
         differences = self.differences(hypothesis.variant, hypothesis.baseline, hypothesis.metric)
         return judge(
@@ -127,8 +127,8 @@ def grouped(measurements: Sequence[Measurement]) -> list[Group]:
         results = {
             (trial.variant, trial.seed): Result.from_dict(measurement.result)
             for trial, measurement in pairs
-            if measurement.outcome is Outcome.MEASURED
+            if measurement.outcome is CellOutcome.MEASURED
         }
-        failures = tuple(pair for pair in pairs if pair[1].outcome is not Outcome.MEASURED)
+        failures = tuple(pair for pair in pairs if pair[1].outcome is not CellOutcome.MEASURED)
         groups.append(Group(CLAIMS[claim], model, steps, device, results, failures))
     return groups

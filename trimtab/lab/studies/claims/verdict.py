@@ -56,7 +56,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ClaimVerdict:
     """A ruling, the interval that it rests on (None where there is none) and the reason in a few words."""
 
     ruling: Ruling
@@ -88,7 +88,7 @@ def mean_interval(values: Sequence[float], resolution: float = 0.0, level: float
 
 def judge(
     hypothesis: Hypothesis, differences: Sequence[float], *, resolution: float = 0.0, too_weak: str = ""
-) -> Verdict:
+) -> ClaimVerdict:
     """The verdict on a hypothesis.
 
     Args:
@@ -109,13 +109,15 @@ def judge(
     interval = mean_interval(differences, resolution)
     if interval is None:
         if seeds < FEWEST_SEEDS:
-            return Verdict(
+            return ClaimVerdict(
                 Ruling.NOT_DETECTABLE, None, f"{_counted(seeds)}; an interval needs {FEWEST_SEEDS}"
             )
-        return Verdict(Ruling.NOT_DETECTABLE, None, "training diverged with some seeds and not with others")
+        return ClaimVerdict(
+            Ruling.NOT_DETECTABLE, None, "training diverged with some seeds and not with others"
+        )
     if too_weak:
-        return Verdict(Ruling.NOT_DETECTABLE, interval, too_weak)
-    return Verdict(*_ruling(hypothesis, interval))
+        return ClaimVerdict(Ruling.NOT_DETECTABLE, interval, too_weak)
+    return ClaimVerdict(*_ruling(hypothesis, interval))
 
 
 def _ruling(hypothesis: Hypothesis, interval: Interval) -> tuple[Ruling, Interval, str]:
@@ -140,7 +142,7 @@ def _ruling(hypothesis: Hypothesis, interval: Interval) -> tuple[Ruling, Interva
     return Ruling.NOT_DETECTABLE, interval, f"an effect of {delta} is neither shown nor excluded"
 
 
-def _diverged(hypothesis: Hypothesis, difference: float, seeds: int) -> Verdict:
+def _diverged(hypothesis: Hypothesis, difference: float, seeds: int) -> ClaimVerdict:
     """All seeds of exactly one of the two variants diverged."""
     worse = (
         hypothesis.variant if (difference > 0) == (hypothesis.metric.scale == "loss") else hypothesis.baseline
@@ -148,10 +150,10 @@ def _diverged(hypothesis: Hypothesis, difference: float, seeds: int) -> Verdict:
     reason = f"training with {worse} diverged with all seeds"
     expected = {Direction.HIGHER: difference > 0, Direction.LOWER: difference < 0, Direction.EQUAL: False}
     if seeds < FEWEST_SEEDS:
-        return Verdict(
+        return ClaimVerdict(
             Ruling.NOT_DETECTABLE, None, f"{reason}, {_counted(seeds)}; a verdict needs {FEWEST_SEEDS}"
         )
-    return Verdict(Ruling.CONFIRMED if expected[hypothesis.direction] else Ruling.REFUTED, None, reason)
+    return ClaimVerdict(Ruling.CONFIRMED if expected[hypothesis.direction] else Ruling.REFUTED, None, reason)
 
 
 def _counted(seeds: int) -> str:

@@ -18,7 +18,7 @@ from trimtab.lab.step_timing import time_steps
 from trimtab.lab.studies.compile.results import CompileResult, Length
 from trimtab.lab.studies.compile.settings import Backend, Scope, Shapes
 from trimtab.lab.studies.compile.subject import Subject, build_subject
-from trimtab.lab.study import Outcome
+from trimtab.lab.study import CellOutcome
 from trimtab.lab.timing import time_once
 
 WARM = "trimtab.lab.studies.compile.measure:measure_warm"
@@ -120,6 +120,6 @@ def _warm(settings: dict[str, Any]) -> CompileLog | None:
     words = [sys.executable, "-m", "trimtab.lab.worker", device]
     done = subprocess.run(words, input=order + "\n", stdout=subprocess.PIPE, text=True, check=True)
     answer = json.loads(done.stdout.splitlines()[-1])
-    if answer["outcome"] != Outcome.MEASURED.value:
+    if answer["outcome"] != CellOutcome.MEASURED.value:
         raise RuntimeError(f"with a warm cache: {answer['message']}")
     return CompileLog.from_dict(answer["result"])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trimtab.lab.profile_tables import ms, percent
 from trimtab.lab.studies.compile.results import CompileResult
 from trimtab.lab.studies.compile.settings import Backend
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
 
 MOST_PROGRAMS = 30
@@ -37,7 +37,7 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
     rows = [
         Row(cell_name(m), m, CompileResult.from_dict(m.result))
         for m in measurements
-        if m.outcome is Outcome.MEASURED
+        if m.outcome is CellOutcome.MEASURED
     ]
     report_sections = [Section("What was compiled", _what_was_compiled(measurements))]
     if not rows:
@@ -73,7 +73,7 @@ def _what_was_compiled(measurements: Sequence[Measurement]) -> tuple[Block, ...]
         f"{first['backend']}."
     )
     blocks: list[Block] = [Text(text)]
-    others = [m for m in measurements if m.outcome is not Outcome.MEASURED]
+    others = [m for m in measurements if m.outcome is not CellOutcome.MEASURED]
     if others:
         table = tuple((cell_name(m), m.outcome.value, m.message) for m in others)
         blocks.append(Table("Not measured", ("cell", "outcome", "reason"), table))

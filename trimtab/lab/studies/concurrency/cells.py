@@ -25,7 +25,7 @@ MOST_WORKERS = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class ConcurrencySettings:
     """The settings that identify a measurement."""
 
     way: str
@@ -83,7 +83,9 @@ def cells(
     return [
         Cell(
             "concurrency",
-            Job(name, model, place, digest, max_new_tokens, workers, cores, device).settings(),
+            ConcurrencySettings(
+                name, model, place, digest, max_new_tokens, workers, cores, device
+            ).settings(),
         )
         for name in dict.fromkeys(names)
     ]

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from trimtab.lab.studies.concurrency.cells import Job, prompts
+from trimtab.lab.studies.concurrency.cells import ConcurrencySettings, prompts
 from trimtab.lab.studies.concurrency.generated import Generated
 from trimtab.lab.studies.concurrency.ways import Way
 from trimtab.lab.timing import time_once
@@ -22,10 +22,12 @@ PROGRAM = "trimtab.lab.studies.concurrency.process"
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Measures one cell: generates for all prompts once."""
-    return asdict(generate(Job(**settings), prompts(Path(f) if (f := settings["file"]) else None)))
+    return asdict(
+        generate(ConcurrencySettings(**settings), prompts(Path(f) if (f := settings["file"]) else None))
+    )
 
 
-def generate(job: Job, texts: list[str]) -> Generated:
+def generate(job: ConcurrencySettings, texts: list[str]) -> Generated:
     """Starts the processes, waits until they are ready, and times the generation."""
     way = Way(job.way)
     count = way.processes(min(job.workers, len(texts)))
@@ -74,7 +76,7 @@ def _free_device_bytes(device: str) -> int | None:
 class _Process:
     """A process with a model and its share of the prompts; killed at the end of the `with` block."""
 
-    def __init__(self, job: Job, threads: int, share: list[str]) -> None:
+    def __init__(self, job: ConcurrencySettings, threads: int, share: list[str]) -> None:
         self.order = {
             "way": job.way,
             "workers": job.workers,

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trimtab.facts.units import format_bytes
-from trimtab.lab.studies.concurrency.cells import Job
+from trimtab.lab.studies.concurrency.cells import ConcurrencySettings
 from trimtab.lab.studies.concurrency.generated import Generated
 from trimtab.lab.studies.concurrency.ways import Way
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
 
 MISSING = "–"
@@ -43,7 +43,7 @@ WHY = {
 class _Group:
     """Ways over the same prompts with the same model."""
 
-    job: Job
+    job: ConcurrencySettings
     results: Mapping[Way, Generated]
     failures: Mapping[Way, Measurement]
 
@@ -75,12 +75,12 @@ def _group(measurements: Sequence[Measurement]) -> _Group:
     results, failures = {}, {}
     for measurement in measurements:
         way = Way(measurement.cell.settings["way"])
-        if measurement.outcome is Outcome.MEASURED:
+        if measurement.outcome is CellOutcome.MEASURED:
             results[way] = Generated(**measurement.result)
         else:
             failures[way] = measurement
     ordered = {way: results[way] for way in Way if way in results}
-    return _Group(Job(**measurements[0].cell.settings), ordered, failures)
+    return _Group(ConcurrencySettings(**measurements[0].cell.settings), ordered, failures)
 
 
 def _section(group: _Group) -> Section:

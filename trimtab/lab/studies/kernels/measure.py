@@ -15,7 +15,7 @@ from trimtab.lab.profiles import check_profiler, profile_run, write_trace
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
 from trimtab.lab.step_timing import time_steps
 from trimtab.lab.studies.kernels.attention_flops import product_flops, softmax_flops
-from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, Pass
+from trimtab.lab.studies.kernels.results import AttentionPart, KernelsResult, ProfiledPass
 from trimtab.lab.study_step import StudyStep
 from trimtab.lab.timing import synchronize, time_once
 
@@ -49,14 +49,14 @@ def profile_step(step: StudyStep, rounds: int, trace: str | None = None) -> Kern
 
     Example:
         >>> tiny = StudyStep(StepSettings("tiny", context=16, batch=2))
-        >>> profile_step(tiny, rounds=1).profiles[Pass.FULL].entries[0].name         # doctest: +SKIP
+        >>> profile_step(tiny, rounds=1).profiles[ProfiledPass.FULL].entries[0].name         # doctest: +SKIP
         'aten::mm'
     """
     device = step.settings.device
-    runs: dict[Pass, Callable[[], object]] = {
-        Pass.INFERENCE: step.inference,
-        Pass.FORWARD: step.forward,
-        Pass.FULL: step.full_step,
+    runs: dict[ProfiledPass, Callable[[], object]] = {
+        ProfiledPass.INFERENCE: step.inference,
+        ProfiledPass.FORWARD: step.forward,
+        ProfiledPass.FULL: step.full_step,
     }
     for _ in range(2):  # warms up compiled kernels, the allocator and optimizer states
         step.full_step()

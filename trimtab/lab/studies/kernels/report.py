@@ -9,9 +9,9 @@ from trimtab.lab.kernel_kinds import KernelKind, short_name
 from trimtab.lab.profile_data import Profile
 from trimtab.lab.profile_tables import kernel_blocks, kernel_sections, ms, percent, ratio
 from trimtab.lab.studies.kernels.attention_report import attention_section
-from trimtab.lab.studies.kernels.results import KernelsResult, Pass
+from trimtab.lab.studies.kernels.results import KernelsResult, ProfiledPass
 from trimtab.lab.studies.reference_figures import LABEL
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Bar, BarChart, Block, Section, Table, Text
 
 __all__ = ["kernel_sections", "sections"]
@@ -46,7 +46,7 @@ class Row:
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """All tables of the study; cells that were not measured are listed with their outcome."""
-    rows = [_row(m) for m in measurements if m.outcome is Outcome.MEASURED]
+    rows = [_row(m) for m in measurements if m.outcome is CellOutcome.MEASURED]
     profiled = [row for row in rows if row.result.profiles]
     report_sections = [Section("What was run", _what_was_run(measurements, rows))]
     if not profiled:
@@ -56,7 +56,10 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
         report_sections.append(attention_section([(row.name, row.result.attention) for row in profiled]))
     report_sections.append(_clock_section(profiled))
     report_sections += [
-        Section(f"Full step: {row.name}", kernel_blocks(row.result.profiles[Pass.FULL], Pass.FULL.value))
+        Section(
+            f"Full step: {row.name}",
+            kernel_blocks(row.result.profiles[ProfiledPass.FULL], ProfiledPass.FULL.value),
+        )
         for row in profiled
     ]
     return report_sections
@@ -88,7 +91,7 @@ def _what_was_run(measurements: Sequence[Measurement], rows: Sequence[Row]) -> t
         f"`trimtab train` chooses here. The loss is {first['loss'].replace('_', ' ')}, the batch size {first['batch']}."
     )
     blocks: list[Block] = [Text(text)]
-    others = [m for m in measurements if m.outcome is not Outcome.MEASURED]
+    others = [m for m in measurements if m.outcome is not CellOutcome.MEASURED]
     if others:
         reasons = tuple((cell_name(m), m.outcome.value, m.message) for m in others)
         blocks.append(Table("Not measured", ("cell", "outcome", "reason"), reasons))
@@ -123,7 +126,7 @@ def _kinds_section(rows: Sequence[Row]) -> Section:
             f"{ms(profile.busy_seconds)} ms",
         )
         for row, which, profile in profiles
-        if which is not Pass.INFERENCE
+        if which is not ProfiledPass.INFERENCE
     )
     others = max(profile.kind_share(KernelKind.OTHER) for _, _, profile in profiles)
     note = (
@@ -142,7 +145,7 @@ def _products_section(rows: Sequence[Row]) -> Section:
     with_reference = any(row.is_reference for row in rows)
     table = []
     for row in rows:
-        forward, full = row.result.profiles[Pass.FORWARD], row.result.profiles[Pass.FULL]
+        forward, full = row.result.profiles[ProfiledPass.FORWARD], row.result.profiles[ProfiledPass.FULL]
         products = [p.kind_share(KernelKind.GEMM) for p in (forward, full)]
         softmax = [p.kind_share(KernelKind.SOFTMAX) for p in (forward, full)]
         line = [row.name, *map(percent, products), f"{100 * (products[1] - products[0]):+.1f}"]
@@ -171,8 +174,8 @@ def _products_section(rows: Sequence[Row]) -> Section:
 
 def _products_text(rows: Sequence[Row]) -> str:
     moved = {
-        row.name: row.result.profiles[Pass.FULL].kind_share(KernelKind.GEMM)
-        - row.result.profiles[Pass.FORWARD].kind_share(KernelKind.GEMM)
+        row.name: row.result.profiles[ProfiledPass.FULL].kind_share(KernelKind.GEMM)
+        - row.result.profiles[ProfiledPass.FORWARD].kind_share(KernelKind.GEMM)
         for row in rows
     }
     fell = [name for name, points in moved.items() if points < -0.0005]

@@ -11,7 +11,7 @@ from trimtab.facts.errors import DataError
 from trimtab.lab.profile_data import Profile
 
 
-class Pass(enum.Enum):
+class ProfiledPass(enum.Enum):
     """The profiled pass."""
 
     INFERENCE = "inference"
@@ -40,8 +40,8 @@ class KernelsResult:
     With NVTX ranges nothing is profiled: `ranges` counts those that were emitted.
     """
 
-    profiles: Mapping[Pass, Profile] = field(default_factory=dict)
-    unprofiled_seconds: Mapping[Pass, float] = field(default_factory=dict)
+    profiles: Mapping[ProfiledPass, Profile] = field(default_factory=dict)
+    unprofiled_seconds: Mapping[ProfiledPass, float] = field(default_factory=dict)
     """By the host's clock, without the profiler: the median."""
     attention: tuple[AttentionPart, ...] = ()
     """Parts of plain attention; empty for fused attention."""
@@ -71,8 +71,11 @@ class KernelsResult:
         """Inverse of `to_dict`; raises DataError if the record is damaged."""
         try:
             return KernelsResult(
-                {Pass(name): Profile.from_dict(profile) for name, profile in data["profiles"].items()},
-                {Pass(name): float(seconds) for name, seconds in data["unprofiled_seconds"].items()},
+                {
+                    ProfiledPass(name): Profile.from_dict(profile)
+                    for name, profile in data["profiles"].items()
+                },
+                {ProfiledPass(name): float(seconds) for name, seconds in data["unprofiled_seconds"].items()},
                 tuple(AttentionPart(**part) for part in data["attention"]),
                 data["trace"],
                 data["ranges"],

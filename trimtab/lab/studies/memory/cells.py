@@ -10,7 +10,7 @@ from pathlib import Path
 from trimtab.facts.errors import RecipeError
 from trimtab.lab.choices import check_counts, choose_members, choose_names
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
-from trimtab.lab.studies.memory.settings import MemorySettings, Pass
+from trimtab.lab.studies.memory.settings import MeasuredPass, MemorySettings
 from trimtab.lab.study import Cell
 from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
 
@@ -20,7 +20,7 @@ CPU_SIZES, CPU_CONTEXTS = ("small",), (128, 256)
 """Defaults on a CPU, where a step of the larger models takes minutes."""
 PRECISIONS = (Precision.FP32.value, Precision.BF16.value)
 BATCH = 4
-PARTS = {"forward": Pass.FORWARD, "full": Pass.FULL}
+PARTS = {"forward": MeasuredPass.FORWARD, "full": MeasuredPass.FULL}
 """Values of --parts, which are parts of `trimtab bench step`."""
 
 

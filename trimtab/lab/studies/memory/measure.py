@@ -18,7 +18,7 @@ from trimtab.lab.memory_snapshot import write_torch_snapshot
 from trimtab.lab.memory_summary import find_size, summarize
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
 from trimtab.lab.studies.memory.results import Allocator, MemoryResult, ResidualStream
-from trimtab.lab.studies.memory.settings import MemorySettings, Pass
+from trimtab.lab.studies.memory.settings import MeasuredPass, MemorySettings
 from trimtab.lab.study_step import StudyStep
 from trimtab.plan import inference
 from trimtab.plan.job import Job
@@ -33,17 +33,17 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     """Measures the memory of a forward pass or of a full step.
 
     Example:
-        >>> measure(MemorySettings(StepSettings("tiny", 16, 2), Pass.FULL).to_dict())["residual"]["width"]
+        >>> measure(MemorySettings(StepSettings("tiny", 16, 2), MeasuredPass.FULL).to_dict())["residual"]["width"]
         64
     """
     chosen = MemorySettings.from_dict(settings)
     step = StudyStep(chosen.step)
-    if chosen.part is Pass.FULL:
+    if chosen.part is MeasuredPass.FULL:
         step.full_step()  # creates optimizer states and library workspaces
     else:
         step.inference()
     device = chosen.step.device
-    above = peak_bytes(step.full_step if chosen.part is Pass.FULL else step.inference, device)
+    above = peak_bytes(step.full_step if chosen.part is MeasuredPass.FULL else step.inference, device)
     allocator = _allocator() if device.startswith("cuda") else None
     timeline = _recorded(step, chosen.part)
     if chosen.snapshots is not None:
@@ -58,7 +58,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     ).to_dict()
 
 
-def _recorded(step: StudyStep, part: Pass) -> AttributedTimeline:
+def _recorded(step: StudyStep, part: MeasuredPass) -> AttributedTimeline:
     def forward(during: During) -> None:
         with during(RunPhase.FORWARD):
             step.inference()
@@ -72,7 +72,7 @@ def _recorded(step: StudyStep, part: Pass) -> AttributedTimeline:
             step.update()
 
     device = step.settings.device
-    if part is Pass.FORWARD:
+    if part is MeasuredPass.FORWARD:
         return record_memory(forward, device, step.decoder)
     return record_memory(full, device, step.decoder, step.optimizer)
 
@@ -108,7 +108,7 @@ def _predicted(step: StudyStep, chosen: MemorySettings) -> int | None:
         loss_impl=decoder.loss_impl,
     )
     memory = predict(job)
-    if chosen.part is Pass.FULL:
+    if chosen.part is MeasuredPass.FULL:
         return memory.peak.total
     return memory.before.weights + inference.total(inference.loss_tensors(job))
 
@@ -130,5 +130,5 @@ def _write_snapshots(
     name = "-".join(str(word) for word in words).replace(" ", "-").replace("/", "-")
     timeline.write(folder / f"{name}.json")
     if settings.device.startswith("cuda"):
-        run = step.full_step if chosen.part is Pass.FULL else step.inference
+        run = step.full_step if chosen.part is MeasuredPass.FULL else step.inference
         write_torch_snapshot(run, folder / f"{name}.pickle")

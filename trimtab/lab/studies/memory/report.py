@@ -14,8 +14,8 @@ from trimtab.facts.units import format_bytes
 from trimtab.lab.memory_sections import bucket_cells, largest_table, peak_sentence, timeline_chart
 from trimtab.lab.step_settings import Precision
 from trimtab.lab.studies.memory.results import MemoryResult
-from trimtab.lab.studies.memory.settings import MemorySettings, Pass
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.studies.memory.settings import MeasuredPass, MemorySettings
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Block, LineChart, Section, Series, Table, Text
 
 MIB = 2**20
@@ -29,7 +29,7 @@ class Reading:
     """A cell with its outcome."""
 
     settings: MemorySettings
-    outcome: Outcome
+    outcome: CellOutcome
     message: str
     result: MemoryResult | None
 
@@ -74,7 +74,9 @@ def sections(measurements: Sequence[Measurement]) -> list[Section]:
 
 
 def _reading(measurement: Measurement) -> Reading:
-    result = MemoryResult.from_dict(measurement.result) if measurement.outcome is Outcome.MEASURED else None
+    result = (
+        MemoryResult.from_dict(measurement.result) if measurement.outcome is CellOutcome.MEASURED else None
+    )
     return Reading(
         MemorySettings.from_dict(measurement.cell.settings), measurement.outcome, measurement.message, result
     )
@@ -90,18 +92,20 @@ def _peak_blocks(readings: Sequence[Reading], measured: Sequence[Measured]) -> I
         f"every precision; bf16 and fp16 run under autocast. Batch {', '.join(map(str, batches))}; {kernels}."
     )
     contexts = sorted({reading.settings.step.context for reading in readings})
-    for part in Pass:
+    for part in MeasuredPass:
         rows = _peak_rows([reading for reading in readings if reading.settings.part is part], contexts)
         if rows:
             head = ("model", "precision", *(f"{context} tokens" for context in contexts))
             yield Table(f"Peak of a {part.value}".replace("forward", "forward pass"), head, rows)
-    for part in Pass:
+    for part in MeasuredPass:
         chart = _peak_chart([reading for reading in readings if reading.settings.part is part], part)
         if chart is not None:
             yield chart
     yield from (Text(text) for text in _growth(measured))
     ended = [
-        reading for reading in readings if reading.message and reading.outcome is not Outcome.OUT_OF_MEMORY
+        reading
+        for reading in readings
+        if reading.message and reading.outcome is not CellOutcome.OUT_OF_MEMORY
     ]
     yield from (Text(f"{reading.name}: {reading.outcome.value}: {reading.message}") for reading in ended)
 
@@ -114,7 +118,7 @@ def _peak_rows(readings: Sequence[Reading], contexts: Sequence[int]) -> tuple[tu
     return tuple((*key, *(cells.get(c, NOTHING) for c in contexts)) for key, cells in lines.items())
 
 
-def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
+def _peak_chart(readings: Sequence[Reading], part: MeasuredPass) -> LineChart | None:
     if len({reading.settings.step.context for reading in readings}) < 2 or not any(
         reading.result for reading in readings
     ):
@@ -133,7 +137,7 @@ def _peak_chart(readings: Sequence[Reading], part: Pass) -> LineChart | None:
 
 def _growth(measured: Sequence[Measured]) -> Iterator[str]:
     """How peaks grow with the context, and how much memory 16 bits save."""
-    groups: dict[tuple[str, Precision, Pass], list[Measured]] = {}
+    groups: dict[tuple[str, Precision, MeasuredPass], list[Measured]] = {}
     for cell in measured:
         step = cell[0].settings.step
         groups.setdefault((step.size, step.precision, cell[0].settings.part), []).append(cell)
@@ -143,7 +147,7 @@ def _growth(measured: Sequence[Measured]) -> Iterator[str]:
             max(cells, key=lambda cell: cell[0].settings.step.context),
         )
         before, after = first[0].settings.step.context, last[0].settings.step.context
-        if part is not Pass.FULL or before == after:
+        if part is not MeasuredPass.FULL or before == after:
             continue
         activations = [cell[1].memory.buckets[TensorKind.ACTIVATIONS.value] for cell in (first, last)]
         yield (
@@ -154,10 +158,10 @@ def _growth(measured: Sequence[Measured]) -> Iterator[str]:
     yield from _saved_by_precision(groups)
 
 
-def _saved_by_precision(groups: dict[tuple[str, Precision, Pass], list[Measured]]) -> Iterator[str]:
+def _saved_by_precision(groups: dict[tuple[str, Precision, MeasuredPass], list[Measured]]) -> Iterator[str]:
     for (size, precision, part), cells in groups.items():
         wide = {cell[0].settings.step.context: cell for cell in groups.get((size, Precision.FP32, part), [])}
-        if not precision.is_mixed or part is not Pass.FULL:
+        if not precision.is_mixed or part is not MeasuredPass.FULL:
             continue
         both = [
             (cell, wide[cell[0].settings.step.context])
@@ -200,7 +204,7 @@ def _bucket_blocks(measured: Sequence[Measured]) -> Iterator[Block]:
                 f"{reading.name}: the recorded run peaks {format_bytes(abs(difference))} "
                 f"{'above' if difference > 0 else 'below'} the run without the recorder."
             )
-    full = [(reading, result) for reading, result in measured if reading.settings.part is Pass.FULL]
+    full = [(reading, result) for reading, result in measured if reading.settings.part is MeasuredPass.FULL]
     if full:
         reading, result = full[-1]
         persistent = result.parameters * PERSISTENT_BYTES
@@ -220,7 +224,7 @@ def _predicted_cells(result: MemoryResult) -> tuple[str, str]:
 
 def _shown(measured: Sequence[Measured]) -> list[Measured]:
     """Selects the cells to draw: the longest measured context of each model, precision and pass."""
-    longest: dict[tuple[str, Precision, Pass], Measured] = {}
+    longest: dict[tuple[str, Precision, MeasuredPass], Measured] = {}
     for cell in measured:
         step = cell[0].settings.step
         key = (step.size, step.precision, cell[0].settings.part)

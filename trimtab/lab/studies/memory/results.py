@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.facts.errors import DataError
-from trimtab.facts.operations import Part
+from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory_blocks import Role
@@ -43,7 +43,7 @@ class ResidualStream:
     @property
     def own(self) -> int:
         """Number of them that are the stream itself, not a norm, a projection or a gradient of the same size."""
-        stream = Role(TensorKind.ACTIVATIONS, Part.RESIDUAL).name
+        stream = Role(TensorKind.ACTIVATIONS, MemoryPart.RESIDUAL).name
         return sum(
             size.count for size in self.found if size.role == stream and size.phase == RunPhase.FORWARD.value
         )

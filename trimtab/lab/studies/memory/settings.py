@@ -10,7 +10,7 @@ from typing import Any
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings
 
 
-class Pass(enum.Enum):
+class MeasuredPass(enum.Enum):
     """The run whose memory is measured."""
 
     FORWARD = "forward"
@@ -24,12 +24,12 @@ class MemorySettings:
     """The settings of a cell.
 
     Example:
-        >>> MemorySettings(StepSettings("tiny", context=128, batch=4), Pass.FORWARD).to_dict()["pass"]
+        >>> MemorySettings(StepSettings("tiny", context=128, batch=4), MeasuredPass.FORWARD).to_dict()["pass"]
         'forward'
     """
 
     step: StepSettings
-    part: Pass
+    part: MeasuredPass
     shape: str | None = None
     """Checksum of the shape of a model that is no study model."""
     snapshots: str | None = None
@@ -64,4 +64,6 @@ class MemorySettings:
             Loss(settings["loss"]),
             str(settings["device"]),
         )
-        return MemorySettings(step, Pass(settings["pass"]), settings.get("shape"), settings.get("snapshots"))
+        return MemorySettings(
+            step, MeasuredPass(settings["pass"]), settings.get("shape"), settings.get("snapshots")
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trimtab.facts.dtypes import nbytes
 from trimtab.facts.units import format_bytes, format_count
 from trimtab.lab.studies.sizes.counts import SizeResult
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.document import Bar, BarChart, Section, Table, Text
 
 ADAMW_MOMENTS = 2
@@ -17,10 +17,10 @@ Sized = tuple[str, SizeResult]
 
 def sections(measurements: Sequence[Measurement]) -> list[Section]:
     """Tables, one row per model, and a chart of the parts."""
-    counted = [m for m in measurements if m.outcome is Outcome.MEASURED]
+    counted = [m for m in measurements if m.outcome is CellOutcome.MEASURED]
     models = [(str(m.cell.settings["size"]), SizeResult.from_dict(m.result)) for m in counted]
     failed = [Text(f"{m.cell.settings['size']}: {m.outcome.value}: {m.message}")
-              for m in measurements if m.outcome is not Outcome.MEASURED]  # fmt: skip
+              for m in measurements if m.outcome is not CellOutcome.MEASURED]  # fmt: skip
     if not models:
         return [Section("Parameters", tuple(failed))]
     return [

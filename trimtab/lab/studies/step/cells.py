@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.lab.choices import check_counts, check_seconds, choose_members
-from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Precision, TimedPart
 from trimtab.lab.study import FRESH, Cell
 from trimtab.lab.study_models import STUDY_MODELS, model_settings, named_shape
 from trimtab.model.families import FAMILIES
@@ -115,15 +115,15 @@ def _axis(name: str, members: Sequence[Enum]) -> list[dict[str, Any]]:
 
 def _timed(parts: Sequence[str], losses: Sequence[str]) -> list[dict[str, Any]]:
     """All parts with the first loss; other losses only for forward + backward, or the last part without it."""
-    chosen = choose_members(Part, parts, "--parts")
+    chosen = choose_members(TimedPart, parts, "--parts")
     first, *others = choose_members(Loss, losses, "--loss")
-    compared = Part.FORWARD_BACKWARD if Part.FORWARD_BACKWARD in chosen else chosen[-1]
+    compared = TimedPart.FORWARD_BACKWARD if TimedPart.FORWARD_BACKWARD in chosen else chosen[-1]
     pairs = [(part, first) for part in chosen] + [(compared, loss) for loss in others]
     return [{"part": part.value, "loss": loss.value} for part, loss in pairs]
 
 
 def _default_parts(fresh: bool) -> list[str]:
-    return [Part.FORWARD_BACKWARD.value] if fresh else [part.value for part in Part]
+    return [TimedPart.FORWARD_BACKWARD.value] if fresh else [part.value for part in TimedPart]
 
 
 def _default_losses(fresh: bool) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.lab.step_settings import Part
+from trimtab.lab.step_settings import TimedPart
 from trimtab.lab.studies.step.entries import (
     NOTHING,
     Entry,
@@ -24,7 +24,7 @@ def clocks_section(entries: Sequence[Entry]) -> Section | None:
     if all(gap is None for gap in gaps):
         return Section("Clocks", (Text(_ONE_CLOCK),))
     rows = []
-    parts = [part for part in Part if any(e.timed.part is part for e in entries)]
+    parts = [part for part in TimedPart if any(e.timed.part is part for e in entries)]
     for (row, group, loss), same in grouped(
         [e for e in entries if e.result and e.result.times.device],
         lambda e: (e.row, e.group, e.timed.step.loss),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 
-from trimtab.lab.step_settings import Kernels, Mode, Part, Precision
+from trimtab.lab.step_settings import Kernels, Mode, Precision, TimedPart
 from trimtab.lab.studies.step.entries import NOTHING, Entry, between, differ, digits_of, grouped
 from trimtab.report.document import Block, Section, Table, Text
 
@@ -31,7 +31,7 @@ def _section(
     pairs = _pairs(entries, axis, base)
     if not values or not pairs:
         return Section(title, tuple(more)) if more else None
-    parts = [part for part in Part if any(entry.timed.part is part for entry, _ in pairs)]
+    parts = [part for part in TimedPart if any(entry.timed.part is part for entry, _ in pairs)]
     head = ("size", "context", "setting", *(f"{part.label}, {base.value}" for part in parts), *(
         f"{part.label}, {value.value}" for value in values for part in parts
     ))  # fmt: skip
@@ -71,7 +71,7 @@ def _table(
     pairs: Sequence[tuple[Entry, Entry]],
     axis: Callable[[Entry], enum.Enum],
     values: Sequence[enum.Enum],
-    parts: Sequence[Part],
+    parts: Sequence[TimedPart],
 ) -> Table:
     rows = []
     for (row, setting), same in _by_row(pairs, axis).items():
@@ -139,7 +139,7 @@ def _text(
     for value in values:
         value_pairs = [(b, a) for b, a in pairs if axis(a) is value]
         gains = []
-        for part in Part:
+        for part in TimedPart:
             known = [g for b, a in value_pairs if a.timed.part is part and (g := _speed_up(b, a)) is not None]
             if known:
                 gains.append(f"{part.label} {between(known, '{:.2f}'.format)}")
@@ -194,7 +194,7 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
 
 def _steps_to_break_even(entries: Sequence[Entry], compiled: Sequence[Entry], seconds: float) -> str:
     """The number of steps after which compiling has saved as much time as it took."""
-    both = next((e for e in compiled if e.timed.part is Part.FORWARD_BACKWARD), None)
+    both = next((e for e in compiled if e.timed.part is TimedPart.FORWARD_BACKWARD), None)
     if both is None:
         return NOTHING
     identity = _identity(both, _mode)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.lab.samples import Samples
-from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Precision, TimedPart
 from trimtab.lab.studies.step.result import StepResult, TimedStep
-from trimtab.lab.study import Measurement, Outcome
+from trimtab.lab.study import CellOutcome, Measurement
 from trimtab.report.distributions import t_quantile
 
 NOTHING = "–"
@@ -46,14 +46,14 @@ class Entry:
     """One cell: its settings, and its result or the reason why there is none."""
 
     timed: TimedStep
-    outcome: Outcome
+    outcome: CellOutcome
     message: str
     result: StepResult | None
 
     @staticmethod
     def of(measurement: Measurement) -> Entry:
         """Parses a record; raises DataError if it is damaged."""
-        measured = measurement.outcome is Outcome.MEASURED
+        measured = measurement.outcome is CellOutcome.MEASURED
         return Entry(
             TimedStep.from_settings(measurement.cell.settings),
             measurement.outcome,
@@ -73,7 +73,7 @@ class Entry:
         return self.timed.step.size, self.timed.step.context
 
     @property
-    def column(self) -> tuple[Part, Loss]:
+    def column(self) -> tuple[TimedPart, Loss]:
         """(part, loss): its column in the table."""
         return self.timed.part, self.timed.step.loss
 
@@ -95,10 +95,12 @@ class Grid:
         return list(dict.fromkeys(entry.row for entry in self.entries))
 
     @property
-    def columns(self) -> list[tuple[Part, Loss]]:
+    def columns(self) -> list[tuple[TimedPart, Loss]]:
         """(part, loss): parts in their order, the most frequent loss first."""
         columns = dict.fromkeys(entry.column for entry in self.entries)
-        return sorted(columns, key=lambda column: (column[1] is not self.loss, list(Part).index(column[0])))
+        return sorted(
+            columns, key=lambda column: (column[1] is not self.loss, list(TimedPart).index(column[0]))
+        )
 
     @property
     def loss(self) -> Loss:
@@ -106,18 +108,18 @@ class Grid:
         losses = [loss for _, loss in dict.fromkeys(entry.column for entry in self.entries)]
         return max(losses, key=losses.count)
 
-    def find(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Entry | None:
+    def find(self, row: tuple[str, int], part: TimedPart, loss: Loss | None = None) -> Entry | None:
         """The entry of a row and a part, with the usual loss unless another is given; the last one measured."""
         column = (part, loss or self.loss)
         matches = [entry for entry in self.entries if entry.row == row and entry.column == column]
         return matches[-1] if matches else None
 
-    def samples(self, row: tuple[str, int], part: Part, loss: Loss | None = None) -> Samples | None:
+    def samples(self, row: tuple[str, int], part: TimedPart, loss: Loss | None = None) -> Samples | None:
         """The times of an entry; None where there are none."""
         entry = self.find(row, part, loss)
         return None if entry is None else entry.samples
 
-    def result(self, row: tuple[str, int], part: Part) -> StepResult | None:
+    def result(self, row: tuple[str, int], part: TimedPart) -> StepResult | None:
         """The result of an entry; None where there is none."""
         entry = self.find(row, part)
         return None if entry is None else entry.result

@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.facts.shapes import ModelShape
 from trimtab.lab.samples import damaged_record
-from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision, StepSettings
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Precision, StepSettings, TimedPart
 from trimtab.lab.step_times import StepTimes
 from trimtab.lab.study import FRESH
 from trimtab.model.spec import flops_per_token
@@ -23,7 +23,7 @@ class TimedStep:
 
     step: StepSettings
     mode: Mode
-    part: Part
+    part: TimedPart
     warm_up: int
     steps: int
     budget_s: float | None
@@ -53,7 +53,7 @@ class TimedStep:
             return TimedStep(
                 step=step,
                 mode=Mode(settings["mode"]),
-                part=Part(settings["part"]),
+                part=TimedPart(settings["part"]),
                 warm_up=int(settings["warm_up"]),
                 steps=int(settings["steps"]),
                 budget_s=None if budget is None else float(budget),
@@ -125,17 +125,17 @@ class StepResult:
             raise damaged_record("results", f"{type(error).__name__}: {error}") from None
 
 
-def model_flops(shape: ModelShape, context: int, batch: int, part: Part) -> float:
+def model_flops(shape: ModelShape, context: int, batch: int, part: TimedPart) -> float:
     """Model FLOPs of a part of one step; the optimizer's are not counted.
 
     Example:
         >>> from trimtab.lab.study_models import study_model
         >>> shape = study_model("small").shape()
-        >>> round(model_flops(shape, 128, 4, Part.FORWARD) / 1e9)
+        >>> round(model_flops(shape, 128, 4, TimedPart.FORWARD) / 1e9)
         125
-        >>> model_flops(shape, 128, 4, Part.FULL) == 3 * model_flops(shape, 128, 4, Part.FORWARD)
+        >>> model_flops(shape, 128, 4, TimedPart.FULL) == 3 * model_flops(shape, 128, 4, TimedPart.FORWARD)
         True
     """
     forward = batch * context * flops_per_token(shape, context, training=False)
-    passes = {Part.FORWARD: 1, Part.BACKWARD: BACKWARD_FLOPS}.get(part, 1 + BACKWARD_FLOPS)
+    passes = {TimedPart.FORWARD: 1, TimedPart.BACKWARD: BACKWARD_FLOPS}.get(part, 1 + BACKWARD_FLOPS)
     return passes * forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trimtab.facts.units import format_bytes, format_rate
 from trimtab.lab.samples import Samples
-from trimtab.lab.step_settings import Kernels, Loss, Mode, Part, Precision
+from trimtab.lab.step_settings import Kernels, Loss, Mode, Precision, TimedPart
 from trimtab.lab.studies import reference_figures as reference
 from trimtab.lab.studies.step.entries import (
     NOTHING,
@@ -73,7 +73,7 @@ def is_reference(group: Group) -> bool:
     return (group.precision, group.mode, group.kernels, group.batch) == plain
 
 
-def _column_name(grid: Grid, part: Part, loss: Loss) -> str:
+def _column_name(grid: Grid, part: TimedPart, loss: Loss) -> str:
     other = "" if loss is grid.loss else f", {loss.label}"
     return part.label + other
 
@@ -97,14 +97,14 @@ def _times_text(grid: Grid) -> str:
     ratios, shares, losses = [], [], []
     other = next((loss for _, loss in grid.columns if loss is not grid.loss), None)
     for row in grid.rows:
-        forward, backward = grid.samples(row, Part.FORWARD), grid.samples(row, Part.BACKWARD)
-        both, full = grid.samples(row, Part.FORWARD_BACKWARD), grid.samples(row, Part.FULL)
+        forward, backward = grid.samples(row, TimedPart.FORWARD), grid.samples(row, TimedPart.BACKWARD)
+        both, full = grid.samples(row, TimedPart.FORWARD_BACKWARD), grid.samples(row, TimedPart.FULL)
         if forward and backward:
             ratios.append(backward.mean_ms / forward.mean_ms)
         optimizer_ms = _optimizer_ms(both, full)
         if full and optimizer_ms:
             shares.append(optimizer_ms / full.mean_ms)
-        real = grid.samples(row, Part.FORWARD_BACKWARD, other) if other else None
+        real = grid.samples(row, TimedPart.FORWARD_BACKWARD, other) if other else None
         if both and real and differ(both, real):
             losses.append(real.mean_ms / both.mean_ms - 1)
     sentences = []
@@ -164,10 +164,10 @@ def _growth(grid: Grid) -> list[str]:
     ]
 
 
-def _widest_part(grid: Grid) -> Part:
+def _widest_part(grid: Grid) -> TimedPart:
     """The part that charts show: forward + backward if it was timed."""
     parts = [part for part, _ in grid.columns]
-    return Part.FORWARD_BACKWARD if Part.FORWARD_BACKWARD in parts else parts[0]
+    return TimedPart.FORWARD_BACKWARD if TimedPart.FORWARD_BACKWARD in parts else parts[0]
 
 
 def _charts(group: Group, grid: Grid) -> list[Block]:
@@ -196,8 +196,8 @@ def _charts(group: Group, grid: Grid) -> list[Block]:
 
 
 def _bar(grid: Grid, row: tuple[str, int]) -> Bar | None:
-    forward, backward = grid.samples(row, Part.FORWARD), grid.samples(row, Part.BACKWARD)
-    both, full = grid.samples(row, Part.FORWARD_BACKWARD), grid.samples(row, Part.FULL)
+    forward, backward = grid.samples(row, TimedPart.FORWARD), grid.samples(row, TimedPart.BACKWARD)
+    both, full = grid.samples(row, TimedPart.FORWARD_BACKWARD), grid.samples(row, TimedPart.FULL)
     if forward is None or backward is None:
         return None
     parts = [("forward", forward.mean_ms), ("backward", backward.mean_ms)]
@@ -215,8 +215,8 @@ def _utilization(grid: Grid) -> Table | None:
             *(("MFU",) if sheet else ()), "backward / forward", "AdamW, of measured copy", "median, ms")  # fmt: skip
     rows = []
     for row in grid.rows:
-        forward, both = grid.result(row, Part.FORWARD), grid.result(row, Part.FORWARD_BACKWARD)
-        whole = grid.result(row, Part.FULL) or both
+        forward, both = grid.result(row, TimedPart.FORWARD), grid.result(row, TimedPart.FORWARD_BACKWARD)
+        whole = grid.result(row, TimedPart.FULL) or both
         cells = [
             NOTHING if whole is None else format_rate(whole.tokens_per_s),
             NOTHING if forward is None else flops_rate(forward.flops_per_s),
@@ -227,8 +227,8 @@ def _utilization(grid: Grid) -> Table | None:
             cells.append(NOTHING if both is None or both.mfu is None else percent(both.mfu))
         median = None if both is None else both.times.host.median_ms
         cells += [
-            _ratio(forward, grid.result(row, Part.BACKWARD)),
-            _optimizer_share(both, grid.result(row, Part.FULL)),
+            _ratio(forward, grid.result(row, TimedPart.BACKWARD)),
+            _optimizer_share(both, grid.result(row, TimedPart.FULL)),
             NOTHING if median is None else f"{median:.{digits_of(median)}f}",
         ]
         rows.append((row[0], str(row[1]), *cells))

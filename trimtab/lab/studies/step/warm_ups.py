@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trimtab.lab.step_settings import Part
+from trimtab.lab.step_settings import TimedPart
 from trimtab.lab.studies import reference_figures as reference
 from trimtab.lab.studies.step.entries import NOTHING, Entry, digits_of, grouped, mean_and_deviation, percent
 from trimtab.lab.studies.step.tables import is_reference
@@ -26,7 +26,7 @@ def warm_up_section(entries: Sequence[Entry]) -> Section | None:
         matches = (
             is_reference(group)
             and (size, context) == (reference.WARM_UP_SIZE, reference.WARM_UP_CONTEXT)
-            and part is Part.FORWARD_BACKWARD
+            and part is TimedPart.FORWARD_BACKWARD
         )
         title = f"{part.label.capitalize()} of {size} at {context} tokens ({group.name}, {loss.label})"
         blocks += [Text(_warm_up_text(ordered)), _warm_up_table(title, ordered, matches)]
