@@ -35,7 +35,7 @@ def role_of(place: Place, operation: str, index: int | None) -> Role:
 
     Example:
         >>> role_of(Place(RunPhase.FORWARD, "model.layers.3.mlp.up_proj"), "aten::mm", 0).part
-        <Part.FEED_FORWARD: 'feed-forward'>
+        <MemoryPart.FEED_FORWARD: 'feed-forward'>
         >>> role_of(Place(RunPhase.OPTIMIZER_STEP), "aten::mul", 0).kind
         <TensorKind.OTHER: 'other'>
     """
@@ -61,7 +61,7 @@ def part_of_module(module: str) -> MemoryPart:
 
     Example:
         >>> part_of_module("model.layers.0"), part_of_module("model.layers.0.self_attn.q_norm")
-        (<Part.RESIDUAL: 'residual stream'>, <Part.ATTENTION: 'attention'>)
+        (<MemoryPart.RESIDUAL: 'residual stream'>, <MemoryPart.ATTENTION: 'attention'>)
     """
     names = module.split(".")
     if "self_attn" in names:

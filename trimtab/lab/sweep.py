@@ -79,7 +79,7 @@ def run_sweep(
 
     Example:
         >>> run_sweep(cells, Path("lab"), device="cpu")[0].outcome                   # doctest: +SKIP
-        <Outcome.MEASURED: 'measured'>
+        <CellOutcome.MEASURED: 'measured'>
     """
     origin = provenance(device, PACKAGES, commit)
     machine = _machine(device, origin)

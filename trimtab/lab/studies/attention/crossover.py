@@ -29,8 +29,8 @@ def compare(times: PassTimes, base: PassTimes) -> SpeedVerdict:
     Example:
         >>> from trimtab.lab.samples import CacheState, Samples
         >>> fast, slow = (PassTimes(Samples((t,)), Samples((t,)), CacheState.AS_LEFT) for t in (1.0, 2.0))
-        >>> compare(fast, slow), compare(slow, fast), compare(slow, slow)
-        (<Verdict.FASTER: 'faster'>, <Verdict.SLOWER: 'slower'>, <Verdict.UNCLEAR: 'no clear difference'>)
+        >>> [compare(*pair).value for pair in ((fast, slow), (slow, fast), (slow, slow))]
+        ['faster', 'slower', 'no clear difference']
     """
     (low, high), (base_low, base_high) = times.quartiles_ms, base.quartiles_ms
     if high < base_low:

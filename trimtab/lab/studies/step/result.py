@@ -37,7 +37,7 @@ class TimedStep:
             >>> from trimtab.lab.studies.step.cells import cells
             >>> cell = cells(device="cpu", sizes=["tiny"], contexts=[16])[0]
             >>> TimedStep.from_settings(cell.settings).part
-            <Part.FORWARD: 'forward'>
+            <TimedPart.FORWARD: 'forward'>
         """
         try:
             step = StepSettings(
