@@ -57,11 +57,13 @@ def test_a_missing_step_lists_the_existing_ones(run: Path, cli: Call) -> None:
     first, *others = steps(run)
     listed = ", ".join(map(str, (first, *others)))
     cli("generate", run, "x", "--checkpoint", 3).refused(
-        5, "(3)", f"; use latest or one of the steps {listed}"
+        5, "no valid checkpoint 3", f"; use latest or one of the steps {listed}"
     )
     for step in others:
         shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
-    cli("generate", run, "x", "--checkpoint", 3).refused(5, "(3)", f"; use latest or step {first}\n")
+    cli("generate", run, "x", "--checkpoint", 3).refused(
+        5, "no valid checkpoint 3", f"; use latest or step {first}\n"
+    )
     for path in (run / "checkpoints").glob("step-*"):
         (path / "manifest.json").write_text("{}")
     cli("generate", run, "x").refused(5, "damaged", "restore")

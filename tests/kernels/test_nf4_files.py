@@ -69,7 +69,7 @@ def test_incomplete_files_raise() -> None:
         "no shape": changed(entries, shape=[-4, 4]),
         "quant_type": changed(entries, quant_type="fp4"),
         "blocks of 48": changed(entries, blocksize=48),
-        "was 'float8'": changed(entries, dtype="float8"),
+        "was quantized from dtype 'float8'": changed(entries, dtype="float8"),
         "power of two": changed(entries, nested_blocksize=100),
         "no numeric nested_offset": changed(entries, nested_offset=None),
         "in FP4": {**entries, "w.quant_state.bitsandbytes__fp4": entries[key]},

@@ -78,7 +78,7 @@ def test_names_are_distinct_and_every_job_of_the_table_is_there() -> None:
 
 
 def test_layers_of_a_part_run_as_in_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparing, "detect", lambda _: H200)
+    monkeypatch.setattr(preparing, "detect", lambda *_: H200)
     names = ("llama-8b", "llama-8b/8")
     places = [
         [made(tmp_path, name) for name in names] for made in (world.config_folder, world.adapter_folder)

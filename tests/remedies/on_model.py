@@ -18,7 +18,7 @@ from test_model_gguf import QWEN2, random_decoder, write_gguf
 from tiny_model import tiny_shape
 
 from trimtab.model import build, init_weights, load_weights, read_shape, save_folder
-from trimtab.model.families import family
+from trimtab.model.families import family, shape_for_planning
 from trimtab.model.save import check_replaceable
 
 WEIGHTS = "model.safetensors"
@@ -51,6 +51,20 @@ CONFIG_AGAIN = "download the model's config.json again"
 refused_config(f"ConfigValues.integer: {CONFIG_AGAIN}", hidden_size=...)
 refused_config("ConfigValues.integer: download it again: expected an integer from {} to {}", hidden_size=-4)
 refused_config("ConfigValues.number: download it again: expected a number", rms_norm_eps="small")
+GEMMA2 = {
+    "model_type": "gemma2",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+case(
+    f"{CONFIG_JSON}:ConfigValues.number: download it again: expected a number above 0",
+    lambda w: shape_for_planning({**GEMMA2, "query_pre_attn_scalar": 0}, "config.json"),
+    lambda w, remedy: shape_for_planning({**GEMMA2, "query_pre_attn_scalar": 256}, "config.json"),
+)
 refused_config("ConfigValues.flag: download it again: expected true or false", tie_word_embeddings=1)
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 case(

@@ -76,7 +76,7 @@ damaged(
 
 
 # Another format than the files'.
-PACKING = "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or "
+PACKING = "adapt/quantized.py:QuantizedLinear._check_layout: quantize the original weights again, or "
 case(
     f"{PACKING}quantize the model as in its files",
     lambda w: loaded(w.shared("nf4"), "nf4", double=False),
@@ -147,7 +147,7 @@ def other_nested_block(w: World) -> None:
 
 
 case(
-    "adapt/quantized.py:QuantizedLinear._check_packing: quantize the original weights again, or omit load_in_4bit: the "
+    "adapt/quantized.py:QuantizedLinear._check_layout: quantize the original weights again, or omit load_in_4bit: the "
     "weights are then loaded dequantized",
     other_nested_block,
     lambda w, remedy: (

@@ -121,8 +121,7 @@ class ConfigValues:
             raise ModelError(f"{self.where}: {key} is {value!r}", "download it again: expected a number")
         if positive and not float(value) > 0:
             raise ModelError(
-                f"{self.where}: {key} is {value!r}, which is not above 0",
-                "download it again: expected a number",
+                f"{self.where}: {key} is {value!r}", "download it again: expected a number above 0"
             )
         return float(value)
 
