@@ -23,12 +23,18 @@ def test_a_former_name_works_with_a_warning() -> None:
     assert nested.data.eval_sequences == 7
 
 
-def test_former_overrides_and_defaults_give_no_warning() -> None:
+def test_a_former_name_in_an_override_works_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="unpacked_layers is now called dequantized_layers") as caught:
+        assert loads(TEXT, ["unpacked_layers=auto"]).dequantized_layers == "auto"
+    assert len(caught) == 1
+    with pytest.warns(FutureWarning, match=r"data\.eval_windows is now called eval_sequences"):
+        assert loads(TEXT, ["data.eval_windows=5"]).data.eval_sequences == 5
+
+
+def test_defaults_that_earlier_versions_wrote_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert loads(TEXT, ["unpacked_layers=2"]).dequantized_layers == 2
         assert loads(TEXT + "unpacked_layers: auto\n").dequantized_layers == "auto"
-        assert loads(TEXT, ["data.eval_windows=5"]).data.eval_sequences == 5
 
 
 def test_both_names_are_an_error() -> None:

@@ -15,7 +15,7 @@ from trimtab.facts.names import path_of, shortened
 from trimtab.facts.run_layout import CHECKPOINTS
 from trimtab.recipe import problems
 from trimtab.recipe.keys import Recipe, Shorthand
-from trimtab.recipe.renamed import current_path, rename_keys
+from trimtab.recipe.renamed import current_path, current_path_of_override, rename_keys
 from trimtab.recipe.shipped import shipped_recipes
 from trimtab.recipe.yaml_text import Path, read, write
 
@@ -134,6 +134,7 @@ def _apply_override(override: str, data: dict[str, Any], where: dict[Path, str])
     `null` removes the key, so that its default applies, except for `save_steps`, where null is a valid value.
     """
     path, text = _parse(override)
+    path = current_path_of_override(path)
     label = f"from '{_quoted(override)}'"
     if text.strip() in NULLS and problems.is_default_null(path):
         _remove_key(path, data)
@@ -185,7 +186,7 @@ def _parse(override: str) -> tuple[Path, str]:
         raise RecipeError(
             f"'{_quoted(override)}' is not an override", "write key=value, for example learning_rate=1e-4"
         )
-    return current_path(_path(parts)), text
+    return _path(parts), text
 
 
 def _path(parts: Sequence[str]) -> Path:
@@ -204,6 +205,7 @@ def _check_conflicts(overrides: Sequence[str]) -> None:
     given: dict[Path, str] = {}
     for override in overrides:
         path, text = _parse(override)
+        path = current_path(path)
         section = problems.section_at(path)
         if section is not None and issubclass(section, Shorthand) and not problems.is_list(path):
             path = (*path, section.main_key()) if text[:1] not in "{" else path

@@ -29,6 +29,19 @@ def current_path(path: Path) -> Path:
     return path if new is None else (*path[:-1], new)
 
 
+def current_path_of_override(path: Path) -> Path:
+    """`current_path` of an override on the command line, with a FutureWarning for a former name."""
+    current = current_path(path)
+    if current != path:
+        _warn(".".join(map(str, path)), str(current[-1]))
+    return current
+
+
+def _warn(former: str, new: str) -> None:
+    message = f"the recipe key {former} is now called {new}; the former name still works"
+    warnings.warn(message, FutureWarning, stacklevel=3)
+
+
 def rename_keys(data: dict[str, Any], where: dict[Path, str]) -> dict[str, Any]:
     """Replaces former names of keys in a copy of the recipe's data, with a FutureWarning for each.
 
@@ -57,11 +70,7 @@ def rename_keys(data: dict[str, Any], where: dict[Path, str]) -> dict[str, Any]:
                 f"leave {dotted} out",
             )
         if section[old] != _DEFAULTS[path]:
-            warnings.warn(
-                f"the recipe key {dotted} is now called {new}; the former name still works",
-                FutureWarning,
-                stacklevel=2,
-            )
+            _warn(dotted, new)
         renamed = {new if key == old else key: value for key, value in section.items()}
         data = {**data, path[0]: renamed} if len(path) > 1 else renamed
         if path in where:
