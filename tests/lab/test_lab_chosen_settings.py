@@ -8,34 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks import chosen_settings
-from benchmarks.models import MODELS
-from tests.plan.plan_jobs import H200
-from trimtab.adapt.spec import LoraSettings
-from trimtab.adapt.spec_quantized import Quantization
+from tests.plan.plan_jobs import H200, QLORA
 from trimtab.lab.records import read_records
-from trimtab.model.families import shape_from_config
-from trimtab.plan.job import Job
 from trimtab.plan.memory import predict
 from trimtab.plan.memory_search import find_setting, usable_bytes
 from trimtab.plan.resolved import MemoryPlan
 
-JOB = Job(
-    shape_from_config(MODELS["llama-8b"], "llama-8b"),
-    batch=1,
-    tokens=8192,
-    accumulation=1,
-    dtype="bf16",
-    weights_dtype="bf16",
-    gradient_dtype="bf16",
-    optimizer="adamw_8bit",
-    attention="triton",
-    device="cuda",
-    pointwise="triton",
-    loss_impl="triton",
-    loss_memory=2**29,
-    lora=LoraSettings(r=16),
-    quantization=Quantization("nf4", double=True, impl="triton"),
-)
+JOB = QLORA.changed(tokens=8192)
 
 
 def test_limits_range_from_the_least_that_fits_to_everything() -> None:
