@@ -27,30 +27,8 @@ VERSION = 1
 _UNITS = {"M": 10**6, "B": 10**9, "T": 10**12}
 _ROUNDED = re.compile(r"(\d+(?:\.(\d+))?)([MBT])")
 
-VARIANTS = frozenset(
-    [
-        "instruct",
-        "it",
-        "chat",
-        "base",
-        "hf",
-        "gguf",
-        "awq",
-        "gptq",
-        "mlx",
-        "bnb",
-        "2bit",
-        "3bit",
-        "4bit",
-        "6bit",
-        "8bit",
-        "int4",
-        "int8",
-        "fp8",
-        "bf16",
-        "unsloth",
-        "dynamic",
-    ]
+SUFFIXES = frozenset(
+    "instruct it chat base hf gguf awq gptq mlx bnb 2bit 3bit 4bit 6bit 8bit int4 int8 fp8 bf16 unsloth".split()  # noqa: SIM905
 )
 """Last words of repository names that leave a model's shape as it is."""
 
@@ -156,15 +134,17 @@ def suggest_models(name: str, count: int = 3) -> tuple[str, ...]:
     """
     names = {key: entry.name for key, entry in _by_name().items()}
     ids = {alias.lower(): alias for entry in _entries() for alias in (entry.name, *entry.aliases)}
-    same = [key for key in names if _without_variant(key) == _without_variant(name.strip().lower())]
-    near = difflib.get_close_matches(name.strip().lower(), names, n=4 * count, cutoff=0.6)
+    lowercase = name.strip().lower()
+    base = _without_suffixes(lowercase)
+    same = [key for key in names if _without_suffixes(key) == base]
+    near = difflib.get_close_matches(lowercase, names, n=4 * count, cutoff=0.6)
     return tuple(dict.fromkeys(ids.get(key, names[key]) for key in [*same, *near]))[:count]
 
 
-def _without_variant(name: str) -> str:
-    """A model's name without owner, tuning and file format: the parts of a repository's name that keep the shape."""
+def _without_suffixes(name: str) -> str:
+    """Returns a repository's name without its owner and without suffixes of tuning and file format."""
     words = name.rpartition("/")[2].split("-")
-    while len(words) > 1 and words[-1] in VARIANTS:
+    while len(words) > 1 and words[-1] in SUFFIXES:
         words.pop()
     return "-".join(words)
 
