@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_model import write_tiny_model
 
 from trimtab.facts.errors import MissingDependency, RecipeError
@@ -28,6 +30,7 @@ from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.optim.schedule import learning_rate
 from trimtab.recipe import build
 from trimtab.report.document import LineChart, Section, Table, Text
+from trimtab.starter import base_folder
 
 PROBE = dict.fromkeys((*GRAMMAR, "arithmetic"), (12, 16))
 
@@ -335,3 +338,15 @@ def test_reports_are_made_without_torch() -> None:
         "trimtab.lab.studies.concurrency.report; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_first_updates_of_fp32_weights_are_rounded_away_under_autocast() -> None:
+    """docs/lab/claims.md explains by it why fp32 weights learn later than stochastically rounded bf16 weights."""
+    claim = next(claim for claim in CLAIMS.values() if claim.name == "rounding")
+    weights = torch.cat(
+        [w.flatten() for w in load_file(base_folder() / "model.safetensors").values()]
+    ).float()
+    assert torch.equal(weights.bfloat16().float(), weights)  # the starter's weights are bf16 values
+    updated = weights + claim.rates.starter
+    assert float((updated.bfloat16() == weights.bfloat16()).float().mean()) > 0.8
+    assert not torch.equal(updated, weights)
