@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("grimp", reason="grimp is not installed; `make test` installs it")
+
 from tools.import_contract import TABLE, Row, read_table, violations
 
 
