@@ -31,6 +31,9 @@ SHUTDOWN_SECONDS = 10.0
 LEAST_SECONDS = 20.0
 """With less time remaining no further pytest process is started."""
 ENDED_WELL = ("passed", "skipped")
+REGULAR_EXITS = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
+ERROR_LINES = 30
+"""Lines of pytest's output that are printed if it ends irregularly, for instance if a test file cannot be imported."""
 
 
 # The plugin: pytest loads this module by name, in the main process and in xdist's workers.
@@ -103,17 +106,33 @@ def run_pytest(options: argparse.Namespace, marks: str, parallel: bool, until: f
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder) / "listed"
         listed.write_text("\n".join(finished))
-        words = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-m", marks, "-q", "--tb=short"]
+        # pytest would take the folder of these files for the root, and find neither its settings nor conftest.py
+        words = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)]
+        words += ["-p", PLUGIN, "-m", marks, "-q", "--tb=short"]
         words += ["--results-to", str(options.out.resolve()), "--skip-listed", str(listed)]
         words += ["--tested-commit", options.commit, *options.paths]
         if parallel and options.workers > 1 and importlib.util.find_spec("xdist"):
             words += ["-n", str(options.workers), "--dist", "worksteal"]
-        log = None if options.verbose else subprocess.DEVNULL
-        process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-        try:
-            process.wait(timeout=max(1.0, until - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            stop(process)
+        output = Path(folder) / "output"
+        with output.open("wb") as file:
+            log = None if options.verbose else file
+            process = subprocess.Popen(
+                words, cwd=ROOT, env=environment(), stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                process.wait(timeout=max(1.0, until - time.monotonic()))
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                stop(process)
+                return
+        if process.returncode not in REGULAR_EXITS:
+            lines = output.read_text(errors="replace").splitlines()[-ERROR_LINES:]
+            print("\n".join([*lines, f"error: pytest ended with exit code {process.returncode}"]), file=sys.stderr)
+
+
+def environment() -> dict[str, str]:
+    """The environment of pytest, in which processes started by tests import trimtab, installed or not."""
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

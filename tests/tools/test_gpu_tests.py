@@ -129,3 +129,18 @@ def test_without_time_no_process_is_started(tests: Path) -> None:
 def test_no_selected_test_is_an_error(tests: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(tests, "--marks", "gpu") == 2
     assert "no test has the marks 'gpu'" in capsys.readouterr().err
+
+
+def test_tests_that_import_their_neighbours_are_collected(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["tests/adapt/test_quantized_model.py", "--out", str(out), "--commit", "abc", "--workers", "1"]
+    assert gpu_tests.main([*words, "--marks", "gpu"]) == 0
+    assert all(name.startswith("tests/adapt/test_quantized_model.py::") for name in read_records(out, "test"))
+
+
+def test_a_file_that_cannot_be_imported_is_named(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tests.with_name("test_broken.py").write_text("import no_such_package\n")
+    assert gpu_tests.main([str(tests.with_name("test_broken.py")), *command(tests)]) == 1
+    printed = capfd.readouterr().err
+    assert "No module named 'no_such_package'" in printed
+    assert "error: pytest ended with exit code" in printed
