@@ -126,7 +126,10 @@ def run_pytest(options: argparse.Namespace, marks: str, parallel: bool, until: f
                 return
         if process.returncode not in REGULAR_EXITS:
             lines = output.read_text(errors="replace").splitlines()[-ERROR_LINES:]
-            print("\n".join([*lines, f"error: pytest ended with exit code {process.returncode}"]), file=sys.stderr)
+            print(
+                "\n".join([*lines, f"error: pytest ended with exit code {process.returncode}"]),
+                file=sys.stderr,
+            )
 
 
 def environment() -> dict[str, str]:

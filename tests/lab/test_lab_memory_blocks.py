@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import (
     LABEL,
+    Allocation,
     EnclosingRanges,
     MemoryEvent,
     allocation_events,
     memory_timeline,
     peak_bytes,
+    traced_allocations,
 )
 from trimtab.lab.memory_attribution import (
     NamedAddress,
@@ -43,7 +46,7 @@ from trimtab.run.live_tensors import Origin
 from trimtab.run.prepare import prepare
 
 BATCH, CONTEXT, WIDTH, LAYERS = 4, 64, 64, 2
-SCALARS = 64
+SCALARS = {"cpu": 64, "cuda": 4096}
 """Bytes by which two runs may differ: a dispatch mode turns some Python numbers into tensors."""
 
 
@@ -65,7 +68,7 @@ def study_timeline(precision: Precision, device: str = "cpu") -> tuple[StudyStep
 def check_study_step(precision: Precision, device: str) -> None:
     step, timeline = study_timeline(precision, device)
     plain = peak_bytes(step.full_step, device)
-    assert abs(timeline.peak.total - timeline.before.total - plain) <= SCALARS
+    assert abs(timeline.peak.total - timeline.before.total - plain) <= SCALARS[device]
     phases = [span.phase for span in timeline.phases]
     assert phases == [RunPhase.FORWARD, RunPhase.LOSS, RunPhase.BACKWARD, RunPhase.OPTIMIZER_STEP]
     parameters = sum(one.nbytes for one in step.parameters)
@@ -210,7 +213,7 @@ def recorded_step(folder: Path, microbatches: int = 1, **changes: Any) -> Record
 def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
     """The second microbatch adds to existing gradients, as the plan assumes."""
     found = recorded_step(tmp_path, microbatches=2)
-    assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
+    assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS["cpu"]
     measured, planned = found.timeline.peak.by_kind(), found.plan.memory.peak
     assert measured[TensorKind.WEIGHTS] == planned.weights
     assert measured[TensorKind.GRADIENTS] == planned.gradients
@@ -223,7 +226,7 @@ def test_buckets_of_a_recipe_are_those_of_its_plan(tmp_path: Path) -> None:
 def test_recomputed_adapters_are_recorded_as_they_run(tmp_path: Path) -> None:
     """Adapters run together and recomputation skips unused tensors; hooks on modules would prevent both."""
     found = recorded_step(tmp_path, lora={"r": 8}, load_in_4bit=True, recompute="block")
-    assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS
+    assert abs(found.timeline.peak.total - found.timeline.before.total - found.plain) <= SCALARS["cpu"]
     backward = [block for block in found.timeline.blocks if block.phase is RunPhase.BACKWARD]
     modules = {block.module for block in backward}
     assert "recomputation of model.layers.1.mlp.gate_proj" in modules
@@ -341,13 +344,35 @@ def test_events_of_a_gpu_are_read_from_all_threads(monkeypatch: pytest.MonkeyPat
         number=2,
     )
     other = allocated(5, 4096, "cuda:1")
-    events = allocation_events([node, other, forward], "cuda")
-    assert [event.nbytes for event in events] == [512, 1024, -512]
-    made, gradient, released = (event.around for event in events)
+    outside = Allocation(30, -1024, 2)
+    listed = [Allocation(13, 512, 1), Allocation(23, 1024, 2), Allocation(25, -512, 1), outside]
+    events = allocation_events([node, other, forward], listed, "cuda")
+    assert [event.nbytes for event in events] == [512, 1024, -512, -1024]
+    made, gradient, released, deleted = (event.around for event in events)
+    assert deleted == EnclosingRanges(after=4), "only the trace lists what happens outside of operators"
     assert made == EnclosingRanges(label=4, after=4, call=1, operation="aten::mm")
     assert gradient == EnclosingRanges(after=4, node=2, sequence=9, call=3, operation="aten::mm")
     assert released == EnclosingRanges(after=4, node=2, sequence=9)
-    assert [event.nbytes for event in allocation_events([forward], "cpu")] == [8]
+    on_the_cpu = [Allocation(14, 8, 1)]
+    assert [event.nbytes for event in allocation_events([forward], on_the_cpu, "cpu")] == [8]
+    with pytest.raises(AssertionError, match="lacks"):
+        allocation_events([forward], [], "cpu")
+
+
+def test_the_trace_lists_the_allocations_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = [(0, -1), (1, 0), (1, 1)]
+    events = [
+        {
+            "name": "[memory]",
+            "ts": Decimal(f"{number}.250"),
+            "args": {"Device Type": kind, "Device Id": index, "Bytes": number, "Addr": number},
+        }
+        for number, (kind, index) in enumerate(devices)
+    ]
+    trace = {"baseTimeNanoseconds": 1000, "traceEvents": [{"name": "aten::mm", "ts": Decimal(1)}, *events]}
+    assert traced_allocations(trace, "cpu") == [Allocation(1250, 0, 0)]
+    assert traced_allocations(trace, "cuda") == [Allocation(3250, 2, 2)]
 
 
 def test_blocks_of_the_gpu_allocator_get_names() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,6 +287,11 @@ def test_options_are_checked_from_python_too(folder: Path) -> None:
         profile_recipe("missing.yaml")
 
 
+def tensors_in(buckets: Mapping[str, int]) -> int:
+    """Bytes of the model's own tensors."""
+    return sum(amount for name, amount in buckets.items() if name != "other")
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("changes", [{}, {"lora": {"r": 4}, "load_in_4bit": True}, {"cuda_graphs": True}])
@@ -297,7 +302,9 @@ def test_on_a_gpu(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None
     result = profile_recipe(folder / "recipe.yaml", options=options, device="cuda", dtype="bf16", **changes)
     assert result.times.device is not None, "by the device's clock too"
     assert result.details is not None
-    assert result.details.memory.peak_bytes == pytest.approx(result.predicted_peak.total, rel=0.25)
+    memory, predicted = result.details.memory, result.predicted_peak
+    assert memory.peak_bytes == pytest.approx(predicted.total, rel=0.05), "mostly cuBLAS's workspaces"
+    assert tensors_in(memory.buckets) == pytest.approx(tensors_in(predicted.buckets), rel=0.25)
     assert result.details.kernels.device == "cuda"
     assert (tmp_path / "memory.pickle").stat().st_size > 0
     assert (tmp_path / "trace.json.gz").exists()

@@ -21,7 +21,8 @@ def losses(folder: Path) -> dict[int, str]:
     return {r["step"]: float(r["loss"]).hex() for r in train} | {-i: str(e) for i, e in enumerate(evals, 1)}
 
 
-def drive(recipe: Path, kills: int, seed: int, number: int, within: float) -> dict[str, int]:
+def drive(recipe: Path, kills: int, seed: int, number: int, within: float) -> dict[str, float]:
+    """The driver's counts, and the seconds of the last child; signals come up to `within` seconds after a start."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",

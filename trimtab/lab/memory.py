@@ -3,12 +3,19 @@
 Both come from the allocation events of torch's profiler, on a CPU as on a GPU, where torch's caching allocator reports
 to the profiler: bytes are those that the allocator counts as allocated, so that the peak of a timeline is
 `torch.cuda.max_memory_allocated`. `memory_recorder.py` adds role, module and source line to each allocation.
+
+The profiler's trace lists every allocation and release. Its event tree knows the ranges that enclose them, but omits
+events of a GPU outside of any operator, such as the release of a tensor that Python deletes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -138,19 +145,69 @@ def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
         del result
     results = profiled.profiler.kineto_results if profiled.profiler is not None else None
     assert results is not None, "the profiler ended without a result"
-    return MemoryTimeline(tuple(allocation_events(results.experimental_event_tree(), device)))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiled.export_chrome_trace(str(file))
+        listed = traced_allocations(json.loads(file.read_bytes(), parse_float=Decimal), device)
+    return MemoryTimeline(tuple(allocation_events(results.experimental_event_tree(), listed, device)))
 
 
-def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
-    """The allocations and releases on a device from the profiler's event tree, in their order.
+@dataclass(frozen=True)
+class Allocation:
+    """An allocation (positive bytes) or release (negative bytes) as the profiler records it."""
+
+    nanoseconds: int
+    """Since the epoch."""
+    nbytes: int
+    address: int
+
+
+def traced_allocations(trace: dict[str, Any], device: str) -> list[Allocation]:
+    """All allocations and releases on a device from a trace of the profiler.
+
+    Args:
+        trace: Chrome's trace format; decimal numbers as `Decimal`, since a float has too few digits for nanoseconds.
+        device: cpu or cuda; with several GPUs, torch's current one.
+
+    Example:
+        >>> about = {"Device Type": 0, "Device Id": -1, "Bytes": 64, "Addr": 4096}
+        >>> event = {"name": "[memory]", "ts": Decimal("7.001"), "args": about}
+        >>> traced_allocations({"baseTimeNanoseconds": 10, "traceEvents": [event]}, "cpu")
+        [Allocation(nanoseconds=7011, nbytes=64, address=4096)]
+    """
+    wanted = _wanted_device(device)
+    base, found = int(trace.get("baseTimeNanoseconds", 0)), []
+    for event in trace["traceEvents"]:
+        if event.get("name") != "[memory]":
+            continue
+        about = event["args"]
+        if wanted(_DEVICE_TYPES.get(about["Device Type"]), about["Device Id"]):
+            nanoseconds = base + int(event["ts"] * 1000)
+            found.append(Allocation(nanoseconds, about["Bytes"], about["Addr"]))
+    return found
+
+
+_DEVICE_TYPES = {0: "cpu", 1: "cuda"}
+"""Names of torch's device types in a trace."""
+
+
+def _wanted_device(device: str) -> Callable[[str | None, int | None], bool]:
+    """Whether an event's device type and index are those of `device`."""
+    kind = "cuda" if device.startswith("cuda") else "cpu"
+    index = torch.cuda.current_device() if kind == "cuda" else None
+    return lambda type_, number: type_ == kind and (index is None or number == index)
+
+
+def allocation_events(roots: list[Any], listed: Iterable[Allocation], device: str) -> list[MemoryEvent]:
+    """The allocations and releases on a device in their order, with the ranges that enclose them.
 
     Args:
         roots: from `experimental_event_tree()`.
+        listed: all allocations of the trace; those that the tree omits have no ranges around them.
         device: cpu or cuda; with several GPUs, torch's current one.
     """
-    kind = "cuda" if device.startswith("cuda") else "cpu"
-    index = torch.cuda.current_device() if kind == "cuda" else None
-    entries: list[tuple[int, Any, EnclosingRanges]] = []
+    wanted = _wanted_device(device)
+    entries: list[tuple[int, Allocation | None, EnclosingRanges]] = []
     waiting: list[tuple[Any, EnclosingRanges]] = [(root, EnclosingRanges()) for root in roots]
     while waiting:
         event, around = waiting.pop()
@@ -160,9 +217,13 @@ def allocation_events(roots: list[Any], device: str) -> list[MemoryEvent]:
                 entries.append((event.start_time_ns, None, around))
         elif event.tag == _EventType.Allocation:
             fields = event.extra_fields
-            if fields.device.type == kind and (index is None or fields.device.index == index):
-                entries.append((event.start_time_ns, fields, around))
+            if wanted(fields.device.type, fields.device.index):
+                allocation = Allocation(event.start_time_ns, fields.alloc_size, fields.ptr)
+                entries.append((event.start_time_ns, allocation, around))
         waiting += [(child, around) for child in event.children]
+    in_tree, in_trace = {allocation for _, allocation, _ in entries if allocation}, set(listed)
+    assert in_tree <= in_trace, "the profiler's trace lacks allocations of its event tree"
+    entries += [(one.nanoseconds, one, EnclosingRanges()) for one in in_trace - in_tree]
     entries.sort(key=lambda entry: entry[0])
     return list(_in_order(entries))
 
@@ -180,14 +241,14 @@ def _inside(event: Any, around: EnclosingRanges) -> EnclosingRanges:
     return replace(around, call=event.id, operation=name)
 
 
-def _in_order(entries: list[tuple[int, Any, EnclosingRanges]]) -> Iterator[MemoryEvent]:
-    """Memory events from (nanoseconds, fields of an allocation, ranges); the start of a labelled range has no
-    fields."""
-    first = next((nanoseconds for nanoseconds, fields, _ in entries if fields is not None), 0)
+def _in_order(entries: list[tuple[int, Allocation | None, EnclosingRanges]]) -> Iterator[MemoryEvent]:
+    """Memory events from (nanoseconds, allocation, ranges); the start of a labelled range has no allocation."""
+    first = next((nanoseconds for nanoseconds, allocation, _ in entries if allocation is not None), 0)
     after = None
-    for nanoseconds, fields, around in entries:
-        if fields is None:
+    for nanoseconds, allocation, around in entries:
+        if allocation is None:
             after = around.label
         else:
             around = replace(around, after=after)
-            yield MemoryEvent((nanoseconds - first) / 1e9, fields.alloc_size, fields.ptr, around)
+            seconds = (nanoseconds - first) / 1e9
+            yield MemoryEvent(seconds, allocation.nbytes, allocation.address, around)

@@ -10,6 +10,7 @@ from trimtab.lab.operation_times import ADDITIONS
 from trimtab.lab.profile_result import Ceiling, OperationRow, PredictedPeak, PredictedStep, ProfiledJob
 from trimtab.lab.timing import Ceilings
 from trimtab.plan.make import Plan
+from trimtab.plan.memory import CUBLAS_BYTES
 from trimtab.plan.step_time import UPDATE
 from trimtab.plan.time import flops_per_token
 
@@ -79,13 +80,17 @@ def predicted_step(plan: Plan) -> PredictedStep | None:
 
 
 def predicted_peak(plan: Plan) -> PredictedPeak:
-    """Predicted memory at the peak of a step."""
-    buckets = plan.memory.peak.to_dict()
+    """Predicted memory at the peak of a step.
+
+    On a GPU cuBLAS's workspaces, which torch's allocator counts as allocated, belong to the bucket `other`.
+    """
+    buckets, workspaces = plan.memory.peak.to_dict(), CUBLAS_BYTES[plan.job.device]
+    total = buckets.pop("total") + workspaces
     return PredictedPeak(
-        {name: amount for name, amount in buckets.items() if name != "total"},
-        buckets["total"],
+        buckets | {"other": buckets["other"] + workspaces},
+        total,
         plan.memory.moment.describe(),
-        plan.memory.process_bytes,
+        plan.memory.process_bytes - workspaces,
         min(plan.limit, plan.device.available_bytes),
     )
 

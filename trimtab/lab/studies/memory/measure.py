@@ -22,8 +22,9 @@ from trimtab.lab.studies.memory.settings import MeasuredPass, MemorySettings
 from trimtab.lab.study_step import StudyStep
 from trimtab.plan import inference
 from trimtab.plan.job import Job
-from trimtab.plan.memory import predict
+from trimtab.plan.memory import CUBLAS_BYTES, predict
 from trimtab.run.memory_state import largest_free_block
+from trimtab.run.torch_setup import free_cached_memory
 
 STREAM_DTYPE = "fp32"
 """Dtype of the residual stream: that of the weights, under autocast too."""
@@ -37,6 +38,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         64
     """
     chosen = MemorySettings.from_dict(settings)
+    free_cached_memory()  # workspaces of an earlier cell in this process
     step = StudyStep(chosen.step)
     if chosen.part is MeasuredPass.FULL:
         step.full_step()  # creates optimizer states and library workspaces
@@ -108,9 +110,11 @@ def _predicted(step: StudyStep, chosen: MemorySettings) -> int | None:
         loss_impl=decoder.loss_impl,
     )
     memory = predict(job)
+    workspaces = CUBLAS_BYTES[job.device]
     if chosen.part is MeasuredPass.FULL:
-        return memory.peak.total
-    return memory.before.weights + inference.total(inference.loss_tensors(job))
+        return memory.peak.total + workspaces
+    forward = workspaces // 2  # no thread of a backward pass
+    return memory.before.weights + inference.total(inference.loss_tensors(job)) + forward
 
 
 def _allocator() -> Allocator:
