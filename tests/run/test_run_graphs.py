@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from trimtab.adapt import LoraSettings, add_adapters, init_adapters, quantize_layout, recompute
+from trimtab.adapt.lora import create_dropout_masks
+from trimtab.adapt.lora_dropout import DropoutMasks
 from trimtab.adapt.lora_layers import LoRALinear
 from trimtab.adapt.step_resources import StepResources
 from trimtab.data import Batch
@@ -123,10 +125,10 @@ def made(kind: str) -> Decoder:
         settings = {"dtype": "fp32", "attention": "sdpa_efficient"}
     decoder = build(SHAPE, device="cuda", pointwise="triton", loss_impl="triton", **settings)
     init_weights(decoder, seed=0)
-    if kind == "qlora":
+    if kind in ("qlora", "dropout"):
         weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
         quantize_layout(decoder, "nf4", impl="triton", device="cuda")
-        add_adapters(decoder, LoraSettings(r=8))
+        add_adapters(decoder, LoraSettings(r=8, lora_dropout=0.2 if kind == "dropout" else 0.0))
         with torch.no_grad():
             for name, module in decoder.named_modules():
                 if isinstance(module, LoRALinear):
@@ -143,13 +145,19 @@ def parameters_of(decoder: Decoder) -> dict[str, torch.nn.Parameter]:
 
 
 def run_steps(
-    graphs: Graphs, steps: range, microbatches: int = 3, short: tuple[int, int] | None = None
+    graphs: Graphs,
+    steps: range,
+    microbatches: int = 3,
+    short: tuple[int, int] | None = None,
+    masks: DropoutMasks | None = None,
 ) -> list[torch.Tensor]:
     """Losses of microbatches and gradients of steps, with gradient descent; `short` is the microbatch of one row."""
     found: list[torch.Tensor] = []
     for step in steps:
         for micro in range(microbatches):
             batch = batch_of(10 * step + micro, rows=1 if (step, micro) == short else 2)
+            if masks is not None:
+                masks.set(seed=0, step=step, first_sequence=2 * micro, tokens=384)
             loss = graphs.backward(batch, 1 / (768 * microbatches))
             found.append(loss.clone())
         for parameter in graphs.parameters.values():
@@ -195,6 +203,27 @@ def test_a_captured_microbatch_is_bitwise_identical_to_an_eager_one(kind: str, p
     assert not graphs._captured
     assert all(map(torch.equal, run_steps(graphs, range(5, 7)), run_steps(eager, range(5, 7))))
     assert len(graphs._captured) == 2
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("recompute_policy", ["none", "block"])
+def test_replays_read_the_current_dropout_masks(recompute_policy: str) -> None:
+    device = torch.device("cuda")
+    found: list[list[torch.Tensor]] = []
+    for captured, renewed in ((True, True), (False, True), (True, False)):
+        decoder = made("dropout")
+        recompute.apply(decoder, [recompute_policy] * SHAPE.num_layers)
+        masks = create_dropout_masks(decoder, device)
+        assert masks is not None
+        loss = MicrobatchLoss(decoder, device, nullcontext, packing=True)
+        graphs = Graphs(loss, parameters_of(decoder), device, resources=StepResources(decoder))
+        graphs.failed = not captured
+        found.append(run_steps(graphs, range(4), masks=masks if renewed else None))
+        assert len(graphs._captured) == (2 if captured else 0)
+        graphs.release()
+    assert all(map(torch.equal, found[0], found[1]))
+    assert not torch.equal(found[0][0], found[2][0]), "other masks give another loss"
 
 
 @pytest.mark.gpu
