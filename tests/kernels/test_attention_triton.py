@@ -307,5 +307,6 @@ def test_descriptors_fit_too(chip):
             made = compiled(name, chip, "bf16", D, tma=True)
             assert made.shared <= SHARED_LIMIT[chip], (name, D, made.shared)
             assert "cp.async.bulk.tensor" in made.ptx
-            # dk and dv of heads of 256 spill arguments of the second pass (for NaN) through the loops
-            assert chip != 90 or not made.spills or made.spills <= 96, (name, D, made.spills)
+            # dk and dv of heads of 256: the fastest tiles on an H200 spill, see the README's sweep
+            limit = 320 if (name, D) == ("key", 256) else 96
+            assert chip != 90 or not made.spills or made.spills <= limit, (name, D, made.spills)

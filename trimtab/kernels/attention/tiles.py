@@ -44,21 +44,26 @@ def tiles(kernel: str, head_dim: int, width: int, capability: int, *, packed: bo
         >>> tiles("forward", 128, 2, 90)
         Tiles(rows=64, keys=64, warps=4, stages=3)
     """
-    table = _PLAIN if width == 4 else _BY_CHIP[max(chip for chip in _BY_CHIP if chip <= capability)]
-    if table is _HOPPER and packed:
-        table = _HOPPER_PACKED
+    chip = max(chip for chip in _BY_CHIP if chip <= capability)
     size = next(size for size in (64, 128, 256) if padded(head_dim) <= size)
+    if packed and width < 4 and (chip, kernel, size) in _PACKED:
+        return Tiles(*_PACKED[chip, kernel, size])
+    table = _PLAIN if width == 4 else _BY_CHIP[chip]
     return Tiles(*table[kernel][size])
 
 
-# (rows, keys, warps, stages) by padded head size. Hopper's up to 128 were swept on an H200, the others fit as compiled:
-# shared memory of a block is 227 KiB on 9.0 and 10.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0, 64 on 7.5.
+# (rows, keys, warps, stages) by padded head size. Hopper's were swept on an H200, the others fit as compiled: shared
+# memory of a block is 227 KiB on 9.0 and 10.0, 163 on 8.0, 99 on 8.6, 8.9 and 12.0, 64 on 7.5.
 _HOPPER = {
     "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (128, 64, 8, 2)},
-    "query": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
-    "key": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (32, 64, 8, 2)},
+    "query": {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 3)},
+    "key": {64: (64, 64, 4, 3), 128: (64, 64, 4, 2), 256: (64, 64, 8, 2)},
 }
-_HOPPER_PACKED = _HOPPER | {"query": _HOPPER["query"] | {128: (64, 64, 4, 2)}}
+# Compiled for 10.0 Hopper's backward tiles for heads of 256 need more shared memory than there is, 240 and 257 KiB.
+_BLACKWELL = _HOPPER | {
+    "query": _HOPPER["query"] | {256: (64, 64, 8, 2)},
+    "key": _HOPPER["key"] | {256: (32, 64, 8, 2)},
+}
 _AMPERE = {
     "forward": {64: (128, 64, 4, 3), 128: (128, 64, 8, 2), 256: (64, 64, 8, 2)},
     "query": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 1)},
@@ -76,4 +81,6 @@ _PLAIN = {
     "query": {64: (32, 16, 4, 1), 128: (32, 16, 8, 1), 256: (16, 16, 8, 1)},
     "key": {64: (16, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 8, 8, 1)},
 }
-_BY_CHIP = {75: _PLAIN, 80: _AMPERE, 86: _SMALL, 90: _HOPPER, 120: _SMALL}
+_BY_CHIP = {75: _PLAIN, 80: _AMPERE, 86: _SMALL, 90: _HOPPER, 100: _BLACKWELL, 120: _SMALL}
+_PACKED = {(90, "query", 128): (64, 64, 4, 2), (100, "query", 128): (64, 64, 4, 2)}
+"""Exceptions for packed rows."""
