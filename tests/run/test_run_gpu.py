@@ -59,11 +59,13 @@ MOST = 0.75
 """Signals come within this share of the time of a whole run, so that the first attempts never finish."""
 
 
+@pytest.mark.alone
 def test_a_second_run_repeats_the_first(whole: Path, seconds: float) -> None:
     assert losses(whole / "again") == losses(whole / "run")
     assert texts(whole / "again") == texts(whole / "run")
 
 
+@pytest.mark.alone
 def test_killed_at_random_instants(whole: Path, seconds: float, tmp_path: Path) -> None:
     recipe = write_recipe(whole, **EXACT, output_dir=str(tmp_path / "run"))
     result = drive(recipe, 6, 1, signal.SIGKILL, MOST * seconds)
@@ -72,6 +74,7 @@ def test_killed_at_random_instants(whole: Path, seconds: float, tmp_path: Path) 
     assert texts(tmp_path / "run") == texts(whole / "run")
 
 
+@pytest.mark.alone
 def test_terminated(whole: Path, seconds: float, tmp_path: Path) -> None:
     recipe = write_recipe(whole, **EXACT, output_dir=str(tmp_path / "run"))
     result = drive(recipe, 2, 2, signal.SIGTERM, MOST * seconds)

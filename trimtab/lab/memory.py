@@ -10,6 +10,7 @@ events of a GPU outside of any operator, such as the release of a tensor that Py
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -92,6 +93,18 @@ class MemoryTimeline:
         return max((level for _, level in self.levels()), default=0)
 
 
+def collect_garbage(device: str) -> None:
+    """Releases unreachable tensors, such as an earlier model with reference cycles.
+
+    Python releases them at any time, also during a measurement, which then reports too little memory.
+
+    Example:
+        >>> collect_garbage("cpu")
+    """
+    gc.collect()
+    synchronize(device)
+
+
 def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     """Peak bytes of a run's tensors, relative to the memory allocated before it.
 
@@ -101,7 +114,7 @@ def peak_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     """
     if not device.startswith("cuda"):
         return memory_timeline(run, device).peak_bytes
-    torch.cuda.synchronize()
+    collect_garbage(device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     result = run()
@@ -123,7 +136,7 @@ def retained_bytes(run: Callable[[], object], device: str = "cuda") -> int:
     if not device.startswith("cuda"):
         levels = memory_timeline(lambda: results.append(run()), device).levels()
         return levels[-1][1] if levels else 0
-    torch.cuda.synchronize()
+    collect_garbage(device)
     before = torch.cuda.memory_allocated()
     results.append(run())
     torch.cuda.synchronize()
@@ -138,7 +151,7 @@ def memory_timeline(run: Callable[[], object], device: str) -> MemoryTimeline:
         >>> timeline.peak_bytes
         2048
     """
-    synchronize(device)
+    collect_garbage(device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         result = run()
         synchronize(device)

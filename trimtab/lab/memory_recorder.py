@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from trimtab.facts.phases import During, RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory import LABEL, memory_timeline
+from trimtab.lab.memory import LABEL, collect_garbage, memory_timeline
 from trimtab.lab.memory_attribution import (
     NamedAddress,
     OperationRecord,
@@ -169,6 +169,7 @@ def record_memory(
         263168
     """
     recorder = MemoryRecorder(model, optimizer)
+    collect_garbage(device)
     before = persistent_blocks(model, optimizer, device)
 
     def recorded() -> object:
