@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,10 @@ use_cache_folder(Path(tempfile.gettempdir()) / "trimtab-tests")
 
 # A calibration of the developer's machine would change what plans say.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "trimtab-tests-cache")
+
+# A shell ignores Ctrl-C in background jobs, and tests that interrupt a process would wait for it in vain.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long a draw takes says how busy the machine is, and nothing about the code.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
