@@ -9,29 +9,23 @@ its case is finished, so that an interrupted command resumes. `--table FILE` pri
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import json
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.plan_accuracy import table
 from benchmarks.plan_accuracy.cases import LISTS, Case
-from benchmarks.plan_accuracy.durations import expected_seconds
+from benchmarks.plan_accuracy.rounds import Rounds
 from trimtab.facts.calibration import Calibration
 from trimtab.facts.calibration_file import write_calibration
 from trimtab.lab.records import Record, append_record, file_name, is_recorded, provenance, timestamp
 
 RESULTS = Path(__file__).parents[1] / "results"
-START_SECONDS = 10.0
-"""Approximate time until a process can start its first case."""
-GRACE_SECONDS = 15.0
-"""After `--seconds` plus this time a running case is stopped; the next call repeats it."""
+AT_ONCE = {"cuda": 8, "cpu": 1}
+"""Processes at the same time: on a GPU several start while none is timed."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,8 +45,8 @@ def parser() -> argparse.ArgumentParser:
         "--work", type=Path, default=Path("~/.cache/trimtab/plan-accuracy"), help="models and data"
     )
     made.add_argument("--seconds", type=float, default=1e9, help="approximate time of the command")
-    made.add_argument("--case-seconds", type=float, default=240, help="time limit of a case")
-    made.add_argument("--per-process", type=int, default=3, help="cases per process")
+    made.add_argument("--case-seconds", type=float, default=240, help="time limit of each part of a case")
+    made.add_argument("--at-once", type=int, help="processes at the same time (8 on a GPU)")
     made.add_argument("--commit", help="the measured commit, if this is no git checkout")
     made.add_argument("--calibration-seconds", type=float, help="time for the calibration")
     made.add_argument("--no-calibration", action="store_true", help="use the existing calibration")
@@ -76,21 +70,23 @@ def main(words: list[str] | None = None) -> int:
     path = options.out or RESULTS / f"plan-accuracy-{options.cases}-{slug}.jsonl"
     same = {"commit": where["commit"], "device": where["device"]}
     calibrate(path, options, where, same)
-    remaining = missing(path, chosen(options), same, retry=options.retry_failed)
-    until, spare = began + options.seconds, None
-    try:
-        while batch := next_batch(remaining, options, until - time.monotonic()):
-            worker = spare or Worker()
-            # Importing torch takes seconds: the next process imports it while this one prepares its first case.
-            spare = Worker() if len(remaining) > len(batch) else None
-            done, interrupted = run_batch(worker, batch, options, path, where, until)
-            remaining = [case for case in remaining if case.name not in done]
-            if interrupted:
-                print("stopped; the same command continues", file=sys.stderr)
-                return 1
-    finally:
-        if spare is not None:
-            spare.end()
+
+    def finish(record: Record) -> None:
+        append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
+        print(line_of(record), file=sys.stderr, flush=True)
+
+    stopped = Rounds(
+        device=options.device,
+        work=options.work.expanduser().resolve(),
+        finish=finish,
+        at_once=options.at_once or AT_ONCE[options.device],
+        case_seconds=options.case_seconds,
+        until=began + options.seconds,
+    ).run(missing(path, chosen(options), same, retry=options.retry_failed))
+    if stopped:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 1
+    remaining = missing(path, chosen(options), same, retry=False)
     records = table.read(path, where["commit"])
     print(table.markdown(records), end="")
     if remaining:
@@ -120,10 +116,7 @@ def chosen(options: argparse.Namespace) -> list[Case]:
 
 
 def missing(path: Path, cases: list[Case], same: dict[str, Any], *, retry: bool) -> list[Case]:
-    """The cases without a record for this commit and device; failed ones count as recorded unless `retry`.
-
-    Cases of one model are consecutive, so that a process reads the same files.
-    """
+    """The cases without a record for this commit and device; failed ones count as recorded unless `retry`."""
     records = table.read(path, same["commit"])
 
     def done(record: Record | None) -> bool:
@@ -132,13 +125,6 @@ def missing(path: Path, cases: list[Case], same: dict[str, Any], *, retry: bool)
         return is_recorded(record, same)
 
     return [case for case in cases if not done(records.get(case.name))]
-
-
-def next_batch(remaining: list[Case], options: argparse.Namespace, seconds: float) -> list[Case]:
-    """The first cases that can be finished in the remaining time; a long one is left to a later command."""
-    work = options.work.expanduser()
-    fitting = [case for case in remaining if START_SECONDS + expected_seconds(case, work) <= seconds]
-    return fitting[: options.per_process]
 
 
 def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict[str, Any]) -> None:
@@ -171,121 +157,6 @@ def calibrate(path: Path, options: argparse.Namespace, where: Record, same: dict
     for warning in made["warnings"]:
         print(f"calibration: {warning}", file=sys.stderr)
     append_record(path, {"calibration_of": same["commit"], **where, "calibration": made})
-
-
-class Worker:
-    """A process that has started to import torch and waits for its cases."""
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        self.results, self.log = (Path(self.folder.name) / name for name in ("results.jsonl", "log"))
-        words = [sys.executable, "-m", "benchmarks.plan_accuracy.worker", str(self.results)]
-        with self.log.open("wb") as file:
-            self.process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT, env=dict(os.environ)
-            )
-
-    def order(self, plain: dict[str, Any]) -> None:
-        """Sends the cases."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process died: the watch reports it
-            self.process.stdin.write(json.dumps(plain).encode())
-            self.process.stdin.close()
-
-    def end(self) -> None:
-        """Ends the process and removes its files."""
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.folder.cleanup()
-
-
-def run_batch(
-    worker: Worker, batch: list[Case], options: argparse.Namespace, path: Path, where: Record, until: float
-) -> tuple[set[str], bool]:
-    """Run cases in one process; returns (names of the recorded cases, whether Ctrl-C stopped it).
-
-    The process is killed if a case exceeds its time limit, or when the time of the command is over; in the latter case
-    the running case has no record and is repeated by the next call.
-    """
-    plain = {
-        "cases": [case.name for case in batch],
-        "device": options.device,
-        "work": str(options.work.expanduser().resolve()),
-        "used_before": memory_used() if options.device == "cuda" else 0,
-        "seconds": until - time.monotonic(),
-    }
-    watch = _Watch(worker.process, worker.results, batch, options.case_seconds, until)
-    try:
-        worker.order(plain)
-        for record in watch.records():
-            append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
-            print(line_of(record), file=sys.stderr, flush=True)
-            watch.done.add(record["case"])
-        if watch.ended_early:
-            last = worker.log.read_text(errors="replace").strip().splitlines()[-1:]
-            record = {"case": watch.running, "failed": f"{watch.ended_early}: {''.join(last)[:300]}"}
-            append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
-            print(line_of(record), file=sys.stderr, flush=True)
-            watch.done.add(watch.running)
-    except KeyboardInterrupt:
-        return watch.done, True
-    finally:
-        worker.end()
-    return watch.done, False
-
-
-@dataclasses.dataclass
-class _Watch:
-    """Reads the records of a worker and detects how it ended."""
-
-    process: subprocess.Popen[bytes]
-    results: Path
-    batch: list[Case]
-    case_seconds: float
-    until: float
-    done: set[str] = dataclasses.field(default_factory=set)
-    running: str = ""
-    ended_early: str = ""
-    """Why the running case failed; empty if it did not."""
-
-    def records(self) -> Any:
-        """Yield the record of each finished case until all are done, the process ended or a time limit was exceeded."""
-        seen, since = 0, time.monotonic()
-        self.running = self.batch[0].name
-        while True:
-            ended = self.process.poll() is not None
-            text = self.results.read_text() if self.results.exists() else ""
-            lines = text[: text.rfind("\n") + 1].splitlines()  # without an incomplete last line
-            for line in lines[seen:]:
-                record = json.loads(line)
-                since, seen = time.monotonic(), seen + 1
-                if "started" in record:
-                    self.running = record["started"]
-                else:
-                    self.running = ""
-                    yield record
-            if ended:
-                break
-            if time.monotonic() > self.until + GRACE_SECONDS:
-                return
-            if time.monotonic() - since > self.case_seconds:
-                self.ended_early = f"stopped after {self.case_seconds:.0f} s"
-                return
-            time.sleep(0.2)
-        if self.running:
-            self.ended_early = f"the process ended with {self.process.returncode}"
-
-
-def memory_used() -> int:
-    """GPU memory used by other processes, from nvidia-smi; 0 if it is not available."""
-    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    first = done.stdout.strip().splitlines()[:1]
-    return int(first[0]) * 2**20 if first and first[0].strip().isdigit() else 0
 
 
 def line_of(record: Record) -> str:

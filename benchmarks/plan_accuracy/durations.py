@@ -38,7 +38,7 @@ def steps_of(case: Case) -> Steps:
 
     Example:
         >>> steps_of(Case.parse("qwen3-0.6b full 4x1024"))
-        Steps(together=12, warm_up=1, timed=2)
+        Steps(together=12, warm_up=1, timed=3)
         >>> steps_of(Case.parse("llama-8b qlora 1x65536"))
         Steps(together=1, warm_up=3, timed=2)
     """
@@ -47,7 +47,7 @@ def steps_of(case: Case) -> Steps:
     seconds = step_seconds(case)
     if seconds > 2:
         return Steps(1, WARM_UP, 2)
-    return Steps(max(WARM_UP, min(12, round(1.5 / seconds))), 1, 2)
+    return Steps(max(WARM_UP, min(12, round(1.5 / seconds))), 1, 3)
 
 
 def step_seconds(case: Case) -> float:
@@ -55,11 +55,11 @@ def step_seconds(case: Case) -> float:
     return 6.0 * num_parameters(case.model) * case.step_tokens / FLOPS
 
 
-def expected_seconds(case: Case, root: Path) -> float:
-    """Rough seconds of a case, without starting its process; less than this is not enough to start it.
+def start_seconds(case: Case, root: Path) -> float:
+    """Rough seconds until a case's timed steps: imports, weights, compilation, warm-up.
 
     Example:
-        >>> expected_seconds(Case.parse("llama-8b qlora 2x2048"), Path("no-folder")) > 40
+        >>> start_seconds(Case.parse("llama-8b qlora 2x2048"), Path("no-folder")) > 40
         True
     """
     parameters = num_parameters(case.model)
@@ -67,7 +67,23 @@ def expected_seconds(case: Case, root: Path) -> float:
     if parameters > LARGE and not (root / "models" / case.model).exists():
         loading += 2 * parameters / 4e8  # its folder is written first
     compiling = 60.0 if case.options.get("compile") == "true" else 0.0
-    return 10.0 + loading + compiling + steps_of(case).total * max(1.5 * step_seconds(case), 0.05)
+    steps = steps_of(case)
+    return 20.0 + loading + compiling + steps.together * steps.warm_up * _least(case)
+
+
+def timed_seconds(case: Case) -> float:
+    """Rough seconds of a case's timed steps.
+
+    Example:
+        >>> 1 < timed_seconds(Case.parse("qwen3-0.6b full 4x1024")) < 10
+        True
+    """
+    steps = steps_of(case)
+    return 1.0 + steps.together * steps.timed * _least(case)
+
+
+def _least(case: Case) -> float:
+    return max(1.5 * step_seconds(case), 0.05)
 
 
 @functools.cache

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +24,35 @@ def model_folder(root: Path, model: str, device: str) -> tuple[Path, str]:
     """(folder, `model.init`) of a model."""
     config = CONFIGS[model]
     folder = root / "models" / model
-    if num_parameters(model) > LARGE:
-        return random_model_folder(folder, config, device), "pretrained"
-    if not (folder / "tokenizer_config.json").exists():
-        config_folder(folder, config)
-        write_tokenizer(folder, config["vocab_size"])
-    return folder, "random"
+    with writing(folder):
+        if num_parameters(model) > LARGE:
+            return random_model_folder(folder, config, device), "pretrained"
+        if not (folder / "tokenizer_config.json").exists():
+            config_folder(folder, config)
+            write_tokenizer(folder, config["vocab_size"])
+        return folder, "random"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Only one process at a time is inside, so that several can share what the first one writes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def documents_file(root: Path, case: Case, sequences: int) -> Path:
     """Write documents for at least `sequences` sequences: one document each, or several if packed."""
     kind = "packed" if case.packed else "whole"
     path = root / "documents" / f"{kind}-{case.tokens}-{sequences}.jsonl"
-    if path.exists():
-        return path
+    with writing(path):
+        if not path.exists():
+            _write_documents(path, case, sequences)
+    return path
+
+
+def _write_documents(path: Path, case: Case, sequences: int) -> None:
     rng = random.Random(f"{case.tokens} {case.packed}")
     most = min(CONFIGS[case.model]["vocab_size"], WORDS + 2) - 1
     remaining, lines = sequences * case.tokens, []
@@ -47,9 +65,7 @@ def documents_file(root: Path, case: Case, sequences: int) -> Path:
         words = " ".join(f"w{n}" for n in rng.choices(range(2, most), k=length))
         lines.append(json.dumps({"text": words}))
         remaining -= length + 1
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
@@ -62,7 +78,7 @@ def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, An
         "model": {"name": str(folder), "init": init},
         "data": {
             "train": [{"source": str(documents_file(root, case, sequences + 8))}],
-            "cache_dir": str(root / "tokens"),
+            "cache_dir": str(root / "tokens" / output.name),  # one per case: a process locks it
             "num_proc": 1,
         },
         "output_dir": str(output),

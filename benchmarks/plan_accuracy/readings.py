@@ -37,11 +37,13 @@ def predicted(plan: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def step_times(rows: Sequence[dict[str, Any]], together: int, warm_up: int = 1) -> dict[str, Any]:
+def step_times(
+    rows: Sequence[dict[str, Any]], together: int, warm_up: int = 1, waited: float = 0.0
+) -> dict[str, Any]:
     """Seconds per optimizer step from the records of metrics.jsonl; the first groups of steps are warm-up.
 
     A group's seconds are its tokens divided by its logged rate, which has six digits; the logged seconds are rounded to
-    milliseconds.
+    milliseconds. The first timed group includes `waited` seconds in which the process was paused.
 
     Example:
         >>> rows = [{"kind": "train", "step": n, "tokens": 100 * n, "tokens_per_second": r}
@@ -54,7 +56,8 @@ def step_times(rows: Sequence[dict[str, Any]], together: int, warm_up: int = 1) 
     for last in range(together, len(train) + 1, together):
         before = train[last - together - 1]["tokens"] if last > together else 0
         tokens = train[last - 1]["tokens"] - before
-        groups.append(tokens / train[last - 1]["tokens_per_second"] / together)
+        pause = waited if len(groups) == warm_up else 0.0
+        groups.append((tokens / train[last - 1]["tokens_per_second"] - pause) / together)
     timed = groups[warm_up:] or groups
     return {
         "step_seconds": statistics.median(timed) if timed else None,

@@ -35,8 +35,6 @@ def error(record: dict[str, Any], quantity: str) -> float | None:
         0.02
     """
     predicted, measured = (record.get(side, {}).get(quantity) for side in ("predicted", "measured"))
-    if quantity == "process" and not record.get("fresh_process", True):
-        return None  # the process also has the kernels of earlier cases
     return None if not predicted or not measured else (predicted - measured) / measured
 
 

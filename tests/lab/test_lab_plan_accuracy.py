@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.plan_accuracy import __main__ as sweep
-from benchmarks.plan_accuracy import inputs, table, worker
+from benchmarks.plan_accuracy import inputs, rounds, table, worker
 from benchmarks.plan_accuracy.cases import LISTS, METHODS, Case
-from benchmarks.plan_accuracy.durations import expected_seconds, step_seconds, steps_of
+from benchmarks.plan_accuracy.durations import start_seconds, step_seconds, steps_of, timed_seconds
 from benchmarks.plan_accuracy.readings import predicted, step_times
+from benchmarks.plan_accuracy.rounds import CONTEXT_BYTES, Moment, Rounds
 from trimtab.facts.calibration import Calibration
 from trimtab.facts.calibration_file import read_calibration
 from trimtab.lab.records import append_record, read_records
@@ -81,16 +82,137 @@ def test_step_times_leave_the_first_group_out() -> None:
     assert later["steps"] == 3
 
 
-def test_long_cases_are_left_to_a_command_with_enough_time(tmp_path: Path) -> None:
-    options = sweep.parser().parse_args(["--work", str(tmp_path), "--per-process", "2"])
+def test_step_times_leave_the_pause_out() -> None:
+    rows = [
+        {"kind": "train", "tokens": 100 * n, "tokens_per_second": r}
+        for n, r in enumerate([10.0, 100 / 4.5, 200.0, 200.0], 1)
+    ]
+    found = step_times(rows, 1, warm_up=1, waited=4.0)
+    assert found["step_seconds"] == pytest.approx(0.5)
+    assert found["spread"] == pytest.approx(0.0)
+
+
+def fake_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, **settings: Any) -> Rounds:
+    """Rounds whose processes run a script instead of a case; `log` is a file that they append to."""
+    real = rounds.subprocess.Popen
+    begin = (
+        "import json, sys, time\n"
+        "order, out = json.loads(sys.stdin.readline()), open(sys.argv[1], 'a')\n"
+        "case = order['case']\n"
+        f"log = open({str(tmp_path / 'log')!r}, 'a')\n"
+        "def reach(moment, **facts):\n"
+        "    print(json.dumps({'reached': moment, **facts}), file=out, flush=True)\n"
+        "    assert sys.stdin.readline()\n"
+        "def say(what):\n"
+        "    print(what, case, file=log, flush=True)\n"
+    )
+
+    def popen(words: list[str], **more: Any) -> Any:
+        return real([words[0], "-c", begin + script, words[-1]], **more)
+
+    monkeypatch.setattr(rounds.subprocess, "Popen", popen)
+    found: list[dict[str, Any]] = []
+    made = Rounds("cpu", tmp_path, found.append, **settings)
+    monkeypatch.setattr(made, "found", found, raising=False)
+    return made
+
+
+STEPS = """
+reach("PLANNED", needs=40 if case.startswith("tiny-llama") else 20)
+say("loads")
+time.sleep(0.1)
+reach("WARM")
+say("begins")
+time.sleep(0.2)
+say("ends")
+reach("MEASURED")
+print(json.dumps({"case": case, "run_s": 1.0, "predicted": {}, "measured": {}}), file=out, flush=True)
+"""
+
+
+def test_steps_are_timed_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_rounds(tmp_path, monkeypatch, STEPS, at_once=3)
+    assert not made.run(LISTS["cpu"])
+    assert sorted(record["case"] for record in made.found) == sorted(case.name for case in LISTS["cpu"])  # type: ignore[attr-defined]
+    events = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [what for what, _ in events[:3]] == ["loads"] * 3, "all are loaded before one is timed"
+    for before, after in zip(events[3::2], events[4::2], strict=True):
+        assert (before[0], after[0]) == ("begins", "ends")
+        assert before[1] == after[1]
+
+
+def test_only_what_fits_together_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_rounds(tmp_path, monkeypatch, STEPS, at_once=3)
+    monkeypatch.setattr(made, "_budget", lambda: 60)
+    assert not made.run(LISTS["cpu"])
+    assert len(made.found) == 3  # type: ignore[attr-defined]
+    events = [line.split(" ", 1) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [what for what, _ in events] == [
+        "loads",
+        "loads",
+        *["begins", "ends"] * 2,
+        "loads",
+        "begins",
+        "ends",
+    ]
+
+
+def test_the_budget_leaves_memory_for_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Rounds("cuda", tmp_path, print, at_once=4)
+    monkeypatch.setattr(rounds, "gpu_memory", lambda which: {"total": 100 * 2**30}[which])
+    assert made._budget() == pytest.approx(95 * 2**30 - 4 * CONTEXT_BYTES)
+
+
+def test_the_process_has_what_becomes_free_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = STEPS.replace('"measured": {}', '"measured": {"reserved": 70, "reserved_last": 60}')
+    made = fake_rounds(tmp_path, monkeypatch, script)
+    made.device = "cuda"
+    monkeypatch.setattr(made, "_budget", lambda: 1000)
+    readings = iter(
+        [500, 450, 435, 435]
+    )  # before the process ends, and until two readings after it are equal
+    monkeypatch.setattr(rounds, "gpu_memory", lambda which: next(readings))
+    made.run(LISTS["cpu"][:1])
+    assert made.found[0]["measured"] == {"reserved": 70, "process": 500 - 435 + 70 - 60}  # type: ignore[attr-defined]
+
+
+def test_a_case_without_progress_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = fake_rounds(tmp_path, monkeypatch, "time.sleep(60)", case_seconds=0.3)
+    assert not made.run(LISTS["cpu"][:1])
+    assert made.found == [{"case": LISTS["cpu"][0].name, "failed": "stopped after 0 s"}]  # type: ignore[attr-defined]
+
+
+def test_the_end_of_the_time_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(rounds, "start_seconds", lambda case, work: 0.0)
+    monkeypatch.setattr(rounds, "timed_seconds", lambda case: 0.0)
+    made = fake_rounds(tmp_path, monkeypatch, "time.sleep(60)", until=rounds.time.monotonic() + 0.5)
+    assert made.run(LISTS["cpu"][:1])
+    assert made.found == []  # type: ignore[attr-defined]
+    assert all(worker.process.poll() is not None for worker in made.workers)
+
+
+def test_cases_that_take_too_long_are_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long, short = Case.parse("llama-8b qlora 1x65536 limit=24GiB"), Case.parse("smollm2-135m full 8x512")
-    cases = [long, short, Case.parse("qwen3-0.6b full 4x1024"), Case.parse("qwen3-0.6b full 2x1024")]
-    assert sweep.next_batch(cases, options, 1e9) == cases[:2]
-    assert sweep.next_batch(cases, options, 60) == cases[1:3]
-    assert sweep.next_batch(cases, options, 10) == []
-    written = expected_seconds(long, tmp_path)
+    written = start_seconds(long, tmp_path)
+    assert timed_seconds(long) > 10 * timed_seconds(short)
     (tmp_path / "models" / "llama-8b").mkdir(parents=True)
-    assert expected_seconds(long, tmp_path) < written - 20, "its weights need not be written first"
+    assert start_seconds(long, tmp_path) < written - 20, "its weights need not be written first"
+    made = fake_rounds(tmp_path, monkeypatch, STEPS, at_once=3, until=rounds.time.monotonic() + 60)
+    waiting = [long, short]
+    made._start(waiting)
+    assert waiting == [long]
+    for one in made.workers:
+        one.close()
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    pauses = worker.Pauses(tmp_path / "out.jsonl", (tmp_path / "orders").open("a+"))
+    with pytest.raises(worker.Abandoned):
+        pauses.wait(Moment.WARM)
+    assert json.loads((tmp_path / "out.jsonl").read_text()) == {"reached": "WARM"}
 
 
 def test_steps_are_few_and_have_a_warm_up() -> None:
@@ -98,7 +220,7 @@ def test_steps_are_few_and_have_a_warm_up() -> None:
         steps = steps_of(case)
         assert steps.together * steps.warm_up >= 3, "a CUDA graph is captured in the third step"
         assert steps.timed >= 2
-        assert steps.total <= 36
+        assert steps.total <= 48
         if step_seconds(case) > 2:
             assert steps.total == 5
 
@@ -127,7 +249,7 @@ def record(case: str, told: float, seen: float, **more: Any) -> dict[str, Any]:
             "step_seconds": factor,
             "buckets": {"weights": 5e8, "activations": factor * 1e9 - 5e8},
         }
-    return {"case": case, "commit": "abc", "fresh_process": True, **sides, **more}
+    return {"case": case, "commit": "abc", **sides, **more}
 
 
 def test_tables_have_errors_by_method_and_term() -> None:
@@ -135,7 +257,7 @@ def test_tables_have_errors_by_method_and_term() -> None:
         one["case"]: one
         for one in (
             record("qwen3-0.6b full 4x1024", 1.02, 1.0),
-            record("qwen3-0.6b full 4x4096 recompute=none", 0.96, 1.0, fresh_process=False),
+            record("qwen3-0.6b full 4x4096 recompute=none", 0.96, 1.0),
             record("llama-8b qlora 2x2048", 1.0, 1.0),
             {"case": "llama-8b int8 2x2048 recompute=block", "failed": "out of memory"},
         )
@@ -143,7 +265,6 @@ def test_tables_have_errors_by_method_and_term() -> None:
     text = table.markdown(found)
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if line.startswith("|")}
     assert "3.00 % / -4.00 % (2)" in lines["full"]
-    assert "2.00 % / +2.00 % (1)" in lines["full"], "only fresh processes count for the whole process"
     assert "0.00 % / +0.00 % (1)" in lines["qlora"]
     assert "(3)" in lines["all"]
     assert "2.00 % / -4.00 % (3)" in lines["activations"]
@@ -170,23 +291,11 @@ def test_failures_are_kept_and_retried_only_on_demand(tmp_path: Path) -> None:
 def test_a_worker_that_dies_is_recorded_and_the_others_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = (
-        "import json, sys; order = json.load(sys.stdin); first, *rest = order['cases']\n"
-        "file = open(sys.argv[1], 'w')\n"
-        "print(json.dumps({'started': first}), file=file)\n"
-        "if first.startswith('tiny-qwen3'): file.close(); sys.exit('killed')\n"
-        "print(json.dumps({'case': first, 'run_s': 1.0, 'predicted': {}, 'measured': {}}), file=file)\n"
-    )
-    real = sweep.subprocess.Popen
-
-    def popen(words: list[str], **more: Any) -> Any:
-        return real([words[0], "-c", script, words[-1]], **more)
-
-    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
+    fake_rounds(tmp_path, monkeypatch, "if case.startswith('tiny-qwen3'): sys.exit('killed')\n" + STEPS)
     monkeypatch.setattr(sweep.table, "markdown", lambda records: "")
     path = tmp_path / "out.jsonl"
     words = ["--device", "cpu", "--list", "cpu", "--no-calibration", "--out", str(path), "--commit", "abc"]
-    assert sweep.main(words) == 1
+    assert sweep.main([*words, "--at-once", "2"]) == 1
     found = read_records(path, "case")
     assert set(found) == {case.name for case in LISTS["cpu"]}
     assert found["tiny-qwen3-0.6b full 2x64"]["failed"] == "the process ended with 1: killed"
@@ -201,7 +310,7 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     words = ["--device", "cpu", "--list", "cpu", "--work", str(tmp_path / "work"), "--out", str(path)]
     words += ["--calibration-seconds", "2", "--commit", "abc"]
     assert sweep.main([*words, "--only", "qwen3"]) == 0
-    assert sweep.main(words) == 0
+    assert sweep.main([*words, "--at-once", "2"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["case"] for line in lines if "case" in line] == [case.name for case in LISTS["cpu"]]
     calibrated = [line for line in lines if "calibration_of" in line]
@@ -222,7 +331,14 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_stopped_case_writes_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(worker.shutil, "rmtree", lambda folder, **_: None)
-    found = worker.run(LISTS["cpu"][0], {"work": str(tmp_path), "device": "cpu", "used_before": 0})
+    reached: list[Moment] = []
+
+    def wait(moment: Moment, **facts: Any) -> float:
+        reached.append(moment)
+        return 0.0
+
+    found = worker.run(LISTS["cpu"][0], tmp_path, "cpu", wait)
+    assert reached == [Moment.PLANNED, Moment.WARM, Moment.MEASURED]
     assert found["measured"]["steps"] == 3
     [folder] = (tmp_path / "runs").iterdir()
     assert not (folder / "checkpoints").exists()
