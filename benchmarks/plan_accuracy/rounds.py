@@ -189,7 +189,7 @@ class Rounds:
         reserved_last = measured.pop("reserved_last", None)
         if used is not None and reserved_last is not None:
             # At its end the allocator may hold less than at its peak; the rest of the process's memory is constant.
-            own = used - settled(lambda: gpu_memory("used") or 0)
+            own = used - stable_reading(lambda: gpu_memory("used") or 0)
             measured["process"] = own - reserved_last + measured["reserved"]
         self._finish(worker)
 
@@ -211,12 +211,12 @@ class Rounds:
         self.finish(worker.record)
 
 
-def settled(read: Callable[[], int], seconds: float = 5.0) -> int:
+def stable_reading(read: Callable[[], int], seconds: float = 5.0) -> int:
     """A reading once two consecutive ones are equal, or the last one after `seconds`.
 
     Example:
         >>> readings = iter([9, 5, 4, 4])
-        >>> settled(lambda: next(readings))
+        >>> stable_reading(lambda: next(readings))
         4
     """
     until, last = time.monotonic() + seconds, read()
