@@ -5,17 +5,20 @@
 For each job and each of eight memory limits, from the lowest that a step needs to all that it can use, the chosen
 recompute policies, tiles, loss memory and dequantized copies run under the limit, and so do other settings that fit:
 for each pair of policies and each number of tiles, as many layers as fit with the faster policy, the fastest by
-prediction first. Each line is written when its setting is finished; an interrupted command resumes.
+prediction first. Several processes plan the settings before any is measured. Each line is written when its setting is
+finished; an interrupted command resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import multiprocessing
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -46,7 +49,7 @@ from trimtab.plan.memory_search import (
     lowest_memory,
     make_setting,
 )
-from trimtab.plan.resolved import MemoryPlan
+from trimtab.plan.resolved import CudaGraphsConfig, MemoryPlan
 from trimtab.recipe import build as build_recipe
 from trimtab.report.document_markdown import aligned_table
 from trimtab.run.prepare import Prepared, prepare
@@ -57,8 +60,10 @@ TINY = (Model("tiny-llama-8b", "qlora", 2, 64),)
 LIMITS = 8
 BEATEN = 1.05
 """A chosen setting may take at most this much longer than another one that fits."""
-BUDGET_S, FEWEST, MOST = 1.5, 2, 8
+BUDGET_S, FEWEST, MOST = 1.2, 2, 8
 """Seconds of timed steps per setting, and their minimum and maximum number."""
+LONG_S = 1.0
+"""Longer steps run without CUDA graphs, which would hide no launches, and with half as many other settings."""
 
 
 @dataclass(frozen=True)
@@ -129,32 +134,72 @@ def most_layers(
     return best
 
 
-def candidates(name: str, recipe: dict[str, Any], unlimited: Prepared, others: int) -> Iterator[Candidate]:
-    """The chosen setting of each limit, and the others that are measured."""
+def candidates(
+    recipe: dict[str, Any], unlimited: Prepared, name: str, others: int, limit: int
+) -> list[Candidate]:
+    """The chosen setting of a limit, and the others that are measured."""
     device, job = unlimited.device, unlimited.plan.job.changed(dequantized_layers=0)
-    for limit in limits(job, device, unlimited.plan.memory.needed):
-        chosen = prepare(build_recipe(recipe | {"memory_limit": f"{limit}B"})).resolved.memory_plan
-        variant = job.changed(mlp_tiles=chosen.mlp_tiles, loss_memory=chosen.loss_memory)
-        predicted = make_setting(variant, device, segments_of(chosen.recompute))
-        first = Candidate(name, limit, chosen, True, predicted.seconds)
-        yield first
-        alternatives = (
-            Candidate(
-                name,
-                limit,
-                replace(
-                    chosen,
-                    recompute=setting.policies,
-                    mlp_tiles=setting.mlp_tiles,
-                    loss_memory=setting.loss_memory,
-                    dequantized_layers=setting.dequantized_layers,
-                ),
-                False,
-                setting.seconds,
-            )
-            for setting in fitting(job, device, limit, chosen)
+    limited = build_recipe(recipe | {"memory_limit": f"{limit}B"})
+    chosen = prepare(limited, device=device).resolved.memory_plan
+    variant = job.changed(mlp_tiles=chosen.mlp_tiles, loss_memory=chosen.loss_memory)
+    predicted = make_setting(variant, device, segments_of(chosen.recompute))
+    first = Candidate(name, limit, chosen, True, predicted.seconds)
+    alternatives = (
+        Candidate(
+            name,
+            limit,
+            replace(
+                chosen,
+                recompute=setting.policies,
+                mlp_tiles=setting.mlp_tiles,
+                loss_memory=setting.loss_memory,
+                dequantized_layers=setting.dequantized_layers,
+            ),
+            False,
+            setting.seconds,
         )
-        yield from [one for one in alternatives if one.key != first.key][:others]
+        for setting in fitting(job, device, limit, chosen)
+    )
+    return [first, *[one for one in alternatives if one.key != first.key][:others]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A job whose settings are measured."""
+
+    model: Model
+    recipe: dict[str, Any]
+    folder: Path
+    unlimited: Prepared
+    """Prepared without a memory limit."""
+    candidates: list[Candidate]
+
+
+def is_long(prepared: Prepared) -> bool:
+    """Whether a step takes so long that few are measured, by prediction."""
+    step = prepared.plan.time.step
+    return step is not None and step.seconds > LONG_S
+
+
+def plan_jobs(models: list[Model], root: Path, device: str, others: int) -> list[Measured]:
+    """The jobs with their settings, all limits planned at the same time in one process per core."""
+    jobs = []
+    for model in models:
+        folder = world.model_folder(root, model.model, device)
+        recipe = recipe_of(model, folder, world.adapter_folder(root, model.model), device, None)
+        jobs.append((model, recipe, folder, prepare(build_recipe(recipe))))
+    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, LIMITS * len(jobs))) as pool:
+        waiting = []
+        for model, recipe, folder, unlimited in jobs:
+            number = (others + 1) // 2 if is_long(unlimited) else others
+            call = functools.partial(candidates, recipe, unlimited, model.name, number)
+            job = unlimited.plan.job.changed(dequantized_layers=0)
+            every = limits(job, unlimited.device, unlimited.plan.memory.needed)
+            waiting.append((model, recipe, folder, unlimited, pool.map_async(call, every, chunksize=1)))
+        return [
+            Measured(model, recipe, folder, unlimited, [one for found in result.get() for one in found])
+            for model, recipe, folder, unlimited, result in waiting
+        ]
 
 
 class Loaded:
@@ -172,12 +217,15 @@ class Loaded:
             [["benchmark"]] * len(tokens.ids_BT),
         )
         self.cuda = prepared.resolved.device.startswith("cuda")
+        self.is_long = is_long(prepared)
         self.decoder = build_step(prepared, folder, self.batch).decoder
         self._free()
 
     def measure(self, candidate: Candidate) -> dict[str, Any]:
         """Median and all times of steps under the candidate's limit, and the peak of allocated memory."""
         memory, resolved = candidate.memory, self.prepared.resolved
+        if self.is_long:
+            resolved = replace(resolved, graphs=CudaGraphsConfig(False, "steps are long"))
         recompute.apply(self.decoder, memory.recompute, mlp_tiles=memory.mlp_tiles)
         self.decoder.loss_memory = memory.loss_memory
         if resolved.quantization is not None:
@@ -189,7 +237,7 @@ class Loaded:
         prepared = replace(self.prepared, resolved=replace(resolved, memory=memory))
         try:
             step = build_step_of(self.decoder, prepared, self.batch)
-            times = self._times(step)
+            times = self._times(step, warm_up=3 if resolved.graphs.enabled else 1)
         except torch.OutOfMemoryError:
             return {"failed": "out of memory"}
         finally:
@@ -203,11 +251,10 @@ class Loaded:
             "peak_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
         }
 
-    def _times(self, step: Any) -> list[float]:
+    def _times(self, step: Any, warm_up: int) -> list[float]:
+        """Seconds of steps after `warm_up` others; a graph is captured at the third step."""
         device, times = self.prepared.resolved.device, []
-        for _ in range(
-            3 if self.prepared.resolved.graphs.enabled else 1
-        ):  # a graph is captured at the third step
+        for _ in range(warm_up):
             time_once(step, device)
         until = time.perf_counter() + BUDGET_S
         while len(times) < FEWEST or (len(times) < MOST and time.perf_counter() < until):
@@ -231,20 +278,16 @@ def run(options: argparse.Namespace) -> int:
     """Measure what has no record; returns 0 if everything has one."""
     device = "cpu" if options.tiny else "cuda"
     where, until, left = provenance(device, commit=options.commit), time.monotonic() + options.seconds, 0
-    root = options.weights.expanduser()
-    for model in TINY if options.tiny else JOBS:
-        if not any(text in model.name for text in options.only or [""]):
-            continue
-        folder = world.model_folder(root, model.model, device)
-        recipe = recipe_of(model, folder, world.adapter_folder(root, model.model), device, None)
-        unlimited = prepare(build_recipe(recipe))
+    models = [
+        model
+        for model in (TINY if options.tiny else JOBS)
+        if any(text in model.name for text in options.only or [""])
+    ]
+    for job in plan_jobs(models, options.weights.expanduser(), device, options.others):
         known = read_records(options.out, "job", "limit", "setting")
-        missing = [
-            one
-            for one in candidates(model.name, recipe, unlimited, options.others)
-            if known.get(one.key, {}).get("commit") != where["commit"]
-        ]
-        loaded = Loaded(model, unlimited, folder) if missing and time.monotonic() < until else None
+        missing = [one for one in job.candidates if known.get(one.key, {}).get("commit") != where["commit"]]
+        wanted = missing and time.monotonic() < until
+        loaded = Loaded(job.model, job.unlimited, job.folder) if wanted else None
         for one in missing:
             if loaded is None or time.monotonic() > until:
                 left += 1
