@@ -20,7 +20,7 @@ use_cache_folder(Path(tempfile.gettempdir()) / "trimtab-tests")
 # A calibration of the developer's machine would change what plans say.
 os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / "trimtab-tests-cache")
 
-# A shell ignores Ctrl-C in background jobs, and tests that interrupt a process would wait for it in vain.
+# A shell ignores Ctrl-C in background jobs, and tests that interrupt a process would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
