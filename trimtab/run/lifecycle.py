@@ -42,6 +42,8 @@ from trimtab.run.plan_receipt import PlanReceipt
 from trimtab.run.planned_steps import check_planned_steps, describe_change
 from trimtab.run.prepare import Prepared, StoredConfig, note_untrained_head, prepare
 from trimtab.run.resume import (
+    DEVICE_KEYS,
+    MEMORY_KEYS,
     describe_device_change,
     find_checkpoint,
     first_losses,
@@ -49,14 +51,11 @@ from trimtab.run.resume import (
     requests_device,
     resolve_for_device,
     resume_device,
-    with_device,
+    with_changes,
 )
 from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import requires_determinism, restore_torch_settings
 from trimtab.text import Tokenizer
-
-MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
-"""If a resume changes one of these, a new memory plan is resolved."""
 
 
 class View(Protocol):
@@ -198,8 +197,8 @@ def resume(
         prepared = prepare(recipe, stored)
         if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
-        if device_requested:
-            saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
+        keys = [*(DEVICE_KEYS if device_requested else ()), *(MEMORY_KEYS if changed else ())]
+        saved = dataclasses.replace(saved, recipe=with_changes(saved.recipe, recipe, keys))
         return _execute(
             prepared, folder, view, saved=saved, after_step=after_step, inputs=inputs or RunInputs()
         )
@@ -397,11 +396,12 @@ def _write_changes(
     view: View,
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    messages, updated = [], dataclasses.replace(saved, planned_steps=run.planned_steps)
+    recipe, resolved, messages = prepared.recipe, prepared.resolved, []
     if saved.resolved.device != resolved.device:
         messages.append(describe_device_change(saved.resolved.device, resolved))
-        updated = dataclasses.replace(updated, resolved=resolved)
+    else:  # later starts compare with the number of threads that the run began with
+        resolved = dataclasses.replace(resolved, threads=saved.resolved.threads)
+    updated = dataclasses.replace(saved, resolved=resolved, planned_steps=run.planned_steps)
     change = describe_change(recipe, planned, run.planned_steps)
     if change is not None:
         _refuse_early_stopped(run)
