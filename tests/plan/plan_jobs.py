@@ -49,13 +49,13 @@ QLORA = dataclasses.replace(FULL, shape=LLAMA_8B, batch=1, lora=LoraSettings(r=1
 
 def resolved_for(shape: ModelShape) -> Resolved:
     """A resolved configuration without a memory plan."""
-    attention = AttentionConfig.uniform(shape.num_layers, "triton")
+    attention = AttentionConfig.uniform(shape.num_layers, "triton", reason="for this test")
     return Resolved(
         device="cuda",
         threads=4,
         deterministic=False,
         precision=PrecisionConfig("bf16", "bf16", "bf16"),
-        attention=dataclasses.replace(attention, reason="for this test"),
+        attention=attention,
         pointwise=PointwiseConfig("triton", "for this test"),
         optimizer=OptimizerConfig("adamw_8bit", "triton", "for this test"),
     )

@@ -46,13 +46,12 @@ def resolved(
     impl: str = "varlen",
     lora: LoraSettings | None = None,
 ) -> Resolved:
-    layers = AttentionConfig.uniform(QWEN.num_layers, impl).layers
     return Resolved(
         device=device.kind,
         threads=4,
         deterministic=False,
         precision=PrecisionConfig(dtype, "bf16" if dtype == "bf16" else "fp32", gradients),
-        attention=AttentionConfig(layers, "for this test", (("flex", "slower"),)),
+        attention=AttentionConfig.uniform(QWEN.num_layers, impl, reason="for this test"),
         optimizer=OptimizerConfig(recipe.optim),
         lora=lora,
     )

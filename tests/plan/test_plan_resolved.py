@@ -57,7 +57,8 @@ EARLY: dict[str, Any] = {
 
 words = st.sampled_from(["", "fp32", "bf16", "varlen", "triton", "set in the recipe"])
 sizes = st.integers(0, 2**45)
-backends = st.builds(LayerAttention, words.filter(bool), words.filter(bool))
+reasons = st.lists(st.tuples(words, words), max_size=2).map(tuple)
+backends = st.builds(LayerAttention, words.filter(bool), words.filter(bool), words, reasons)
 layers = st.lists(backends, min_size=3, max_size=3).map(tuple)
 configurations = st.builds(
     Resolved,
@@ -65,12 +66,7 @@ configurations = st.builds(
     threads=st.integers(1, 64),
     deterministic=st.booleans(),
     precision=st.builds(PrecisionConfig, words, words, words, words),
-    attention=st.builds(
-        AttentionConfig,
-        layers | backends.map(lambda backend: (backend,) * 3),
-        words,
-        st.lists(st.tuples(words, words)).map(tuple),
-    ),
+    attention=st.builds(AttentionConfig, layers | backends.map(lambda backend: (backend,) * 3)),
     optimizer=st.builds(OptimizerConfig, words.filter(bool), words, words),
     loss=st.builds(LossConfig, words, st.none() | sizes, words, st.floats(0, 0.9), st.floats(0, 0.9)),
     pointwise=st.builds(PointwiseConfig, words, words),
@@ -117,14 +113,29 @@ def test_json_round_trip_of_resolved_recipes(device: DeviceFacts, more: str) -> 
 
 
 def test_layers_with_different_backends() -> None:
-    mixed = (LayerAttention("varlen", "sdpa_cudnn"), LayerAttention("triton", "triton"))
+    full = LayerAttention("varlen", "sdpa_cudnn", "no mask", (("flex", "slower"),))
+    windowed = LayerAttention("triton", "triton", "a window", (("sdpa_cudnn", "it supports no mask"),))
     resolved = dataclasses.replace(
-        resolved_from_dict(EARLY, 2), attention=AttentionConfig(mixed, "two kinds", (("flex", "slower"),))
+        resolved_from_dict(EARLY, 3), attention=AttentionConfig((full, windowed, full))
     )
     written = json.loads(json.dumps(resolved_to_dict(resolved)))
-    assert [layer["packed"] for layer in written["attention"]["layers"]] == ["varlen", "triton"]
-    assert resolved_from_dict(written, 2).attention == resolved.attention
+    assert [layer["packed"] for layer in written["attention"]["layers"]] == ["varlen", "triton", "varlen"]
+    assert [(kind["layers"], kind["reason"]) for kind in written["attention"]["kinds"]] == [
+        ([0, 2], "no mask"),
+        ([1], "a window"),
+    ]
+    assert resolved_from_dict(written, 3).attention == resolved.attention
     assert resolved.attention.packed_backends == "varlen, triton"
+
+
+def test_layers_of_an_earlier_version_share_one_reason() -> None:
+    names = [{"packed": "varlen", "unpacked": "sdpa_cudnn"}, {"packed": "triton", "unpacked": "triton"}]
+    attention = {"layers": names, "reason": "two kinds", "rejected": [["flex", "slower"]]}
+    rejected = (("flex", "slower"),)
+    assert resolved_from_dict({**EARLY, "attention": attention}, 2).attention.layers == (
+        LayerAttention("varlen", "sdpa_cudnn", "two kinds", rejected),
+        LayerAttention("triton", "triton", "two kinds", rejected),
+    )
 
 
 def test_an_early_file_has_the_defaults_of_its_time() -> None:
@@ -135,7 +146,7 @@ def test_an_early_file_has_the_defaults_of_its_time() -> None:
         deterministic=False,
         precision=PrecisionConfig("bf16", "fp32", "fp32", "matrix products in bf16"),
         attention=AttentionConfig(
-            (LayerAttention("varlen", "varlen"),) * 4, "packed documents", (("flex", "compiles"),)
+            (LayerAttention("varlen", "varlen", "packed documents", (("flex", "compiles"),)),) * 4
         ),
         optimizer=OptimizerConfig("adamw_torch_fused", "torch", "set in the recipe"),
     )

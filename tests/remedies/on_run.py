@@ -116,17 +116,17 @@ case(
     lambda w, remedy: (generate(w, "--checkpoint", "latest"), generate(w, "--checkpoint", 4)),
 )
 case(
-    "run/models.py:open_model: leave the revision out; a run's checkpoint is selected with checkpoint",
+    "run/models.py:_check_versions: leave the revision out; a run's checkpoint is selected with checkpoint",
     lambda w: trimtab.load(str(run(w)), revision="main"),
     lambda w, remedy: (trimtab.load(str(run(w))), trimtab.load(str(run(w)), checkpoint=4)),
 )
 case(
-    "run/models.py:open_model: leave the revision out",
+    "run/models.py:_check_versions: leave the revision out",
     lambda w: trimtab.load(str(w.model), revision="main"),
     lambda w, remedy: trimtab.load(str(w.model)),
 )
 case(
-    "run/models.py:open_model: leave the checkpoint out; a hub model's commit is selected with revision",
+    "run/models.py:_check_versions: leave the checkpoint out; a hub model's commit is selected with revision",
     lambda w: generate(w, "--checkpoint", 4, model=w.model),
     lambda w, remedy: generate(w, model=w.model),
 )
@@ -457,7 +457,7 @@ def follow_model_back(w: World, remedy: str) -> None:
 
 
 case(
-    "run/lifecycle.py:_resolve_weights: restore that model there, or start a new run",
+    "run/initial_weights.py:_resolve_path: restore that model there, or start a new run",
     other_model,
     follow_model_back,
 )

@@ -17,7 +17,7 @@ from trimtab.facts import compilers
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape
-from trimtab.plan.resolved import CompileConfig, LayerAttention, Resolved
+from trimtab.plan.resolved import CompileConfig, Resolved
 from trimtab.plan.resolved_json import resolved_from_dict, resolved_to_dict
 from trimtab.recipe import load, loads
 from trimtab.run.resolve import resolve_backends, resolve_inference
@@ -73,7 +73,7 @@ def test_sequences_have_one_length_and_offsets_of_documents_do_not() -> None:
 def test_unpacked_sequences_have_their_fastest_attention() -> None:
     packed, whole = (resolved(f"packing: {word}", GPU).attention.layers[0] for word in ("true", "false"))
     assert packed.unpacked == packed.packed
-    assert whole == LayerAttention(packed=packed.packed, unpacked="sdpa_cudnn")
+    assert (whole.packed, whole.unpacked) == (packed.packed, "sdpa_cudnn")
     same = resolved("packing: false\ndeterministic: true", CPU).attention.layers[0]
     assert same.unpacked == same.packed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from contextlib import nullcontext
 from typing import Any
@@ -17,8 +18,9 @@ from trimtab.adapt.step_resources import StepResources
 from trimtab.data import Batch
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.facts.shapes import uniform_shape
+from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.model import Decoder, build, init_weights
+from trimtab.model.parts import LayerKernels
 from trimtab.plan.resolved import CudaGraphsConfig
 from trimtab.recipe import Recipe, loads
 from trimtab.run.microbatch import MicrobatchLoss
@@ -119,11 +121,23 @@ def test_documents_as_tensors_of_one_size() -> None:
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+def with_alternating_windows(shape: ModelShape) -> ModelShape:
+    blocks = tuple(
+        dataclasses.replace(block, mixer=dataclasses.replace(block.attention, window=9 if i % 2 else None))
+        for i, block in enumerate(shape.blocks)
+    )
+    return dataclasses.replace(shape, blocks=blocks)
+
+
 def made(kind: str) -> Decoder:
-    settings = {"dtype": "bf16", "attention": "triton"}
-    if kind == "masked":
+    shape, settings = SHAPE, {"dtype": "bf16", "attention": "triton"}
+    kernels = None
+    if kind in ("masked", "alternating"):
         settings = {"dtype": "fp32", "attention": "sdpa_efficient"}
-    decoder = build(SHAPE, device="cuda", pointwise="triton", loss_impl="triton", **settings)
+    if kind == "alternating":
+        shape = with_alternating_windows(SHAPE)
+        kernels = [LayerKernels(name, name, "triton") for name in ("triton", "sdpa_efficient", "triton")]
+    decoder = build(shape, device="cuda", pointwise="triton", loss_impl="triton", kernels=kernels, **settings)
     init_weights(decoder, seed=0)
     if kind in ("qlora", "dropout"):
         weights = {name: p.detach().clone() for name, p in decoder.named_parameters()}
@@ -135,7 +149,7 @@ def made(kind: str) -> Decoder:
                     module.set_weight(weights[f"{name}.weight"])
         decoder.to("cuda")
         init_adapters(decoder, seed=0)
-    elif kind not in ("none", "masked"):
+    elif kind not in ("none", "masked", "alternating"):
         recompute.apply(decoder, [kind] * SHAPE.num_layers)
     return decoder
 
@@ -188,6 +202,7 @@ def eager_graphs(decoder: Decoder, loss: Any) -> Graphs:
         "offload_half",
         "qlora",
         "masked",
+        "alternating",
     ],
 )
 @pytest.mark.parametrize("packing", [True, False])

@@ -1,12 +1,16 @@
-"""A resume with another memory limit keeps MLP tiles and the loss's chunks, which determine rounding."""
+"""Another memory limit on resume: MLP tiles and the loss's chunks, which affect rounding, stay; the plan is stored."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_model import write_recipe, write_tiny_model
+from whole_run import Silent
 
+from trimtab import launch
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import uniform_shape
 from trimtab.plan import check_fits
@@ -73,3 +77,51 @@ def test_the_loss_keeps_its_chunks(recipe: Path, changes: tuple[str, ...]) -> No
     assert allowed > before.loss_memory, "the limit decided it"
     assert (after.loss_memory, after.mlp_tiles) == (before.loss_memory, before.mlp_tiles)
     check_fits(again.plan, GPU, resumed=True)
+
+
+def stopped(folder: Path, **changes: object) -> Path:
+    """A finished run of two steps."""
+    path = write_recipe(folder, max_steps=2, num_train_epochs=None, eval_steps=None, save_steps=2, **changes)
+    assert launch.train(load(path), Silent()).status == "finished"
+    return folder / "run"
+
+
+def stored(run: Path, name: str) -> dict[str, Any]:
+    return json.loads((run / name).read_text())
+
+
+def test_a_changed_memory_plan_is_stored_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stopped(tmp_path)
+    began = stored(run, "choices.json")
+    assert began["memory"]["recompute"] == ["none", "none"]
+    changed = ["recompute=block", "cuda_graphs=false", "num_threads=1", "max_steps=3"]
+    assert launch.resume(run, changed, Silent()).status == "finished"
+    choices = stored(run, "choices.json")
+    assert choices["memory"]["recompute"] == ["block", "block"]
+    assert choices["memory"] == stored(run, "plan.json")["choices"]["memory"]
+    assert choices["recipe"]["recompute"] == "block"
+    assert choices["graphs"] == {"on": False, "reason": "set in the recipe"}
+    assert began["graphs"]["reason"] != choices["graphs"]["reason"]
+    # Everything else is what the run began with.
+    kept = [key for key in began if key not in ("memory", "graphs", "recipe", "lengths")]
+    assert [choices[key] for key in kept] == [began[key] for key in kept]
+    assert choices["recipe"] == {**began["recipe"], "recompute": "block"}
+
+    # Later starts use the stored plan, with whatever memory is then free.
+    monkeypatch.setattr(preparing, "resolve_memory_on_resume", None)
+    assert launch.resume(run, ["max_steps=4"], Silent()).status == "finished"
+    assert stored(run, "choices.json")["memory"] == choices["memory"]
+    assert stored(run, "plan.json")["choices"]["memory"] == choices["memory"]
+    monkeypatch.undo()
+    assert launch.resume(run, ["recompute=none", "max_steps=5"], Silent()).status == "finished"
+    assert stored(run, "choices.json")["memory"]["recompute"] == ["none", "none"]
+
+
+def test_a_memory_plan_that_an_earlier_version_did_not_store(tmp_path: Path) -> None:
+    """recipe.yaml has the keys of its last resume, and choices.json those of the first start."""
+    run = stopped(tmp_path)
+    text = (run / "recipe.yaml").read_text()
+    assert "recompute: auto" in text
+    (run / "recipe.yaml").write_text(text.replace("recompute: auto", "recompute: block"))
+    assert launch.resume(run, ["max_steps=3"], Silent()).status == "finished"
+    assert stored(run, "choices.json")["memory"]["recompute"] == ["block", "block"]

@@ -18,7 +18,7 @@ from trimtab.facts.names import described, path_of
 from trimtab.facts.phases import RunPhase
 
 if TYPE_CHECKING:
-    from trimtab.generate import SamplingOptions
+    from trimtab.generate import Completion, SamplingOptions
     from trimtab.run import OpenedModel
 
 _ENCODED_AT_ONCE = 64
@@ -41,10 +41,7 @@ def generate_file(
     argument_name: Callable[[str], str] = keyword,
 ) -> int:
     """See `trimtab.Model.generate_file`; `argument_name` returns the name of an argument in error messages."""
-    from trimtab.generate import generate_many
-    from trimtab.run.folder import RunFolder
-    from trimtab.run.inference_memory import predict_prompts
-    from trimtab.run.out_of_memory import ExplainedOutOfMemory, explaining_memory
+    from trimtab.run.out_of_memory import ExplainedOutOfMemory
     from trimtab.run.quantizing import dequantize_for_cpu
     from trimtab.run.torch_setup import on_device_of
 
@@ -71,18 +68,7 @@ def generate_file(
             begin = written.done
             batch = [ids.tolist() for ids in encoded[begin : begin + batch_size]]
             try:
-                predict = partial(predict_prompts, opened.decoder, batch, options.max_new_tokens, batch_size)
-                with explaining_memory(
-                    RunPhase.GENERATION, opened.decoder, run=RunFolder(Path(opened.name)), predict=predict
-                ):
-                    done = generate_many(
-                        opened.decoder,
-                        opened.tokenizer,
-                        batch,
-                        options,
-                        batch_size=batch_size,
-                        first_index=begin,
-                    )
+                done = _generate_batch(opened, batch, options, batch_size=batch_size, first_index=begin)
             except ExplainedOutOfMemory as error:
                 raise ExplainedOutOfMemory(
                     error.report,
@@ -94,6 +80,34 @@ def generate_file(
             if on_progress is not None:
                 on_progress(written.done, len(rows))
         return written.done
+
+
+def _generate_batch(
+    opened: OpenedModel,
+    batch: list[list[int]],
+    options: SamplingOptions,
+    *,
+    batch_size: int,
+    first_index: int,
+) -> list[Completion]:
+    """Generates the completions of one batch; an out-of-memory error explains itself."""
+    from trimtab.generate import generate_many
+    from trimtab.run.folder import RunFolder
+    from trimtab.run.inference_memory import predict_prompts
+    from trimtab.run.out_of_memory import explaining_memory
+
+    predict = partial(predict_prompts, opened.decoder, batch, options.max_new_tokens, batch_size)
+    with explaining_memory(
+        RunPhase.GENERATION, opened.decoder, run=RunFolder(Path(opened.name)), predict=predict
+    ):
+        return generate_many(
+            opened.decoder,
+            opened.tokenizer,
+            batch,
+            options,
+            batch_size=batch_size,
+            first_index=first_index,
+        )
 
 
 def _read_rows(

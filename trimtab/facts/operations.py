@@ -122,6 +122,8 @@ class Kernel:
     """Minimum bytes read from and written to memory."""
     dims: tuple[int, ...] = ()
     """For a product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size)."""
+    impl: str = ""
+    """The backend of attention, which may differ between layers."""
 
     @staticmethod
     def product(m: int, n: int, k: int, *, width: int, added: bool = False, groups: int = 1) -> Kernel:

@@ -13,7 +13,7 @@ from trimtab.plan.resolved import CompileConfig, CudaGraphsConfig
 from trimtab.recipe import Recipe
 from trimtab.run.device import detect
 from trimtab.run.locate import model_folder
-from trimtab.run.prepare import Prepared, prepare
+from trimtab.run.prepare import Prepared, prepare, prepare_shape
 from trimtab.run.target import known_shape, plan_shape
 
 OFF = "off while profiling by operation"
@@ -73,9 +73,7 @@ def _prepared(recipe: Recipe) -> Prepared:
     known = known_shape(recipe)
     if known is None:
         return prepare(recipe)
-    shape, device = known[0], detect(recipe.device)
-    plan = plan_shape(recipe, shape, device)
-    return Prepared(plan.recipe, device, shape, Path(), None, plan.resolved, plan)
+    return prepare_shape(recipe, known[0], detect(recipe.device))
 
 
 def local_weights(recipe: Recipe) -> Path | None:

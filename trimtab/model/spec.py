@@ -81,19 +81,17 @@ def _rotary_dim(block: BlockShape) -> int:
 
 
 def _mask_bytes(shape: ModelShape, run: Execution, backends: Sequence[str], packed: bool) -> int:
-    """Bytes of the prepared layouts: one per distinct backend and window, shared by its layers."""
-    kinds = dict.fromkeys((impl, shape.window(layer)) for layer, impl in enumerate(backends))
-    return sum(
-        attention_spec.layout_bytes(
-            impl,
-            run.batch,
-            run.tokens,
-            packed=packed,
-            window=window,
-            dtype="fp32" if impl == "reference" else run.dtype,  # the reference adds its mask to fp32 scores
+    """Bytes of the prepared layouts; layers that read the same form share it."""
+    B, T = run.batch, run.tokens
+    forms: dict[tuple[str, int | None, str], int] = {}
+    for layer, impl in enumerate(backends):
+        window = shape.window(layer)
+        form = attention_spec.layout_form(impl, T, window, run.dtype)
+        size = attention_spec.layout_bytes(
+            impl, B, T, packed=packed, window=window, dtype=form[2] or run.dtype
         )
-        for impl, window in kinds
-    )
+        forms[form] = max(size, forms.get(form, 0))
+    return sum(forms.values())
 
 
 def flops_per_token(shape: ModelShape, tokens: int, *, training: bool = True) -> float:

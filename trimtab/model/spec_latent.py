@@ -173,7 +173,13 @@ def _attend(
             dtype=run.dtype,
             # Products with keys and values; the backward pass recomputes the scores and has two products per gradient.
             forward=PassCost.of(
-                Kernel(OperationKind.ATTENTION, 2.0 * pairs * H * (D + V), float(each + lse.nbytes), visible),
+                Kernel(
+                    OperationKind.ATTENTION,
+                    2.0 * pairs * H * (D + V),
+                    float(each + lse.nbytes),
+                    visible,
+                    impl,
+                ),
                 scratch=scratch,
             ),
             backward=PassCost.of(
@@ -182,6 +188,7 @@ def _attend(
                     2.0 * pairs * H * (3 * D + 2 * V),
                     float(2 * each + lse.nbytes),
                     visible,
+                    impl,
                 ),
                 launches=BACKWARD_KERNELS.get(impl, 2),
                 scratch=scratch,

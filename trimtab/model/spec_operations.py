@@ -361,18 +361,10 @@ def add_attention(
     o = run.activation("self_attn.attended", H * D, MemoryPart.ATTENTION)
     inputs = tuple(dict.fromkeys((q, k, v)))
     reads = frozenset(x.name for x in inputs)
+    saved = _saved_by_attention(mixer, run, q, k, v, o)
     results: tuple[SavableResult, ...] = ()
-    own = attention_spec.saved_activations(impl, B, T, H, K, D, run.dtype, sinks=mixer.sinks)
-    named = {"q": q, "k": k, "v": v, "o": o}
-    saved = [
-        named.get(name, Activation(f"attention.{name}", size, MemoryPart.ATTENTION)) for name, size in own
-    ]
     if impl in attention_spec.TILED:
-        results = tuple(
-            SavableResult(activation)
-            for activation in saved
-            if activation is o or activation.name == "attention.lse"
-        )
+        results = tuple(SavableResult(x) for x in saved if x is o or x.name == "attention.lse")
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
     if impl in attention_spec.SKIPS_DOCUMENTS:
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), B * T))
@@ -382,6 +374,16 @@ def add_attention(
     if run.device == "cuda" or impl == "triton" or impl not in attention_spec.TILED:
         # SDPA's tiled kernel on a CPU allocates one tile per thread.
         scratch = attention_spec.scratch_bytes(impl, *sizes, run.dtype, sinks=mixer.sinks)
+
+    def kernel(backward: bool) -> Kernel:
+        return Kernel(
+            OperationKind.ATTENTION,
+            attention_spec.flops(pairs, H, D, backward=backward),
+            attention_spec.bytes_moved(*sizes, run.dtype, backward=backward),
+            visible,
+            impl,
+        )
+
     found.append(
         Operation(
             "attention",
@@ -392,30 +394,35 @@ def add_attention(
             tuple(SavedActivation(activation, reads) for activation in saved),
             run.gradients("self_attn.sinks"),
             dtype=run.dtype,
-            forward=PassCost.of(
-                Kernel(
-                    OperationKind.ATTENTION,
-                    attention_spec.flops(pairs, H, D),
-                    attention_spec.bytes_moved(*sizes, run.dtype),
-                    visible,
-                ),
-                scratch=scratch,
-            ),
+            forward=PassCost.of(kernel(backward=False), scratch=scratch),
             backward=PassCost.of(
-                Kernel(
-                    OperationKind.ATTENTION,
-                    attention_spec.flops(pairs, H, D, backward=True),
-                    attention_spec.bytes_moved(*sizes, run.dtype, backward=True),
-                    visible,
-                ),
-                launches=BACKWARD_KERNELS.get(impl, 2),
-                scratch=scratch,
+                kernel(backward=True), launches=BACKWARD_KERNELS.get(impl, 2), scratch=scratch
             ),
             results=results,
             split="column",
         )
     )
     return o
+
+
+def _saved_by_attention(
+    mixer: AttentionShape, run: Execution, q: Activation, k: Activation, v: Activation, o: Activation
+) -> list[Activation]:
+    """The tensors that a backend saves for the backward pass: inputs, output and its own."""
+    own = attention_spec.saved_activations(
+        run.attention,
+        run.batch,
+        run.tokens,
+        mixer.num_heads,
+        mixer.num_kv_heads,
+        mixer.head_dim,
+        run.dtype,
+        sinks=mixer.sinks,
+    )
+    named = {"q": q, "k": k, "v": v, "o": o}
+    return [
+        named.get(name, Activation(f"attention.{name}", size, MemoryPart.ATTENTION)) for name, size in own
+    ]
 
 
 def add_gated_activation(

@@ -34,25 +34,29 @@ class LayerAttention:
     """For sequences packed with several documents."""
     unpacked: str
     """For sequences of one document."""
+    reason: str = ""
+    """Why these were chosen."""
+    rejected: tuple[tuple[str, str], ...] = ()
+    """(other backend, reason against it)."""
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """The attention backend of each layer, the reason for it, and the reasons against others."""
+    """The attention backends of each layer; layers with the same requirements share a choice."""
 
     layers: tuple[LayerAttention, ...]
-    reason: str = ""
-    rejected: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
-    def uniform(num_layers: int, packed: str, unpacked: str | None = None) -> AttentionConfig:
+    def uniform(
+        num_layers: int, packed: str, unpacked: str | None = None, reason: str = ""
+    ) -> AttentionConfig:
         """Returns a configuration with the same backends in all layers.
 
         Example:
-            >>> AttentionConfig.uniform(2, "varlen").layers[1]
-            LayerAttention(packed='varlen', unpacked='varlen')
+            >>> AttentionConfig.uniform(2, "varlen", "sdpa_cudnn").layers[1].unpacked
+            'sdpa_cudnn'
         """
-        return AttentionConfig((LayerAttention(packed, unpacked or packed),) * num_layers)
+        return AttentionConfig((LayerAttention(packed, unpacked or packed, reason),) * num_layers)
 
     def of_layers(self, layers: range) -> AttentionConfig:
         """Returns the configuration of these layers only."""

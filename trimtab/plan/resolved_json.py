@@ -151,21 +151,42 @@ def _optimizer_from_dict(data: Mapping[str, Any]) -> OptimizerConfig:
 
 
 def _attention_to_dict(attention: AttentionConfig) -> dict[str, Any]:
-    plain: dict[str, Any] = {"reason": attention.reason, "rejected": [list(r) for r in attention.rejected]}
-    if len(set(attention.layers)) > 1:
-        return {**plain, "layers": [dataclasses.asdict(layer) for layer in attention.layers]}
-    layer = attention.layers[0]
-    different = {} if layer.packed == layer.unpacked else {"whole": layer.unpacked}
-    return {"impl": layer.packed, **plain, **different}
+    """One backend with its reasons if all layers share the choice; otherwise the backends of each layer (`layers`), and
+    the reasons for each kind of layer (`kinds`)."""
+    first = attention.layers[0]
+    kinds: dict[LayerAttention, list[int]] = {}
+    for index, layer in enumerate(attention.layers):
+        kinds.setdefault(layer, []).append(index)
+    if len(kinds) > 1:
+        return {
+            **_reasons_to_dict(first),
+            "layers": [{"packed": layer.packed, "unpacked": layer.unpacked} for layer in attention.layers],
+            "kinds": [{"layers": indices, **_reasons_to_dict(kind)} for kind, indices in kinds.items()],
+        }
+    different = {} if first.packed == first.unpacked else {"whole": first.unpacked}
+    return {"impl": first.packed, **_reasons_to_dict(first), **different}
+
+
+def _reasons_to_dict(layer: LayerAttention) -> dict[str, Any]:
+    return {"reason": layer.reason, "rejected": [list(r) for r in layer.rejected]}
 
 
 def _attention_from_dict(data: Mapping[str, Any], num_layers: int) -> AttentionConfig:
-    if "layers" in data:
-        layers = tuple(LayerAttention(**layer) for layer in data["layers"])
-    else:
-        layers = AttentionConfig.uniform(num_layers, data["impl"], data.get("whole")).layers
-    rejected = tuple((impl, reason) for impl, reason in data.get("rejected", ()))
-    return AttentionConfig(layers, data.get("reason", ""), rejected)
+    """Files of earlier versions have no `kinds`: the same reasons for all layers."""
+    if "layers" not in data:
+        return AttentionConfig((_layer_attention(data["impl"], data.get("whole"), data),) * num_layers)
+    reasons = {index: kind for kind in data.get("kinds", ()) for index in kind["layers"]}
+    return AttentionConfig(
+        tuple(
+            _layer_attention(layer["packed"], layer["unpacked"], reasons.get(index, data))
+            for index, layer in enumerate(data["layers"])
+        )
+    )
+
+
+def _layer_attention(packed: str, unpacked: str | None, reasons: Mapping[str, Any]) -> LayerAttention:
+    rejected = tuple((impl, reason) for impl, reason in reasons.get("rejected", ()))
+    return LayerAttention(packed, unpacked or packed, reasons.get("reason", ""), rejected)
 
 
 def _switch_to_dict(config: CompileConfig | CudaGraphsConfig) -> dict[str, Any]:

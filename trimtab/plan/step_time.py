@@ -191,19 +191,18 @@ class _Timer:
                         kernel, self.job.quantization.kind, self.job.quantization.impl, backward
                     )
             else:
-                total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel.kind), backward)
+                total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel), backward)
         # Launches beyond the listed kernels are casts and sums of small tensors.
         if not self.floor and work.kernels:
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
         return total
 
-    def _impl(self, kind: OperationKind) -> str:
-        if kind is OperationKind.ATTENTION:
-            masked = self.job.packed and self.job.attention not in attention_spec.SKIPS_DOCUMENTS
-            return f"{self.job.attention} packed" if masked else self.job.attention
-        return (
-            self.job.pointwise if kind in (OperationKind.NORM, OperationKind.ROPE, OperationKind.GATE) else ""
-        )
+    def _impl(self, kernel: Kernel) -> str:
+        if kernel.kind is OperationKind.ATTENTION:
+            masked = self.job.packed and kernel.impl not in attention_spec.SKIPS_DOCUMENTS
+            return f"{kernel.impl} packed" if masked else kernel.impl
+        pointwise = kernel.kind in (OperationKind.NORM, OperationKind.ROPE, OperationKind.GATE)
+        return self.job.pointwise if pointwise else ""
 
 
 def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from trimtab.facts.units import format_bytes, format_count, format_seconds
 from trimtab.report import summary, verdicts
+from trimtab.report.attention_kinds import attention_kinds
 from trimtab.report.buckets import shown_buckets, total
 from trimtab.report.charts import charts
 from trimtab.report.drawing import draw
@@ -131,16 +132,12 @@ def _answers(data: RunData) -> dict[str, Any] | None:
 def _how(data: RunData) -> dict[str, Any]:
     """Template values of the configuration: choices, notes, events, recipe, environment."""
     attention = section(data.choices, "attention") or section(section(data.plan, "choices"), "attention")
-    rejected = attention.get("rejected")
     simple = str | int | float | bool
     environment = {k: v for k, v in data.environment.items() if isinstance(v, simple)}
     environment |= {k: v for k, v in section(data.environment, "versions").items() if isinstance(v, simple)}
     notes = data.plan.get("notes")
     return {
-        "attention": attention,
-        "rejected": [r for r in rejected if isinstance(r, list) and len(r) == 2]
-        if isinstance(rejected, list)
-        else [],
+        "attention": attention_kinds(attention),
         "choices": {
             label: _format(data.choices[key])
             for key, label in CHOICES.items()

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trimtab.facts.units import format_bytes, format_count, format_rate, format_seconds
+from trimtab.report.attention_kinds import attention_kinds
 from trimtab.report.buckets import COLORS, BucketSizes, bucket_bar, buckets_view, shown_buckets, total
 from trimtab.report.plain import as_text
 from trimtab.report.rundata import section
@@ -107,9 +108,11 @@ def _short_rows(plan: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns `plan_rows` without values in the verdict or the table of phases; implementations are in one row."""
     choices = section(plan, "choices")
     rows = [row for row in plan_rows(plan) if row[0] not in KERNEL_ROWS]
-    used = [
-        f"{name} {section(choices, key).get('whole') or section(choices, key)['impl']}"
-        for name, key in (("attention", "attention"), ("loss", "loss"), ("norms and gates", "pointwise"))
+    backends = dict.fromkeys(kind.impl for kind in attention_kinds(section(choices, "attention")))
+    used = [f"attention {', '.join(backends)}"] if backends else []
+    used += [
+        f"{name} {section(choices, key)['impl']}"
+        for name, key in (("loss", "loss"), ("norms and gates", "pointwise"))
         if section(choices, key).get("impl")
     ]
     optimizer = section(choices, "optimizer")
@@ -216,9 +219,9 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     elif data.get("steps"):
         rows.append(("data", _steps(data["steps"])))
     optimizer, attention = section(choices, "optimizer"), section(choices, "attention")
-    if attention:
-        impl = attention.get("whole", attention["impl"])
-        rows.append(("attention", f"{impl}: {attention['reason']}"))
+    for kind in attention_kinds(attention):
+        where = f" in {kind.layers}" if kind.layers else ""
+        rows.append(("attention", f"{kind.impl}{where}: {kind.reason}"))
     if choices.get("precision"):
         rows.append(("precision", str(choices["precision"])))
     if optimizer:

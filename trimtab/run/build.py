@@ -38,7 +38,6 @@ from trimtab.adapt.tokens import load_with_new_tokens
 from trimtab.checkpoint import SavedCheckpoint, Store
 from trimtab.checkpoint.layout import step_name
 from trimtab.data import Batch
-from trimtab.evaluate import probe_items
 from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import RecipeError, TrimtabError
 from trimtab.facts.phases import During, no_phase
@@ -52,7 +51,7 @@ from trimtab.recipe import Recipe
 from trimtab.run.base_weights import check_adapter_base
 from trimtab.run.choices import PlannedSteps
 from trimtab.run.corpora import Corpora
-from trimtab.run.evaluation import ANSWERS_SEED, Evaluation
+from trimtab.run.evaluation import build_evaluation
 from trimtab.run.folder import RunFolder
 from trimtab.run.metrics_summary import CHECKPOINT_KIND
 from trimtab.run.microbatch import MicrobatchLoss
@@ -60,7 +59,6 @@ from trimtab.run.planned_steps import extend, learning_rate
 from trimtab.run.quantizing import quantize_linear_layers
 from trimtab.run.resume import truncate_log
 from trimtab.run.torch_setup import set_up_torch
-from trimtab.starter import FIELDS, math_problems
 from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, MetricsLog, NoLog, Outcome, TrainingSetup, TrainState, train
 from trimtab.trainer.callbacks import Callbacks, Control
@@ -90,6 +88,18 @@ class Run:
         setup = self.setup
         with closing(setup.loader), closing(setup.log), closing(setup.store):
             return train(setup, self.state, self.scaler)
+
+
+@dataclass(frozen=True)
+class ResumedState:
+    """The state that a run resumes from, in addition to its resolved configuration."""
+
+    checkpoint: SavedCheckpoint | None
+    """The checkpoint to resume from (`resume.find_checkpoint`); None restarts at step 0."""
+    planned_steps: tuple[PlannedSteps, ...]
+    """The planned numbers of steps so far."""
+    dropout_by_sequence: bool = True
+    """`Choices.dropout_by_sequence`."""
 
 
 def build_model(
@@ -293,12 +303,9 @@ def build_run(
     folder: RunFolder,
     observers: Sequence[Observer] = (),
     on_event: Callable[[str], None] = print,
-    resume: bool = False,
-    checkpoint: SavedCheckpoint | None = None,
+    resumed: ResumedState | None = None,
     base: BaseWeights | None = None,
     callbacks: Sequence[Any] = (),
-    planned_steps: Sequence[PlannedSteps] = (),
-    dropout_by_sequence: bool = True,
     during: During = no_phase,
 ) -> Run:
     """Build a run that is ready to train.
@@ -314,60 +321,49 @@ def build_run(
         folder: the run folder.
         observers: called with each metrics record.
         on_event: called with one-line messages.
-        resume: whether the run is resumed.
-        checkpoint: the one to resume from (`resume.find_checkpoint`); None restarts at step 0.
+        resumed: the state that the run resumes from; None for a new run.
         base: source of the frozen weights of a run that trains adapters (`base_weights.identify_base`).
         callbacks: the user's callbacks (`trainer.callbacks`).
-        planned_steps: the planned numbers of steps so far; empty for a new run.
-        dropout_by_sequence: `Choices.dropout_by_sequence`.
         during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
     """
     device = torch.device(resolved.device)
     set_up_torch(resolved)
-
-    def published(step: int) -> None:
-        with suppress(TrimtabError):  # if the log cannot be written, the training loop raises that
-            log.append({"kind": CHECKPOINT_KIND, "step": step})
-
-    store = Store(
-        folder.checkpoints,
-        keep_last=recipe.save_total_limit,
-        on_event=on_event,
-        on_published=published,
-        base=base,
-    )
-    decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=checkpoint is None)
+    fresh = resumed is None or resumed.checkpoint is None
+    by_sequence = resumed is None or resumed.dropout_by_sequence
+    decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=fresh)
     make_dequantized_copies(decoder, resolved)
     parameters = trained_parameters(decoder)
     log = MetricsLog(folder.metrics) if mesh.is_main else NoLog()
+    store = _store(recipe, folder, log, base, on_event)
     optimizer = build_optimizer(recipe, resolved, parameters)
     total_steps = corpora.total_steps(mesh)
-    all_planned_steps = extend(planned_steps, checkpoint.step if checkpoint else 0, total_steps)
+    planned_steps = _planned_steps(resumed, total_steps)
     microstep = build_microstep(
         decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event, during=during
     )
-    evaluation = _evaluation(recipe, decoder, tokenizer, corpora, total_steps, autocast_of(resolved))
-    evaluation.during = during
+    evaluation = build_evaluation(
+        recipe,
+        decoder,
+        tokenizer,
+        total_steps,
+        sets=corpora.eval_batches(),
+        autocast=autocast_of(resolved),
+        during=during,
+    )
     setup = TrainingSetup(
         model=decoder,
         parameters=parameters,
         microstep=microstep,
         optimizer=optimizer,
         in_backward=build_in_backward_optimizer(recipe, resolved, optimizer, mesh),
-        learning_rate=learning_rate(recipe, all_planned_steps),
+        learning_rate=learning_rate(recipe, planned_steps),
         global_norm=optim.global_norm,
         clip_factor=lambda norm: optim.clip_factor(norm, recipe.max_grad_norm),
         loader=corpora.loader(mesh),
         store=store,
         log=log,
         mesh=mesh,
-        cadence=Cadence(
-            total_steps,
-            recipe.logging_steps,
-            recipe.eval_steps or 0,
-            recipe.save_steps or 0,
-            recipe.eval_on_start,
-        ),
+        cadence=_cadence(recipe, total_steps),
         device=device,
         evaluate=evaluation,
         best_of=next(iter(evaluation.sets), None),
@@ -376,14 +372,53 @@ def build_run(
         loss_scale=FIRST_LOSS_SCALE if resolved.precision.dtype == "fp16" else None,
         observers=observers,
         compiled=Regions(decoder) if decoder.regions is not None else None,
-        before_microbatch=_dropout_masks(recipe, decoder, device, mesh, by_sequence=dropout_by_sequence),
+        before_microbatch=_dropout_masks(recipe, decoder, device, mesh, by_sequence=by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
         during=during,
     )
-    run = Run(setup, TrainState(), None, folder, all_planned_steps)
-    if resume:
-        _restore(run, store, checkpoint, on_event)
+    run = Run(setup, TrainState(), None, folder, planned_steps)
+    if resumed is not None:
+        _restore(run, store, resumed.checkpoint, on_event)
     return run
+
+
+def _store(
+    recipe: Recipe,
+    folder: RunFolder,
+    log: MetricsLog | NoLog,
+    base: BaseWeights | None,
+    on_event: Callable[[str], None],
+) -> Store:
+    """The checkpoints of a run, each of which is also recorded in its log."""
+
+    def published(step: int) -> None:
+        with suppress(TrimtabError):  # if the log cannot be written, the training loop raises that
+            log.append({"kind": CHECKPOINT_KIND, "step": step})
+
+    return Store(
+        folder.checkpoints,
+        keep_last=recipe.save_total_limit,
+        on_event=on_event,
+        on_published=published,
+        base=base,
+    )
+
+
+def _planned_steps(resumed: ResumedState | None, total: int) -> tuple[PlannedSteps, ...]:
+    """The planned numbers of steps so far, and `total` if that is another number."""
+    if resumed is None:
+        return extend((), 0, total)
+    return extend(resumed.planned_steps, resumed.checkpoint.step if resumed.checkpoint else 0, total)
+
+
+def _cadence(recipe: Recipe, total_steps: int) -> Cadence:
+    return Cadence(
+        total_steps,
+        recipe.logging_steps,
+        recipe.eval_steps or 0,
+        recipe.save_steps or 0,
+        recipe.eval_on_start,
+    )
 
 
 def _early_stopping(recipe: Recipe) -> EarlyStopping | None:
@@ -410,29 +445,6 @@ def _dropout_masks(
         return lambda step, index, batch: masks.set_by_microbatch(recipe.seed, step, index, mesh.rank)
     return lambda step, index, batch: masks.set(
         recipe.seed, step, batch.first_sequence, batch.input_ids_BT.shape[1]
-    )
-
-
-def _evaluation(
-    recipe: Recipe,
-    decoder: Decoder,
-    tokenizer: Tokenizer,
-    corpora: Corpora,
-    total_steps: int,
-    autocast: Callable[[], Any],
-) -> Evaluation:
-    problems = (
-        math_problems(ANSWERS_SEED, recipe.answers, FIELDS[recipe.answers_field]) if recipe.answers else ()
-    )
-    return Evaluation(
-        decoder,
-        tokenizer,
-        total_steps,
-        sets=corpora.eval_batches(),
-        probe_items=probe_items() if recipe.probe else (),
-        problems=problems,
-        prompts=recipe.prompts,
-        autocast=autocast,
     )
 
 

@@ -1,4 +1,4 @@
-"""choices.json of a run folder: the resolved configuration that a run started with. No torch."""
+"""choices.json of a run folder: the resolved configuration of a run, for every later start. No torch."""
 
 from __future__ import annotations
 
@@ -76,10 +76,13 @@ class DataPins:
 
 @dataclass(frozen=True)
 class Choices:
-    """The resolved configuration that a run started with."""
+    """The configuration that a run started with, and the changes of later starts."""
 
     resolved: Resolved
+    """As resolved at the first start; memory plan and CUDA graphs are those of the last start, and everything if that
+    changed the device. `threads` is the number that the run began with."""
     recipe: Recipe
+    """The recipe of the first start, with the memory keys (`resume.MEMORY_KEYS`) and device of the last."""
     model_commit: str | None
     """Commit of a hub model."""
     tokenizer_commit: str | None

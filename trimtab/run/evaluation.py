@@ -24,13 +24,14 @@ from trimtab.facts.phases import During, RunPhase, no_phase
 from trimtab.generate import SamplingOptions, generate_many
 from trimtab.model import Decoder
 from trimtab.plan.phases import PROBE_TOKENS, PROMPT_TOKENS, ROWS
+from trimtab.recipe import Recipe
 from trimtab.run.corpora import Watcher, open_for_eval
 from trimtab.run.folder import RunFolder
 from trimtab.run.inference_memory import predict_generation, predict_losses
 from trimtab.run.memory_report import PredictedMemory
 from trimtab.run.out_of_memory import explaining_memory
 from trimtab.run.torch_setup import on_device_of
-from trimtab.starter import Problem, check, math_problems
+from trimtab.starter import FIELDS, Problem, check, math_problems
 from trimtab.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -161,6 +162,31 @@ class Evaluation:
             {"kind": "sample", "step": step, "prompt": prompt, "completion": text}
             for prompt, text in zip(self.prompts, texts, strict=True)
         ]
+
+
+def build_evaluation(
+    recipe: Recipe,
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    total_steps: int,
+    *,
+    sets: Mapping[str, Sequence[Batch]],
+    autocast: Callable[[], Any],
+    during: During,
+) -> Evaluation:
+    """The evaluation that a recipe describes; arguments as the fields of `Evaluation`."""
+    asked = recipe.answers
+    return Evaluation(
+        decoder,
+        tokenizer,
+        total_steps,
+        sets=sets,
+        probe_items=probe_items() if recipe.probe else (),
+        problems=math_problems(ANSWERS_SEED, asked, FIELDS[recipe.answers_field]) if asked else (),
+        prompts=recipe.prompts,
+        autocast=autocast,
+        during=during,
+    )
 
 
 def _digits(right: Iterable[bool]) -> str:

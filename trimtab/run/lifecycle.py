@@ -15,30 +15,24 @@ import torch
 
 from trimtab import text
 from trimtab.checkpoint import SavedCheckpoint, Store
-from trimtab.checkpoint.layout import step_folders
 from trimtab.data.in_memory import PassedRows
-from trimtab.facts.base_weights import BaseWeights
 from trimtab.facts.errors import CheckpointError, RecipeError
 from trimtab.facts.phases import RunPhase
-from trimtab.facts.run_layout import is_checkpoint
 from trimtab.model import read_shape
 from trimtab.parallel import Mesh
 from trimtab.plan import Plan, check_disk, check_fits, total_steps
 from trimtab.recipe import Recipe, check_resume, dump, load, loads, to_dict
-from trimtab.run import base_weights, corpora, models
 from trimtab.run import build as building
+from trimtab.run import corpora, models
 from trimtab.run.allocations import AllocationRecorder, recording
-from trimtab.run.choices import Choices, PlannedSteps, read_choices, read_recipe, write_choices
+from trimtab.run.choices import Choices, DataPins, PlannedSteps, read_choices, read_recipe, write_choices
 from trimtab.run.device import current_gpu, require_trackers
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json, write_text
+from trimtab.run.initial_weights import InitialWeights, find_initial_weights
 from trimtab.run.locate import (
     START_FOLDER,
     absolute,
-    check_checksums,
-    initial_model,
-    model_folder,
-    shape_of,
     tokenizer_of,
 )
 from trimtab.run.memory_record import reporting_out_of_memory
@@ -48,6 +42,8 @@ from trimtab.run.plan_receipt import PlanReceipt
 from trimtab.run.planned_steps import check_planned_steps, describe_change
 from trimtab.run.prepare import Prepared, StoredConfig, note_untrained_head, prepare
 from trimtab.run.resume import (
+    DEVICE_KEYS,
+    MEMORY_KEYS,
     describe_device_change,
     find_checkpoint,
     first_losses,
@@ -55,14 +51,11 @@ from trimtab.run.resume import (
     requests_device,
     resolve_for_device,
     resume_device,
-    with_device,
+    with_changes,
 )
 from trimtab.run.starting import check_start, start_from
 from trimtab.run.torch_setup import requires_determinism, restore_torch_settings
 from trimtab.text import Tokenizer
-
-MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
-"""If a resume changes one of these, a new memory plan is resolved."""
 
 
 class View(Protocol):
@@ -204,8 +197,8 @@ def resume(
         prepared = prepare(recipe, stored)
         if changed or moved:
             check_fits(prepared.plan, prepared.device, resumed=True)
-        if device_requested:
-            saved = dataclasses.replace(saved, recipe=with_device(saved.recipe, recipe))
+        keys = [*(DEVICE_KEYS if device_requested else ()), *(MEMORY_KEYS if changed else ())]
+        saved = dataclasses.replace(saved, recipe=with_changes(saved.recipe, recipe, keys))
         return _execute(
             prepared, folder, view, saved=saved, after_step=after_step, inputs=inputs or RunInputs()
         )
@@ -279,73 +272,72 @@ def _build(
 ) -> tuple[building.Run, Plan]:
     """Build a run that is ready to train, and write its folder; returns it with its plan for the opened data."""
     recipe, resolved, shape = prepared.recipe, prepared.resolved, prepared.shape
-    tokenizer_commit = None
-    checkpoint = _resume_checkpoint(folder, recipe, view) if saved is not None else None
+    checkpoint, tokenizer_commit = None, None
     if saved is None:
-        tokenizer_commit = _write_config_and_tokenizer(prepared, folder)
-        note = note_untrained_head(prepared)
-        if note is not None:
-            view.message(note)
+        tokenizer_commit = _write_config_and_tokenizer(prepared, folder, view)
+    else:
+        checkpoint = _resume_checkpoint(folder, recipe, view)
     tokenizer = models.load_tokenizer(folder.model, shape)
     with explainer.during(RunPhase.DATA):
         opened = corpora.open_corpora(
             recipe, tokenizer, view, pins=saved.data if saved else None, passed=inputs.rows
         )
-    plan = prepared.plan.with_data(opened.facts)
-    free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
-    check_disk(plan.disk, free, str(folder.path), resumed=saved is not None)
-    if checkpoint is not None:
-        check_planned_steps(recipe, checkpoint.step, opened.total_steps(Mesh.world()))
-    view.plan(plan.to_dict())
-    for note in (*plan.notes, *opened.notes()):
-        view.message(f"note: {note}")  # as `trimtab plan` prints it
-    weights = _resolve_weights(prepared, folder)
-    base = _resolve_base(prepared, weights, saved)
-    if saved is not None and weights != prepared.model:
-        _initial_checkpoint(prepared, weights, saved)
+    plan = _plan_with_data(prepared, opened, folder, view, checkpoint=checkpoint, resumed=saved is not None)
+    weights = find_initial_weights(prepared, folder, saved)
     example = opened.example(tokenizer)
     if example is not None:
         view.record(example)
         tokenizer = _add_stop_tokens(example, tokenizer, folder, view)
-    planned = _planned_steps(saved, opened)
+    resumed = None
+    if saved is not None:
+        planned = _planned_steps(saved, opened)
+        resumed = building.ResumedState(checkpoint, planned, saved.dropout_by_sequence)
     with explainer.during(RunPhase.LOAD):
         run = building.build_run(
             recipe,
             resolved,
             shape,
             Mesh.world(),
-            weights=weights,
+            weights=weights.path,
             tokenizer=tokenizer,
             corpora=opened,
             folder=folder,
             observers=[view, *building.build_trackers(recipe, folder, to_dict(recipe))],
             on_event=view.message,
-            resume=saved is not None,
-            checkpoint=checkpoint,
-            base=base,
+            resumed=resumed,
+            base=weights.base,
             callbacks=inputs.callbacks,
-            planned_steps=planned,
             during=explainer.during,
-            dropout_by_sequence=saved is None or saved.dropout_by_sequence,
         )
     explainer.watch(run.setup.model, run.setup.optimizer, lambda: run.state.step)
-    if saved is None:
-        choices = Choices(
-            resolved,
-            recipe,
-            prepared.commit,
-            tokenizer_commit,
-            opened.pins(),
-            base,
-            _initial_checkpoint(prepared, weights),
-            run.planned_steps,
-        )
-        _write_new(folder, choices, plan)
+    if saved is None or resumed is None:
+        _write_new(prepared, folder, run, plan, weights, opened.pins(), tokenizer_commit)
     else:
-        _write_changes(prepared, folder, run, plan, saved, planned, view)
+        _write_changes(prepared, folder, run, plan, saved, resumed.planned_steps, view)
     if example is not None and run.state.step == 0 and checkpoint is None:
         run.setup.log.append(example)
     return run, plan
+
+
+def _plan_with_data(
+    prepared: Prepared,
+    opened: corpora.Corpora,
+    folder: RunFolder,
+    view: View,
+    *,
+    checkpoint: SavedCheckpoint | None,
+    resumed: bool,
+) -> Plan:
+    """The plan for the opened data, which the view shows; raises if the disk or the number of steps is too small."""
+    plan = prepared.plan.with_data(opened.facts)
+    free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
+    check_disk(plan.disk, free, str(folder.path), resumed=resumed)
+    if checkpoint is not None:
+        check_planned_steps(prepared.recipe, checkpoint.step, opened.total_steps(Mesh.world()))
+    view.plan(plan.to_dict())
+    for note in (*plan.notes, *opened.notes()):
+        view.message(f"note: {note}")  # as `trimtab plan` prints it
+    return plan
 
 
 def _resume_checkpoint(folder: RunFolder, recipe: Recipe, view: View) -> SavedCheckpoint | None:
@@ -366,11 +358,30 @@ def _prepare_view(view: View, run: building.Run, folder: RunFolder) -> None:
         )
 
 
-def _write_new(folder: RunFolder, choices: Choices, plan: Plan) -> None:
+def _write_new(
+    prepared: Prepared,
+    folder: RunFolder,
+    run: building.Run,
+    plan: Plan,
+    weights: InitialWeights,
+    pins: DataPins,
+    tokenizer_commit: str | None,
+) -> None:
     """Write the recipe, plan, environment and choices of a new run into its folder."""
-    write_text(folder.recipe, dump(choices.recipe))
+    recipe, resolved = prepared.recipe, prepared.resolved
+    write_text(folder.recipe, dump(recipe))
     write_json(folder.plan, plan.to_dict())
-    write_json(folder.environment, environment(torch.device(choices.resolved.device)))
+    write_json(folder.environment, environment(torch.device(resolved.device)))
+    choices = Choices(
+        resolved,
+        recipe,
+        prepared.commit,
+        tokenizer_commit,
+        pins,
+        weights.base,
+        weights.started_from,
+        run.planned_steps,
+    )
     # Last, after weights and data were validated: a folder with choices.json can be resumed.
     write_choices(folder, choices)
 
@@ -385,11 +396,12 @@ def _write_changes(
     view: View,
 ) -> None:
     """Write the changes of a resume into the run folder, its log and the view."""
-    recipe, resolved = prepared.recipe, prepared.resolved
-    messages, updated = [], dataclasses.replace(saved, planned_steps=run.planned_steps)
+    recipe, resolved, messages = prepared.recipe, prepared.resolved, []
     if saved.resolved.device != resolved.device:
         messages.append(describe_device_change(saved.resolved.device, resolved))
-        updated = dataclasses.replace(updated, resolved=resolved)
+    else:  # later starts compare with the number of threads that the run began with
+        resolved = dataclasses.replace(resolved, threads=saved.resolved.threads)
+    updated = dataclasses.replace(saved, resolved=resolved, planned_steps=run.planned_steps)
     change = describe_change(recipe, planned, run.planned_steps)
     if change is not None:
         _refuse_early_stopped(run)
@@ -414,10 +426,10 @@ def _refuse_early_stopped(run: building.Run) -> None:
         )
 
 
-def _planned_steps(saved: Choices | None, opened: corpora.Corpora) -> tuple[PlannedSteps, ...]:
-    """The planned numbers of steps of a run that is resumed; empty for a new run."""
-    if saved is None or saved.planned_steps:
-        return saved.planned_steps if saved else ()
+def _planned_steps(saved: Choices, opened: corpora.Corpora) -> tuple[PlannedSteps, ...]:
+    """The planned numbers of steps of a run that is resumed."""
+    if saved.planned_steps:
+        return saved.planned_steps
     planned = total_steps(saved.recipe, opened.facts, Mesh.world().size)
     assert planned is not None, "a streamed recipe without max_steps does not validate"
     return (PlannedSteps(0, planned),)
@@ -444,7 +456,7 @@ def _add_stop_tokens(
     return models.add_stop_tokens(folder.model, tokenizer, new)
 
 
-def _write_config_and_tokenizer(prepared: Prepared, folder: RunFolder) -> str | None:
+def _write_config_and_tokenizer(prepared: Prepared, folder: RunFolder, view: View) -> str | None:
     """Write config and tokenizer into the run folder, which this and every later start reads.
 
     Returns the commit of the tokenizer.
@@ -454,47 +466,7 @@ def _write_config_and_tokenizer(prepared: Prepared, folder: RunFolder) -> str | 
     models.save_config_and_tokenizer(
         prepared.model, prepared.shape, tokenizer, folder.model, prepared.resolved.precision.weights_dtype
     )
+    note = note_untrained_head(prepared)
+    if note is not None:
+        view.message(note)
     return commit
-
-
-def _resolve_base(prepared: Prepared, weights: Path, saved: Choices | None) -> BaseWeights | None:
-    """The base weights of a run with adapters, with checksums; a resumed run requires the same weights."""
-    if prepared.resolved.lora is None:
-        return None
-    if saved is None:
-        return base_weights.identify_base(prepared.recipe, weights, prepared.commit)
-    assert saved.base is not None, "choices.json of a run with adapters names its base"
-    base_weights.check_base(saved.base, weights)
-    return saved.base
-
-
-def _initial_checkpoint(
-    prepared: Prepared, weights: Path, saved: Choices | None = None
-) -> BaseWeights | None:
-    """The checkpoint of another run that the initial weights are read from, with checksums; None for other models.
-
-    A run that is resumed before its first checkpoint reads it again and requires the same content. In a run with
-    adapters it is the base, which `_resolve_base` names.
-    """
-    if not is_checkpoint(weights):
-        return None
-    if saved is None:
-        check_checksums(weights)
-    elif saved.started_from is not None:
-        base_weights.check_base(saved.started_from, weights)
-    return None if prepared.resolved.lora else base_weights.identify_base(prepared.recipe, weights, None)
-
-
-def _resolve_weights(prepared: Prepared, folder: RunFolder) -> Path:
-    """The location of the pretrained weights, which are downloaded now if this start reads them."""
-    recipe = prepared.recipe
-    has_full_checkpoint = prepared.resolved.lora is None and bool(step_folders(folder.checkpoints))
-    if recipe.model.init == "random" or has_full_checkpoint:
-        return prepared.model
-    weights, _ = model_folder(initial_model(recipe.model.name, folder.path), revision=prepared.commit)
-    if shape_of(recipe, weights) != prepared.shape:
-        raise CheckpointError(
-            f"the model at {recipe.model.name} is not the one that the run started from",
-            "restore that model there, or start a new run",
-        )
-    return weights

@@ -105,16 +105,7 @@ def open_model(
     """
     run = RunFolder(Path(name))
     is_run = RunFolder.is_run(run.path)
-    if revision is not None and (is_run or name == STARTER or Path(name).expanduser().exists()):
-        raise RecipeError(
-            f"revision {revision!r} is set, and {name} is not a hub id",
-            "leave the revision out" + ("; a run's checkpoint is selected with checkpoint" if is_run else ""),
-        )
-    if not is_run and str(checkpoint) != "latest":
-        raise RecipeError(
-            f"checkpoint {checkpoint!r} is set, and {name} is not a run folder",
-            "leave the checkpoint out; a hub model's commit is selected with revision",
-        )
+    _check_versions(name, is_run, revision, checkpoint)
     folder, commit = (run.model, None) if is_run else model_folder(name, revision=revision)
     stored = shape = read_shape(folder)
     tokenizer_folder = folder
@@ -133,27 +124,11 @@ def open_model(
         )
         return build_model(shape, adapted, Mesh.single(), weights=weights).eval()
 
-    opened: OpenedModel
     if is_run:
         opened = _open_run(run, str(checkpoint), shape, new_decoder, tokenizer, on_event)
     else:
-        for note in model_notes(folder):
-            on_event(note)
-        check_weights(stored, folder)  # before tensors with the sizes in the config are allocated
-        decoder = new_decoder()
-        read: list[Provenance] = []
-        load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
-        formats = tuple(GGUF_DTYPES.get(name, name) for name in read[0].formats)
-        opened = OpenedModel(
-            decoder,
-            tokenizer,
-            name,
-            folder,
-            None,
-            formats,
-            own_tokenizer=tokenizer_folder != folder,
-            commit=commit,
-        )
+        opened = _open_source(name, folder, stored, new_decoder, tokenizer, on_event)
+        opened.own_tokenizer, opened.commit = tokenizer_folder != folder, commit
     if adapter is not None:
         if active_adapters(opened.decoder):
             raise RecipeError(
@@ -161,6 +136,39 @@ def open_model(
             )
         load_adapter_into(opened, Path(adapter), on_event)
     return opened
+
+
+def _check_versions(name: str, is_run: bool, revision: str | None, checkpoint: str | int) -> None:
+    """Raises RecipeError for a revision of a local model, or a checkpoint of anything but a run."""
+    if revision is not None and (is_run or name == STARTER or Path(name).expanduser().exists()):
+        raise RecipeError(
+            f"revision {revision!r} is set, and {name} is not a hub id",
+            "leave the revision out" + ("; a run's checkpoint is selected with checkpoint" if is_run else ""),
+        )
+    if not is_run and str(checkpoint) != "latest":
+        raise RecipeError(
+            f"checkpoint {checkpoint!r} is set, and {name} is not a run folder",
+            "leave the checkpoint out; a hub model's commit is selected with revision",
+        )
+
+
+def _open_source(
+    name: str,
+    folder: Path,
+    stored: ModelShape,
+    new_decoder: Callable[..., Decoder],
+    tokenizer: Tokenizer,
+    on_event: Callable[[str], None],
+) -> OpenedModel:
+    """Opens a model that is not a run, from its folder or GGUF file with the shape `stored`."""
+    for note in model_notes(folder):
+        on_event(note)
+    check_weights(stored, folder)  # before tensors with the sizes in the config are allocated
+    decoder = new_decoder()
+    read: list[Provenance] = []
+    load_with_new_tokens(decoder, stored, lambda: read.append(load_weights(decoder, folder)))
+    formats = tuple(GGUF_DTYPES.get(name, name) for name in read[0].formats)
+    return OpenedModel(decoder, tokenizer, name, folder, None, formats)
 
 
 def _open_run(

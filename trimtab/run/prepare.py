@@ -65,23 +65,61 @@ def prepare(
         stored: the stored configuration of a run that is resumed.
         device: plan for this device instead of the one that the recipe requests on this machine.
     """
-    if stored is None:
-        num_threads = threads() if device is None else host_cores()
-        device = device or detect(recipe.device, recipe.num_threads)
-        model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
-        check_same_tokens(recipe, model)
-        shape = shape_of(recipe, model)
-        check_replay(recipe, model)
-        recipe = with_default_length(recipe, shape)
-        resolved = resolve_recipe(recipe, shape, device, num_threads)
-    else:
-        device, model, commit = stored.device, stored.model, stored.commit
-        shape = read_shape(model)
+    if stored is not None:
+        shape = read_shape(stored.model)
         resolved = _resolve_resumed(recipe, shape, stored)
+        return _planned(recipe, shape, stored.device, resolved, stored.model, stored.commit)
+    num_threads = threads() if device is None else host_cores()
+    device = device or detect(recipe.device, recipe.num_threads)
+    model, commit = model_folder(recipe.model.name, revision=recipe.model.revision, weights=False)
+    check_same_tokens(recipe, model)
+    shape = shape_of(recipe, model)
+    check_replay(recipe, model)
+    prepared = prepare_shape(recipe, shape, device, num_threads=num_threads, model=model, commit=commit)
+    plan = dataclasses.replace(prepared.plan, notes=(*model_notes(model), *prepared.plan.notes))
+    return dataclasses.replace(prepared, plan=plan)
+
+
+def prepare_shape(
+    recipe: Recipe,
+    shape: ModelShape,
+    device: DeviceFacts,
+    *,
+    num_threads: int | None = None,
+    model: Path = Path(),
+    commit: str | None = None,
+) -> Prepared:
+    """Resolves and plans a new run of a model with this shape, without reading files of the model.
+
+    Args:
+        recipe: the recipe.
+        shape: the model's shape.
+        device: the device to plan for.
+        num_threads: CPU threads that torch uses by default; this process's if None and the device is a CPU.
+        model: the folder or file of the model, if there is one.
+        commit: the commit of a hub model.
+
+    Example:
+        >>> prepare_shape(recipe, shape, detect("cpu")).plan.memory.needed  # doctest: +SKIP
+        614858752
+    """
+    if num_threads is None:
+        num_threads = threads() if device.kind == "cpu" else 1
+    recipe = with_default_length(recipe, shape)
+    resolved = resolve_recipe(recipe, shape, device, num_threads)
+    return _planned(recipe, shape, device, resolved, model, commit)
+
+
+def _planned(
+    recipe: Recipe,
+    shape: ModelShape,
+    device: DeviceFacts,
+    resolved: Resolved,
+    model: Path,
+    commit: str | None,
+) -> Prepared:
     plan = make_plan(recipe, shape, resolved, device=device)
     check_embedding_learning_rate(plan)
-    if stored is None:
-        plan = dataclasses.replace(plan, notes=(*model_notes(model), *plan.notes))
     return Prepared(recipe, device, shape, model, commit, resolved, plan)
 
 

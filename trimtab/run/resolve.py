@@ -8,30 +8,25 @@ folder, so that a resumed run uses the same configuration.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fit_to_model, read_adapter_folder
 from trimtab.adapt.spec import LoraSettings, check_trainable, resolve_targets
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, select_modules
-from trimtab.facts.blocks import BlockShape
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
-from trimtab.kernels.attention.choice import choose_attention
-from trimtab.kernels.choice import ImplChoice, choose_pointwise
+from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.linear_cross_entropy.choice import choose_loss
 from trimtab.plan.job import Job
 from trimtab.plan.limits import resolve_memory_plan
 from trimtab.plan.make import job_of
 from trimtab.plan.resolved import (
-    AttentionConfig,
     CompileConfig,
     CudaGraphsConfig,
-    LayerAttention,
     LossConfig,
     OptimizerConfig,
     PointwiseConfig,
@@ -40,6 +35,7 @@ from trimtab.plan.resolved import (
 )
 from trimtab.plan.time import flops_per_token
 from trimtab.recipe import Recipe
+from trimtab.run.attention_backends import choose_for_inference, choose_for_training
 
 MAX_MICROBATCH_SECONDS = 2.0
 """CUDA graphs are not captured if a microbatch's arithmetic takes longer: the GPU is busy while the host launches
@@ -138,28 +134,13 @@ def resolve_inference(
         dtype: of weights and computation.
         capability: a CUDA device's compute capability.
     """
-    chosen: dict[int, ImplChoice] = {}
-    for head_dim, blocks in _by_head_dim(shape).items():
-        chosen[head_dim] = choose_attention(
-            device=device.partition(":")[0],
-            capability=capability,
-            dtype=dtype,
-            head_dim=head_dim,
-            packed=True,
-            window=next((block.mixer.window for block in blocks if block.mixer.window is not None), None),
-            training=False,
-            requested="auto",
-            tokens=1,  # generation decodes one token at a time
-        )
-    impls = [chosen[block.mixer.head_dim].impl for block in shape.blocks]
-    layers = tuple(LayerAttention(impl, impl) for impl in impls)
-    first = chosen[shape.blocks[0].mixer.head_dim]
+    attention = choose_for_inference(shape, device.partition(":")[0], dtype=dtype, capability=capability)
     return Resolved(
         device=device,
         threads=0,
         deterministic=False,
         precision=PrecisionConfig(dtype, dtype, dtype),
-        attention=AttentionConfig(layers, first.reason, first.rejected),
+        attention=attention,
         optimizer=OptimizerConfig("none", "none", "no training"),
     )
 
@@ -184,7 +165,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
     settings, quantization = _lora(recipe, shape), _quantization(recipe, device, weights)
     if settings is not None and quantization is not None:
         spec_quantized.check_not_quantized(shape, select_modules(shape, settings.modules_to_save))
-    attention = _attention(recipe, shape, device, dtype)
+    attention = choose_for_training(recipe, shape, device, dtype)
     loss = choose_loss(
         triton=device.runs_triton,
         memory_bytes=device.memory_bytes,
@@ -251,53 +232,6 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantiza
         impl=chosen.impl,
         reason=chosen.reason,
     )
-
-
-def _attention(recipe: Recipe, shape: ModelShape, device: DeviceFacts, dtype: str) -> AttentionConfig:
-    """The attention backends of each layer; layers with the same head dimension have the same."""
-    found = {
-        head_dim: _attention_of(recipe, blocks, device, dtype)
-        for head_dim, blocks in _by_head_dim(shape).items()
-    }
-    first = found[shape.blocks[0].mixer.head_dim]
-    layers = tuple(found[block.mixer.head_dim].layers[0] for block in shape.blocks)
-    return dataclasses.replace(first, layers=layers)
-
-
-def _by_head_dim(shape: ModelShape) -> dict[int, list[BlockShape]]:
-    """Blocks by head dimension, which determines the possible backends."""
-    found: dict[int, list[BlockShape]] = {}
-    for block in shape.blocks:
-        found.setdefault(block.mixer.head_dim, []).append(block)
-    return found
-
-
-def _attention_of(
-    recipe: Recipe, blocks: list[BlockShape], device: DeviceFacts, dtype: str
-) -> AttentionConfig:
-    """The backends for packed and for unpacked sequences; evaluation always packs, training with `packing: true`."""
-    windows = [block.mixer.window for block in blocks]
-    shorter = [window for window in windows if window is not None and window < recipe.max_seq_length]
-    arguments: dict[str, Any] = {
-        "device": device.kind,
-        "capability": device.capability,
-        "dtype": dtype,
-        "head_dim": blocks[0].mixer.head_dim,
-        "window": min(shorter, default=None),
-        "training": True,
-        "requested": recipe.model.attn_implementation,
-        "deterministic": recipe.deterministic,
-        "tokens": recipe.max_seq_length,
-        "triton": device.triton,
-    }
-    packed = choose_attention(packed=True, **arguments)
-    unpacked, reason = packed.impl, packed.reason
-    if not recipe.packing and recipe.model.attn_implementation == "auto":
-        choice = choose_attention(packed=False, **arguments)
-        if choice.impl != packed.impl:
-            unpacked = choice.impl
-            reason = f"{choice.reason}; {packed.impl} for evaluation, which packs documents"
-    return AttentionConfig((LayerAttention(packed.impl, unpacked),) * len(blocks), reason, packed.rejected)
 
 
 def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:

@@ -29,6 +29,11 @@ from trimtab.run.resolve import resolve_backends
 from trimtab.trainer import MetricsLog, NoLog
 from trimtab.trainer.metrics_log import LogTruncation
 
+DEVICE_KEYS = ("device", *WITH_DEVICE)
+"""Keys that are stored if a resume names a device: `device`, and those that may change with it."""
+MEMORY_KEYS = ("memory_limit", "recompute", "gradient_checkpointing", "dequantized_layers")
+"""If a resume changes one of these, a new memory plan is resolved, which later starts use."""
+
 
 def first_losses(metrics: Path) -> dict[str, float]:
     """The first logged loss of each evaluation set; empty for a new run.
@@ -152,10 +157,12 @@ def resolve_for_device(stored: Resolved, recipe: Recipe, shape: ModelShape, devi
     return dataclasses.replace(chosen, lora=stored.lora, deterministic=stored.deterministic)
 
 
-def with_device(began: Recipe, recipe: Recipe) -> Recipe:
-    """The original recipe of a run with the device of a resume, and with the keys that may change with the device."""
+def with_changes(began: Recipe, recipe: Recipe, keys: Sequence[str]) -> Recipe:
+    """The original recipe of a run with these keys of a resume."""
+    if not keys:
+        return began
     plain = to_dict(began)
-    for key in ("device", *WITH_DEVICE):
+    for key in keys:
         section, _, last = key.rpartition(".")
         (plain[section] if section else plain)[last] = getattr(
             getattr(recipe, section) if section else recipe, last

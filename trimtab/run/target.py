@@ -24,20 +24,17 @@ from trimtab.model.catalogue import CatalogueEntry, find_model, suggest_models
 from trimtab.model.families import FAMILIES, shape_for_planning
 from trimtab.model.families.config_json import read_model_json
 from trimtab.model.source import read_shape_for_planning
-from trimtab.plan import Plan, make_plan
+from trimtab.plan import Plan
 from trimtab.recipe import Recipe, build, load, loads
 from trimtab.recipe.shipped import shipped_recipes
-from trimtab.run.device import detect, threads
+from trimtab.run.device import detect
 from trimtab.run.locate import STARTER, missing_sources, model_folder, shape_of
 from trimtab.run.prepare import (
     REPLAY,
-    Prepared,
-    check_embedding_learning_rate,
     prepare,
+    prepare_shape,
     replay_error,
-    with_default_length,
 )
-from trimtab.run.resolve import resolve_recipe
 
 METHODS = ("full", "lora", "qlora", "int8")
 NO_DATA = "your-data"
@@ -62,11 +59,7 @@ class Target:
 
 def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
     """Plans a recipe from the model's shape alone, without reading files of the model."""
-    recipe = with_default_length(recipe, shape)
-    num_threads = threads() if device.kind == "cpu" else 1
-    plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
-    check_embedding_learning_rate(plan)
-    return plan
+    return prepare_shape(recipe, shape, device).plan
 
 
 def read_target(
@@ -121,14 +114,12 @@ def plan_recipe(
     notes = [f"{name} does not exist here, so training would fail immediately" for name in missing]
     found = known_shape(recipe)
     if found is None:
-        prepared: Prepared = prepare(recipe, device=device)
-        recipe, shape, plan = prepared.recipe, prepared.shape, prepared.plan
+        prepared = prepare(recipe, device=device)
     else:
         shape, more = found
         notes += more
-        recipe = with_default_length(recipe, shape)
-        plan = plan_shape(recipe, shape, device)
-    return Target(recipe, shape, device, plan, tuple(notes))
+        prepared = prepare_shape(recipe, shape, device)
+    return Target(prepared.recipe, prepared.shape, device, prepared.plan, tuple(notes))
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:

@@ -231,7 +231,9 @@ def _reason_for(impl: str, needs: _Requirements) -> str:
         "sdpa_math": "no tiled kernel supports this run; memory quadratic in length",
     }.get(impl, "no other backend supports this run")
     if needs.mask and impl in MASKED and impl in TILED:
-        why = why.replace(", memory linear in length", "") + "; the mask, shared by all layers, is quadratic"
+        why = (
+            why.replace(", memory linear in length", "") + "; the mask, shared by equal layers, is quadratic"
+        )
     if needs.packed and impl in MASKED:
         why += "; a NaN in one document affects the others of its row"
     return f"{needs.dtype}, {what}, on {where}: {why}"

@@ -18,7 +18,7 @@ SKIPS_DOCUMENTS = ("varlen", "flex", "triton")
 TILED = ("sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "varlen", "flex", "triton")
 """Backends that never materialize a [T, S] matrix of attention weights."""
 MASKED = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient")
-"""Backends that read packed documents and windows from a [T, S] mask, shared by all layers."""
+"""Backends that read packed documents and windows from a [T, S] mask, shared by the layers with the same window."""
 CAPPED = ("reference", "flex", "triton")
 """Backends that support a soft cap of scores."""
 BIDIRECTIONAL = ("reference", "sdpa_math", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "triton")
@@ -267,8 +267,27 @@ def scratch_bytes(
     return 2 * B * H * T * S * 4  # scores, or the gradients of weights and scores
 
 
+def layout_form(impl: str, T: int, window: int | None, dtype: str) -> tuple[str, int | None, str]:
+    """Identifies the prepared layout that a layer reads: layers with the same form share it (`Layout.prepare`).
+
+    Example:
+        >>> layout_form("triton", 64, 8, "bf16") == layout_form("triton", 64, None, "bf16")
+        True
+    """
+    if impl in ("varlen", "triton"):  # they compute the window from positions
+        return impl, None, ""
+    window = None if window is None or window >= T else window
+    if impl == "flex":
+        return impl, window, ""
+    return (
+        "mask",
+        window,
+        "fp32" if impl == "reference" else dtype,
+    )  # the reference adds its mask to fp32 scores
+
+
 def layout_bytes(impl: str, B: int, T: int, *, packed: bool, window: int | None, dtype: str) -> int:
-    """Bytes of the prepared layout, once for all layers."""
+    """Bytes of the prepared layout, once for all layers with the same `layout_form`."""
     if impl == "varlen":
         return 4 * (B * T + 1) if packed else 8 * (B + 1)
     if impl == "triton":

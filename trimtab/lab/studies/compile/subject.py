@@ -19,8 +19,8 @@ from trimtab.lab.study import NotSupported
 from trimtab.lab.study_models import is_study_model, named_shape
 from trimtab.lab.training_step import TrainingStep, build_step, random_batch
 from trimtab.run.device import detect
-from trimtab.run.prepare import Prepared
-from trimtab.run.target import named_recipe, plan_shape
+from trimtab.run.prepare import Prepared, prepare_shape
+from trimtab.run.target import named_recipe
 
 
 class Subject:
@@ -126,5 +126,4 @@ def prepare_random(settings: dict[str, Any], shape: ModelShape) -> Prepared:
         name = f"study/{name}"
         forced["packing"] = "false"
     recipe = named_recipe(name, [f"{key}={value}" for key, value in forced.items()], method)
-    plan = plan_shape(recipe, shape, detect(recipe.device))
-    return Prepared(plan.recipe, plan.device, shape, Path(name), None, plan.resolved, plan)
+    return prepare_shape(recipe, shape, detect(recipe.device), model=Path(name))
