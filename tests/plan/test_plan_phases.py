@@ -136,12 +136,15 @@ def test_auto_leaves_room_for_writing_checkpoints_on_a_cpu(steps: str) -> None:
 def test_tiles_do_not_depend_on_the_number_of_checkpoints() -> None:
     """Until the data is read, the number of checkpoints may be unknown; tiles determine how sums are rounded."""
     laptop = DeviceFacts("a laptop", "cpu", 24 * GIB)
+    fitting = 0
     for gib in (8, 11, 13, 15, 18):
         keys = f"max_seq_length: 1024\noptim: adamw_8bit\nmemory_limit: {gib}GiB\n"
         unknown, once = plan(QWEN, keys, laptop), plan(QWEN, f"{keys}save_steps: null", laptop)
         assert unknown.disk.saving.saves is None
-        if fits(once):
+        if fits(plan(QWEN, f"{keys}mlp_tiles: {once.job.mlp_tiles}\n", laptop)):
+            fitting += 1
             assert unknown.job.mlp_tiles == once.job.mlp_tiles
+    assert fitting == 3
 
 
 def test_plain_data() -> None:

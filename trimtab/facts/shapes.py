@@ -48,6 +48,12 @@ class ModelShape:
         return len(self.blocks)
 
     @cached_property
+    def block_kinds(self) -> tuple[int, ...]:
+        """An id per layer; layers with equal blocks have the same id."""
+        ids: dict[BlockShape, int] = {}
+        return tuple(ids.setdefault(block, len(ids)) for block in self.blocks)
+
+    @cached_property
     def block(self) -> BlockShape:
         """The block of all layers, with `window` None; asserts that layers differ only in `window(layer)`."""
         kinds = {_drop_window(block) for block in self.blocks}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -21,6 +21,8 @@ GRID = 32
 """The largest number of boundary positions of the coarse grid."""
 REFINED = 3
 """Number of grid assignments whose boundaries are refined layer by layer."""
+LOWEST = np.iinfo(np.int64).min // 4
+"""Bytes of an empty range of layers: less than any other, and sums with it do not overflow."""
 ON_DEVICE = ("block", "selective", "pointwise", "none")
 """The policies whose saved activations stay on the device, the lowest-memory ones first."""
 
@@ -44,6 +46,25 @@ class Assignment:
     segments: Segments
     needed: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Rows of boundaries, with their bytes inside the blocks and their seconds."""
+
+    bounds: np.ndarray
+    forward: np.ndarray
+    between: np.ndarray
+    """Saved activations from the end of the forward pass to the last block's backward pass."""
+    backward: np.ndarray
+    seconds: np.ndarray
+
+    def needed(self, outside: BytesOutsideBlocks) -> np.ndarray:
+        """Bytes of each row together with those outside the blocks."""
+        inside = np.maximum(self.forward + outside.forward, self.between + outside.loss)
+        np.maximum(inside, self.backward + outside.backward, out=inside)
+        needed: np.ndarray = np.maximum(inside, outside.after, out=inside)
+        return needed
 
 
 class _Policy:
@@ -89,9 +110,10 @@ def _prefix_sums(values: np.ndarray) -> np.ndarray:
 def _range_maxima(values: np.ndarray) -> np.ndarray:
     """Returns a table [first, end] of the maximum of values[first:end]; a very small number for an empty range."""
     L = len(values)
-    table = np.full((L + 1, L + 1), np.iinfo(np.int64).min // 4, dtype=np.int64)
-    for first in range(L):
-        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    table = np.full((L + 1, L + 1), LOWEST, dtype=np.int64)
+    # Row `first` begins with values[first]: the entries before it are the lowest number.
+    rows = np.where(np.triu(np.ones((L, L), bool)), values, LOWEST)
+    table[:L, 1:] = np.maximum.accumulate(rows, axis=1)
     return table
 
 
@@ -152,10 +174,12 @@ class Assignments:
         """
         options = []
         for names in self._policy_orders():
-            bounds = self._lowest_memory_bounds(names)
-            needed, seconds = self._measure(names, bounds, outside)
-            best = np.lexsort((seconds, needed))[0]
-            options.append(self._assignment(names, bounds[best], int(needed[best]), float(seconds[best])))
+            found = self._smallest_candidates(names)
+            needed = found.needed(outside)
+            best = _first(needed, found.seconds)
+            options.append(
+                self._assignment(names, found.bounds[best], int(needed[best]), float(found.seconds[best]))
+            )
         return min(options, key=lambda assignment: (assignment.needed, assignment.seconds))
 
     def _lowest_memory_bounds(self, names: Sequence[str]) -> np.ndarray:
@@ -178,36 +202,49 @@ class Assignments:
         return [(policy, *ON_DEVICE) for policy in self.offload_policies] or [ON_DEVICE]
 
     def _fastest_of(self, names: Sequence[str], outside: BytesOutsideBlocks, limit: int) -> Assignment | None:
-        bounds = self._grid(len(names))
-        candidates, needed, seconds = self._within_limit(names, bounds, outside, limit)
+        candidates, needed, seconds = self._within_limit(self._grid_candidates(names), outside, limit)
         if not len(candidates):
             return None
         if self._step > 1:
             first = np.argsort(seconds, kind="stable")[:REFINED]
             nearby = np.concatenate([self._neighbours(candidates[i]) for i in first])
-            finer = self._within_limit(names, np.unique(nearby, axis=0), outside, limit)
+            found = self._measure(names, _distinct(nearby, self.num_layers))
+            finer = self._within_limit(found, outside, limit)
             if len(finer[0]) and finer[2].min() < seconds.min():
                 candidates, needed, seconds = finer
         # The lowest memory of equally fast assignments.
-        best = np.lexsort((needed, seconds))[0]
+        best = _first(seconds, needed)
         return self._assignment(names, candidates[best], int(needed[best]), float(seconds[best]))
 
     def _within_limit(
-        self, names: Sequence[str], bounds: np.ndarray, outside: BytesOutsideBlocks, limit: int
+        self, candidates: _Candidates, outside: BytesOutsideBlocks, limit: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        needed, seconds = self._measure(names, bounds, outside)
-        fits = needed <= limit
-        return bounds[fits], needed[fits], seconds[fits]
+        needed = candidates.needed(outside)
+        fits = np.flatnonzero(needed <= limit)
+        return candidates.bounds[fits], needed[fits], candidates.seconds[fits]
 
-    def _measure(
-        self, names: Sequence[str], bounds: np.ndarray, outside: BytesOutsideBlocks
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes needed, seconds) of each row of boundaries; impossible rows need more than any limit."""
+    def _grid_candidates(self, names: Sequence[str]) -> _Candidates:
+        """All boundaries on the grid."""
+        key = ("grid", *names)
+        if key not in self._measured:
+            self._measured[key] = self._measure(names, _grid(self.num_layers, self._step, len(names)))
+        return self._measured[key]
+
+    def _smallest_candidates(self, names: Sequence[str]) -> _Candidates:
+        """Candidates for the lowest memory."""
+        key = ("smallest", *names)
+        if key not in self._measured:
+            self._measured[key] = self._measure(names, self._lowest_memory_bounds(names))
+        return self._measured[key]
+
+    def _measure(self, names: Sequence[str], bounds: np.ndarray) -> _Candidates:
+        """Bytes and seconds of each row of boundaries that the host's memory allows."""
+        if self.host is not None and names[0] in OFFLOADING:
+            bounds = bounds[self.policies[names[0]].host[bounds[:, 1]] <= self.host]
         count = len(bounds)
         saved = np.zeros(count, np.int64)
-        forward = np.full(count, np.iinfo(np.int64).min // 4)
+        forward = np.full(count, LOWEST)
         backward = forward.copy()
-        host = np.zeros(count, np.int64)
         seconds = np.zeros(count, np.float64)
         resident = self._resident(names, bounds)
         for column, name in enumerate(names):
@@ -216,20 +253,9 @@ class Assignments:
             forward = np.maximum(forward, policy.peak_forward[start, stop] + offset)
             reloaded = 0 if name in OFFLOADING else resident
             backward = np.maximum(backward, policy.peak_backward[start, stop] + offset + reloaded)
-            saved = saved + policy.on_device[stop] - policy.on_device[start]
-            host = host + policy.host[stop] - policy.host[start]
+            saved = offset + policy.on_device[stop]
             seconds = seconds + policy.seconds[stop] - policy.seconds[start]
-        needed = np.maximum.reduce(
-            [
-                outside.forward + forward,
-                outside.loss + saved + resident,
-                outside.backward + backward,
-                np.full(count, outside.after),
-            ]
-        )
-        if self.host is not None:
-            needed[host > self.host] = np.iinfo(np.int64).max
-        return needed, seconds
+        return _Candidates(bounds, forward, saved + resident, backward, seconds)
 
     def _resident(self, names: Sequence[str], bounds: np.ndarray) -> np.ndarray:
         """Bytes of the last offloaded activations: still on the device when backward reads them."""
@@ -244,15 +270,8 @@ class Assignments:
     def _step(self) -> int:
         return -(-self.num_layers // GRID)
 
-    def _grid(self, count: int) -> np.ndarray:
-        """Rows of boundaries 0 ≤ b₁ ≤ … ≤ L of `count` policies, on every `_step`-th layer."""
-        if count not in self._grids:
-            positions = np.unique([*range(0, self.num_layers, self._step), self.num_layers])
-            self._grids[count] = _boundaries(positions, count)
-        return self._grids[count]
-
     @cached_property
-    def _grids(self) -> dict[int, np.ndarray]:
+    def _measured(self) -> dict[tuple[str, ...], _Candidates]:
         return {}
 
     def _neighbours(self, bounds: np.ndarray) -> np.ndarray:
@@ -271,6 +290,27 @@ class Assignments:
         spans = zip(names, bounds[:-1], bounds[1:], strict=True)
         segments = tuple((name, int(stop - start)) for name, start, stop in spans if stop > start)
         return Assignment(segments, needed, seconds)
+
+
+def _first(keys: np.ndarray, ties: np.ndarray) -> int:
+    """Index of the lowest key, of equals the one with the lowest tie, of equals the first."""
+    lowest = np.flatnonzero(keys == keys.min())
+    return int(lowest[np.argmin(ties[lowest])])
+
+
+def _distinct(bounds: np.ndarray, num_layers: int) -> np.ndarray:
+    """The distinct rows of boundaries in lexicographic order, compared as digits of one number."""
+    weights = (num_layers + 1) ** np.arange(bounds.shape[1] - 2, -1, -1, dtype=np.int64)
+    _, index = np.unique(bounds[:, :-1] @ weights, return_index=True)
+    rows: np.ndarray = bounds[index]
+    return rows
+
+
+@cache
+def _grid(num_layers: int, step: int, count: int) -> np.ndarray:
+    """Rows of boundaries 0 ≤ b₁ ≤ … ≤ L of `count` policies, on every `step`-th layer."""
+    positions = np.unique([*range(0, num_layers, step), num_layers])
+    return _boundaries(positions, count)
 
 
 def _boundaries(positions: np.ndarray, count: int) -> np.ndarray:

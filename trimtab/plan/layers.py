@@ -85,7 +85,11 @@ def _groups(kinds: Sequence[int]) -> Iterator[range]:
 def layer_kinds(job: Job) -> list[int]:
     """Returns an id per layer; equal layers have the same id."""
     kinds = zip(
-        job.shape.blocks, job.attention_backends, job.trained.layers, inputs_require_grad(job), strict=True
+        job.shape.block_kinds,
+        job.attention_backends,
+        job.trained.layer_kinds,
+        inputs_require_grad(job),
+        strict=True,
     )
     ids: dict[object, int] = {}
     return [ids.setdefault(kind, len(ids)) for kind in kinds]

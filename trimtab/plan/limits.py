@@ -87,9 +87,11 @@ def resolve_memory_plan(
     reserved = background_bytes(job, disk)
     setting, fits = _search(job, device, limit, named, tiles, fixed_loss)
     if fits and setting.needed > limit - reserved:
-        # The number of checkpoints may depend on the data. Until it is known, the number of tiles stays.
+        # The number of checkpoints may depend on the data. Until it is known, the number of tiles stays if it can.
         kept = setting.mlp_tiles if disk.saving.saves is None else tiles
         setting, fits = _search(job, device, limit, named, kept, fixed_loss, reserved=reserved)
+        if setting.needed > limit - reserved and kept != tiles:
+            setting, fits = _search(job, device, limit, named, tiles, fixed_loss, reserved=reserved)
     if fits and recipe.dequantized_layers == "auto":
         setting = dequantized_copies.add_dequantized_copies(job, setting, limit)
     return MemoryPlan(

@@ -97,7 +97,7 @@ def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: i
 def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLength:
     """Returns the longest sequence that fits, with recomputation, tiles, loss chunks and offloading as needed.
 
-    The model's maximum positions are not taken into account.
+    The model's maximum positions are not taken into account, and no memory is left free for prediction errors.
 
     Args:
         job: the training job; its length, policies, tiles and dequantized copies are ignored.
@@ -126,10 +126,13 @@ def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLeng
     return MaxSeqLength(tokens, setting)
 
 
-def longest_tokens(job: Job, device: DeviceFacts, limit: int) -> int:
-    """Returns only the length, which is faster; 0 if not even `STEP` tokens fit."""
+def longest_tokens(job: Job, device: DeviceFacts, limit: int, *, slack: bool = False) -> int:
+    """Returns only the length, which is faster; 0 if not even `STEP` tokens fit.
+
+    With `slack`, the memory that searches leave free for prediction errors stays free (`memory_search.SLACK`).
+    """
     job = job.changed(dequantized_layers=0)
-    within = memory_search.usable_bytes(job, limit)
+    within = memory_search.usable_bytes(job, limit) if slack else limit
     return STEP * largest_fitting(
         lambda steps: _job_with_tokens(job, steps * STEP, limit), device, within, MAX_TOKENS // STEP
     )

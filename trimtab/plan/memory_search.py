@@ -212,13 +212,16 @@ def recompute_seconds(job: Job, device: DeviceFacts, policies: Sequence[str]) ->
 def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
     """Returns for each group of equal layers the seconds per layer and microbatch that each policy, with the job's
     tiles, adds to saving everything without tiles."""
-    untiled_blocks = declared_blocks(job.changed(mlp_tiles=1)) if job.mlp_tiles > 1 else declared_blocks(job)
-    costs_by_group = []
-    for (block, _), (untiled, _) in zip(declared_blocks(job), untiled_blocks, strict=True):
-        base = layer_seconds(job.changed(mlp_tiles=1), rates, untiled, "none")
+    untiled_job = job.changed(mlp_tiles=1)
+    untiled_blocks = declared_blocks(untiled_job)
+    blocks = declared_blocks(job) if job.mlp_tiles > 1 else untiled_blocks
+    costs_by_block: dict[int, dict[str, float]] = {}  # groups of the same kind share a block
+    for (block, _), (untiled, _) in zip(blocks, untiled_blocks, strict=True):
+        if id(block) in costs_by_block:
+            continue
+        base = layer_seconds(untiled_job, rates, untiled, "none")
         costs = {policy: layer_seconds(job, rates, block, policy) - base for policy in POLICIES}
         if job.mlp_tiles > 1:  # tiles repeat work and never save time
-            untiled_job = job.changed(mlp_tiles=1)
             costs = {
                 p: max(cost, layer_seconds(untiled_job, rates, untiled, p) - base)
                 for p, cost in costs.items()
@@ -227,8 +230,8 @@ def policy_seconds(job: Job, rates: Rates) -> list[dict[str, float]]:
             costs[policy] += layer_copies(job, rates, block, policy)
         for policy in OFFLOADING:
             costs[policy] += 1e-3 * base  # prefers the device if offloading costs nothing
-        costs_by_group.append(costs)
-    return costs_by_group
+        costs_by_block[id(block)] = costs
+    return [costs_by_block[id(block)] for block, _ in blocks]
 
 
 def _assignments(job: Job, device: DeviceFacts, costs: Sequence[dict[str, float]]) -> Assignments:

@@ -112,27 +112,44 @@ def changed_recipe(recipe: Recipe, keys: dict[str, Any]) -> Recipe:
 
 
 def solve_max_seq_length(plan: Plan, planner: Planner) -> Answer:
-    """Finds the longest `max_seq_length` that fits, with recomputation, tiles and offloading chosen for it."""
+    """Finds the longest `max_seq_length` whose plan fits, with recomputation, tiles and offloading chosen for it."""
     recipe, device = plan.recipe, plan.device
-    limit, limit_name = limit_of(recipe, device)
+    limit_name = limit_of(recipe, device)[1]
     memory_keys = _auto_memory_keys(recipe)
-
-    def planned(tokens: int) -> Plan:
-        return planner(changed_recipe(recipe, {"max_seq_length": tokens} | memory_keys), device)
-
     positions = plan.shape.max_positions
-    longest = longest_tokens(plan.job, device, limit - background_bytes(plan.job, plan.disk))
-    tokens = _largest_planned(min(longest, positions), planned, STEP)
+    tokens = find_longest(plan, planner)
     if tokens < min(plan.job.tokens, positions) and fits(plan):
         return _current_answer("max_seq_length", plan, f"{plan.job.tokens:,} tokens per sequence", limit_name)
     if tokens == 0:
         return Answer("max_seq_length", f"not even {STEP} tokens per sequence fit {limit_name}")
     keys = {"max_seq_length": tokens} | memory_keys
-    best = planned(tokens)
+    best = planner(changed_recipe(recipe, keys), device)
+    options = [_option(f"{tokens:,} tokens", keys, best)]
+    limit = _limit_without_checkpoints(plan)
     sentence = f"sequences of up to {tokens:,} tokens fit {limit_name}"
-    if tokens == positions and longest > positions:
-        sentence = f"{longest:,} tokens per sequence fit in memory; the model has {positions:,} positions"
-    return Answer("max_seq_length", sentence, keys, best, (_option(f"{tokens:,} tokens", keys, best),))
+    if tokens == positions:
+        longest = longest_tokens(plan.job, device, limit)
+        if longest > positions:
+            sentence = f"{longest:,} tokens per sequence fit in memory; the model has {positions:,} positions"
+    safe = min(longest_tokens(plan.job, device, limit, slack=True), positions)
+    if 0 < safe < tokens:
+        keys_of_safe = {"max_seq_length": safe} | memory_keys
+        options.append(
+            _option(f"{safe:,} tokens", keys_of_safe, planner(changed_recipe(recipe, keys_of_safe), device))
+        )
+        sentence += f"; {_with_slack(f'{safe:,} tokens')}"
+    return Answer("max_seq_length", sentence, keys, best, tuple(options))
+
+
+def find_longest(plan: Plan, planner: Planner) -> int:
+    """Returns the largest multiple of `STEP` tokens, or the model's positions, whose plan fits; 0 if there is none."""
+    recipe, device, memory_keys = plan.recipe, plan.device, _auto_memory_keys(plan.recipe)
+
+    def planned(tokens: int) -> Plan:
+        return planner(changed_recipe(recipe, {"max_seq_length": tokens} | memory_keys), device)
+
+    guess = longest_tokens(plan.job, device, _limit_without_checkpoints(plan))
+    return _largest_planned(guess, planned, plan.shape.max_positions, STEP)
 
 
 def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
@@ -146,7 +163,13 @@ def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
     def planned(batch: int, accumulation: int = 1) -> Plan:
         return planner(changed_recipe(recipe, _batch_keys(batch, accumulation) | memory_keys), device)
 
-    largest = _largest_planned(largest_batch(plan), planned)
+    job = plan.job.changed(accumulation=1)
+    largest = _largest_planned(largest_batch(plan, job), planned, LARGEST_BATCH)
+    if largest < total and not recipe.optim_in_backward:
+        # Accumulating gradients needs more memory than a single microbatch per step.
+        job = job.changed(accumulation=2)
+        guess = largest_batch(plan, job)
+        largest = _largest_planned(guess, lambda batch: planned(batch, -(-total // batch)), total - 1)
     if largest < plan.job.batch and fits(plan):
         return _current_answer("batch_size", plan, f"{plan.job.batch:,} sequences per microbatch", limit_name)
     if largest == 0:
@@ -158,33 +181,49 @@ def solve_batch_size(plan: Plan, planner: Planner) -> Answer:
     keys = _batch_keys(batch, accumulation) | memory_keys
     best = planned(batch, accumulation)
     sentence = f"up to {largest:,} sequences per microbatch fit {limit_name}"
+    if 0 < (safe := largest_batch(plan, job, slack=True)) < largest:
+        sentence += f" ({_with_slack(str(safe))})"
     if batch * accumulation != total:
         sentence += f"; optim_in_backward updates after each microbatch, so the global batch becomes {batch}"
     elif batch < largest:
         sentence += f"; {batch} keeps the global batch at {total}"
     options = [_option(f"{batch} per device", keys, best)]
     if largest > batch:
-        options.append(
-            _option(f"{largest:,} per device", _batch_keys(largest, 1) | memory_keys, planned(largest))
-        )
+        accumulation = 1 if largest >= total else -(-total // largest)
+        keys_of_largest = _batch_keys(largest, accumulation) | memory_keys
+        options.append(_option(f"{largest:,} per device", keys_of_largest, planned(largest, accumulation)))
     return Answer("batch_size", sentence, keys, best, tuple(options))
 
 
-def _largest_planned(most: int, planned: Callable[[int], Plan], step: int = 1) -> int:
-    """Returns the largest count up to `most` whose plan fits in every phase, a multiple of `step` if it is below
-    `most`; 0 if there is none. `most` was found for training steps alone, which usually need the most memory."""
-    if most == 0 or fits(planned(most)):
-        return most
-    low, high = 0, -(-most // step)
+def _with_slack(what: str) -> str:
+    return f"{what} leave {memory_search.SLACK:.0%} of the memory for activations and gradients free"
+
+
+def _largest_planned(guess: int, planned: Callable[[int], Plan], maximum: int, step: int = 1) -> int:
+    """Returns the largest count whose plan fits in every phase: a multiple of `step`, or `maximum`; 0 if none fits.
+
+    The plans of two counts decide if the guess is the answer; otherwise the search gallops away from it and bisects.
+    """
+    top = -(-maximum // step)
+    low, high = 0, top + 1  # positions are counts divided by the step; `low` fits and `high` does not
+    position, stride = min(max(-(-guess // step), 1), top), 1
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(planned(middle * step)) else (low, middle)
-    return low * step
+        if fits(planned(min(position * step, maximum))):
+            low = position
+        else:
+            high = position
+        if low and high <= top:
+            following = (low + high) // 2
+        else:
+            following = low + stride if low else high - stride
+            stride *= 2
+        position = min(max(following, low + 1), high - 1)
+    return min(low * step, maximum)
 
 
 def _current_answer(question: str, plan: Plan, what: str, limit_name: str) -> Answer:
-    """The recipe as it is: it fits, but without the memory that searches leave free."""
-    sentence = f"the recipe's {what} just fit {limit_name}; more do not fit safely"
+    """The recipe as it is: it fits, and the next candidate of the search does not."""
+    sentence = f"the recipe's {what} just fit {limit_name}; no larger candidate does"
     return Answer(question, sentence, {}, plan, (_option(what, {}, plan),))
 
 
@@ -193,7 +232,8 @@ def solve_fastest(plan: Plan, planner: Planner, progress: Progress | None = None
     recipe, device = plan.recipe, plan.device
     _require_rates(plan)
     limit_name = limit_of(recipe, device)[1]
-    largest, total = largest_batch(plan), plan.job.batch * plan.job.accumulation
+    total = plan.job.batch * plan.job.accumulation
+    largest = max(largest_batch(plan, plan.job.changed(accumulation=count)) for count in (1, 2))
     batches = [item for item in range(min(largest, total), 0, -1) if total % item == 0][:MAX_BATCHES]
     if recipe.optim_in_backward:  # no accumulation: only this microbatch keeps the global batch
         batches = [total] if largest else []
@@ -269,14 +309,25 @@ def solve_cheapest(
     return Answer("cheapest", sentence, {}, best.plan, tuple(options))
 
 
-def largest_batch(plan: Plan) -> int:
-    """Returns the largest microbatch that fits with the lowest-memory setting; 0 if not even one sequence fits."""
-    device, copy = plan.device, background_bytes(plan.job, plan.disk)
-    limit = limit_of(plan.recipe, device)[0] - copy
-    job = plan.job.changed(dequantized_layers=0)
-    budget = memory_search.usable_bytes(job, limit)
+def largest_batch(plan: Plan, job: Job | None = None, *, slack: bool = False) -> int:
+    """Returns the largest microbatch whose training steps fit with the lowest-memory setting; 0 if none does.
 
-    return largest_fitting(lambda batch: _lowest_memory_job(job, batch, limit), device, budget, LARGEST_BATCH)
+    Args:
+        plan: the plan with the device and its limit.
+        job: the training job; None for the plan's.
+        slack: whether the memory that searches leave free for prediction errors stays free.
+    """
+    limit = _limit_without_checkpoints(plan)
+    job = (job or plan.job).changed(dequantized_layers=0)
+    budget = memory_search.usable_bytes(job, limit) if slack else limit
+    return largest_fitting(
+        lambda batch: _lowest_memory_job(job, batch, limit), plan.device, budget, LARGEST_BATCH
+    )
+
+
+def _limit_without_checkpoints(plan: Plan) -> int:
+    """Bytes for training steps: the limit without what checkpoints need at the same time."""
+    return limit_of(plan.recipe, plan.device)[0] - background_bytes(plan.job, plan.disk)
 
 
 def _lowest_memory_job(job: Job, batch: int, limit: int) -> Job:

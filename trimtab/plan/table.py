@@ -11,7 +11,6 @@ from trimtab.facts.errors import TrimtabError
 from trimtab.plan.fit import fits
 from trimtab.plan.limits import limit_of
 from trimtab.plan.make import Plan
-from trimtab.plan.max_seq_length import longest_tokens
 from trimtab.plan.solve import Progress
 
 CellPlanner = Callable[[str, str, DeviceFacts], Plan]
@@ -53,7 +52,7 @@ def make_table(
     methods: Sequence[str],
     planner: CellPlanner,
     *,
-    longest: bool = False,
+    longest: Callable[[Plan], int] | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Returns a cell for each model, method and GPU, in this order.
@@ -63,7 +62,7 @@ def make_table(
         gpus: (display name, device).
         methods: method names for the planner.
         planner: creates the plan of one cell; its TrimtabError becomes the cell's problem.
-        longest: whether to find the longest sequence that fits.
+        longest: finds the longest sequence that fits; None if it is not requested.
         progress: called before each cell.
 
     Example:
@@ -87,11 +86,8 @@ def make_table(
     return cells
 
 
-def _cell(model: str, method: str, gpu: str, plan: Plan, longest: bool) -> Cell:
+def _cell(model: str, method: str, gpu: str, plan: Plan, longest: Callable[[Plan], int] | None) -> Cell:
     fit, limit = fits(plan), limit_of(plan.recipe, plan.device)[0]
-    tokens = None
-    if longest:
-        tokens = min(longest_tokens(plan.job, plan.device, limit), plan.shape.max_positions)
     return Cell(
         model,
         method,
@@ -100,5 +96,5 @@ def _cell(model: str, method: str, gpu: str, plan: Plan, longest: bool) -> Cell:
         needed=plan.needed,
         available=limit,
         tokens_per_second=plan.time.tokens_per_second if fit else None,
-        longest=tokens,
+        longest=None if longest is None else longest(plan),
     )

@@ -65,31 +65,32 @@ class TrainableParameters:
     tied: bool = False
     """Whether head and embedding are tied."""
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of trainable elements."""
         return sum(parameter.count for parameter in self.parameters)
 
-    @property
+    @cached_property
     def trainable_bytes(self) -> int:
         """Bytes of the trainable weights only, as in a checkpoint."""
         return sum(nbytes(p.dtype, p.count) for p in self.parameters)
 
-    @property
+    @cached_property
     def gradient_bytes(self) -> int:
         """Bytes of all parameter gradients after a backward pass."""
         return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters)
 
     def module_gradient_bytes(self, module: str) -> int:
         """Returns the bytes of the gradient of a fully trained module; 0 if it is frozen."""
-        return sum(nbytes(p.gradient_dtype, p.count) for p in self.parameters if p.name == f"{module}.weight")
+        weight = self._by_name.get(f"{module}.weight")
+        return 0 if weight is None else nbytes(weight.gradient_dtype, weight.count)
 
-    @property
+    @cached_property
     def head_gradient_bytes(self) -> int:
         """Bytes of the head's gradient, or of the embedding's gradient if tied."""
         return self.module_gradient_bytes(EMBEDDING if self.tied else HEAD)
 
-    @property
+    @cached_property
     def adapts_head(self) -> bool:
         """Whether the head has an adapter: the loss then reads a second matrix with the adapter merged."""
         return any(parameter.name.startswith(f"{HEAD}.lora_") for parameter in self.parameters)
@@ -103,26 +104,50 @@ class TrainableParameters:
                 by_layer[int(match[1])].append(dataclasses.replace(parameter, name=match[2]))
         return tuple(map(tuple, by_layer))
 
-    @property
+    @cached_property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """An id per layer; layers with equal trainable parameters have the same id."""
+        ids: dict[object, int] = {}
+        return tuple(ids.setdefault(parameters, len(ids)) for parameters in self.layers)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {parameter.name: parameter for parameter in self.parameters}
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, ...], int]:
+        """Bytes of states and updates by their arguments: a search asks for them many times."""
+        return {}
+
+    @cached_property
     def final_norm(self) -> Gradient | None:
         """Gradient of the norm after the last layer; None if it is frozen."""
-        return next((p.gradient for p in self.parameters if p.name == "model.norm.weight"), None)
+        norm = self._by_name.get("model.norm.weight")
+        return None if norm is None else norm.gradient
 
-    @property
+    @cached_property
     def trains_embedding(self) -> bool:
         """Whether the embedding's output requires grad."""
         return any(parameter.name.startswith(f"{EMBEDDING}.") for parameter in self.parameters)
 
     def state_bytes(self, optimizer: str) -> int:
         """Returns the bytes of all optimizer states."""
-        return sum(optim_spec.state_bytes(optimizer, p.dims, p.dtype) for p in self.parameters)
+        key = ("states", optimizer)
+        if key not in self._sizes:
+            self._sizes[key] = sum(
+                optim_spec.state_bytes(optimizer, p.dims, p.dtype) for p in self.parameters
+            )
+        return self._sizes[key]
 
     def update_scratch(self, optimizer: str, *, device: str, impl: str) -> int:
         """Returns the peak temporary bytes while one parameter is updated."""
-        return max(
-            optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
-            for p in self.parameters
-        )
+        key = ("update", optimizer, device, impl)
+        if key not in self._sizes:
+            self._sizes[key] = max(
+                optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
+                for p in self.parameters
+            )
+        return self._sizes[key]
 
 
 _IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")

@@ -21,7 +21,7 @@ from trimtab.plan import (
     solve_max_seq_length,
     solve_smallest_gpu,
 )
-from trimtab.plan.solve import Progress, check_question
+from trimtab.plan.solve import Progress, check_question, find_longest
 from trimtab.recipe import Recipe
 from trimtab.run.target import Target, check_method, named_recipe, plan_shape, shape_of_recipe
 
@@ -99,4 +99,10 @@ def table(
     for method in methods:
         check_method(method)
     named = [(name, find_gpu(name)) for name in gpus]
-    return make_table(models, named, methods, plan, longest=longest, progress=progress)
+
+    def longest_of(found: Plan) -> int:
+        return find_longest(found, lambda recipe, device: plan_shape(recipe, found.shape, device))
+
+    return make_table(
+        models, named, methods, plan, longest=longest_of if longest else None, progress=progress
+    )
