@@ -31,8 +31,9 @@ WEIGHT_DECAY = Claim(
         "and 500 steps that is 0.1 %. Here learning rate × steps is about 0.4, forty times as much, and the rate falls "
         "only in the last tenth of the run, so that an effect could show: 0.01 shrinks weights by 0.4 %, 0.1 by 4 %, "
         "1.0 by a third. As such a rate forgets much by itself, half of every variant's sequences are replayed general "
-        "text, and five seeds make the intervals narrow. Note the proportions: AdamW moves a weight w by about the learning rate per step, decay by "
-        "learning rate × decay × w, which for weights well below 1 and decay 0.01 is less than a hundredth of that."
+        "text, and five seeds make the intervals narrow. Note the proportions: AdamW moves a weight w by about the "
+        "learning rate per step, decay by learning rate × decay × w, which for weights well below 1 and decay 0.01 is "
+        "less than a hundredth of that."
     ),
     variants=tuple(
         Variant(name, {"weight_decay": float(name)}, replay=0.5) for name in ("0", "0.001", "0.01", "0.1", "1.0")
