@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import pytest
 
 
+STARTED = time.time()
+
+
 class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 
@@ -47,8 +50,39 @@ def measure(settings: dict[str, Any]) -> Any:
         child = subprocess.Popen(["sleep", "60"])
         Path(settings["pids"]).write_text(f"{os.getpid()} {child.pid}")
         time.sleep(60)
+    if do == "time":
+        return _timed(settings)
+    if do == "fail first":
+        marker = Path(settings["marker"])
+        if not marker.exists():
+            marker.write_text("")
+            raise ValueError("memory was short")
+        return {"tries": 2}
     print("printed while measuring")
     return {"value": settings.get("value", 0), "process": os.getpid()}
+
+
+def _timed(settings: dict[str, Any]) -> dict[str, Any]:
+    """The process, when it had imported this module, and when it measured."""
+    began = time.time()
+    time.sleep(settings.get("seconds", 0.0))
+    if "meet" in settings:  # waits until as many cells are here at the same time
+        folder, end = Path(settings["place"]), began + 60
+        folder.mkdir(exist_ok=True)
+        (folder / str(settings["value"])).write_text("")
+        while len(list(folder.iterdir())) < settings["meet"] and time.time() < end:
+            time.sleep(0.02)
+    place = {"process": os.getpid(), "started": STARTED, "began": began, "ended": time.time()}
+    return {"value": settings["value"], **place}
+
+
+def prepare(settings: dict[str, Any]) -> dict[str, Any]:
+    """Compiles for a cell; with `breaks` it fails."""
+    time.sleep(0.5)
+    if settings.get("breaks"):
+        raise ValueError("cannot be compiled")
+    cached = "SAMPLE_CACHED" in os.environ
+    return {"compile_seconds": 0.1 if cached else settings["seconds_compiled"], "compile_cached": cached}
 
 
 def cell(do: str, **settings: Any) -> Cell:
@@ -71,12 +105,12 @@ STUDY = Study("sample", "A sample", sections, "sample_study:measure")
 
 def make_known(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Registers the study in this process and in workers, which start immediately: their torch is an empty module."""
-    from trimtab.lab import reporting, studies, sweep
+    from trimtab.lab import reporting, shared_phase, studies, sweep
 
     folder.mkdir()
     (folder / "torch.py").write_text("")
     folders = [folder, Path(__file__).parent, Path(__file__).parents[2]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     monkeypatch.setitem(studies.TITLES, "sample", STUDY.title)
-    for module in (sweep, reporting):
+    for module in (sweep, shared_phase, reporting):
         monkeypatch.setattr(module, "find_study", lambda name: STUDY)

@@ -77,20 +77,25 @@ def tables(section: Section) -> list[Table]:
 
 
 class TestCells:
-    def test_all_claims_with_three_seeds_by_default(self) -> None:
+    def test_all_claims_with_three_seeds_or_more_by_default(self) -> None:
         found = cells()
         trials = [Trial.of(cell.settings) for cell in found]
         assert {trial.claim for trial in trials} == set(CLAIMS)
-        assert {trial.seed for trial in trials} == {1, 2, 3}
+        for claim in CLAIMS.values():
+            same = [trial for trial in trials if trial.claim == claim.name]
+            assert {trial.seed for trial in same} == set(range(1, claim.seeds + 1))
+            assert claim.seeds >= 3
         assert (
             len({cell.key for cell in found})
             == len(found)
-            == 3 * sum(len(claim.variants) for claim in CLAIMS.values())
+            == sum(claim.seeds * len(claim.variants) for claim in CLAIMS.values())
         )
+        assert {cell.settings["seed"] for cell in cells(["weight_decay"], seeds=2)} == {1, 2}
         assert {trial.model for trial in trials} == {"starter"}
 
     def test_steps_depend_on_the_device(self) -> None:
-        for device, steps in (("cpu", CLAIMS["replay"].steps.cpu), ("cuda:1", CLAIMS["replay"].steps.cuda)):
+        replay = CLAIMS["replay"].steps
+        for device, steps in (("cpu", replay.cpu), ("cuda:1", replay.cuda)):
             chosen = cells(["replay"], device=device, models=["starter"])
             assert {cell.settings["steps"] for cell in chosen} == {steps}
             assert {cell.settings["device"] for cell in chosen} == {device}
@@ -154,7 +159,7 @@ def test_by_default_decay_could_show_an_effect() -> None:
     claim = CLAIMS["weight_decay"]
     assert claim.least_shrink is not None
     for device, model in (("cpu", "starter"), ("cuda", "starter"), ("cuda", "smollm2")):
-        steps = claim.steps.cuda if device == "cuda" else claim.steps.cpu
+        steps = claim.steps.of(device, starter=model == "starter")
         written = recipe(Trial(claim.name, "0.01", 1, model, steps, device), model, "run", "replay.jsonl")
         rates = (
             learning_rate(

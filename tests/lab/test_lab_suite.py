@@ -32,7 +32,7 @@ def test_the_study_covers_every_size_and_study_once() -> None:
         assert {(size, part) for size in SIZES for part in ("forward", "both", "full")} <= parts
     assert {one["size"] for one in steps if one["mode"] == "compiled"} == set(SIZES)
     assert {one["warm_up"] for one in steps if one.get("fresh")} == {0, 1, 2, 5}
-    assert all(one["budget_s"] == 2.0 for one in steps)
+    assert all(one["budget_s"] <= 2.0 for one in steps)
     plain = {(one["head_dim"], one["length"]) for one in _plain(found)}
     assert {(dim, length) for dim in (16, 32, 64, 128) for length in (256, 4096, 16384)} <= plain
 

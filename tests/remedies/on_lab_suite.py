@@ -26,6 +26,11 @@ case(
     lambda w: w.cli("bench", "--suite", "study", "--minutes", "-1"),
     lambda w, remedy: w.cli("bench", "--suite", "study", "--minutes", "1e-9", "--out", w.tmp / "suite"),
 )
+case(
+    "cli/studying.py:_at_once: use at least 1",
+    lambda w: w.cli("bench", "--suite", "study", "--device", "cpu", "--list", "--at-once", "0"),
+    lambda w, remedy: w.cli("bench", "--suite", "study", "--device", "cpu", "--list", "--at-once", "1"),
+)
 
 case(
     "cli/bench.py:check_no_options: remove --suite, or remove {}",

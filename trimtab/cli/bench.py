@@ -15,7 +15,7 @@ from trimtab.cli.bench_memory import memory
 from trimtab.cli.bench_report import report
 from trimtab.cli.bench_sizes import sizes
 from trimtab.cli.bench_step import step
-from trimtab.cli.studying import AsJson, ListCells, Minutes, Out, Remeasure, StudyDevice
+from trimtab.cli.studying import AsJson, AtOnce, ListCells, Minutes, Out, Remeasure, StudyDevice
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -36,6 +36,7 @@ def bench(
         ),
     ] = None,
     device: StudyDevice = "auto",
+    at_once: AtOnce = None,
     out: Out = None,
     remeasure: Remeasure = False,
     as_json: AsJson = False,
@@ -54,6 +55,8 @@ def bench(
 
     `trimtab bench report lab/study` rebuilds the report from the recorded measurements.
 
+    On a GPU several processes first compile what the cells need, and measure memory; then cells are timed one by one.
+
     A cell is one configuration of a study. Each study writes every measurement as a JSON line, so an interrupted
     command continues with the next cell. Out of memory is recorded as a result, and the sweep continues in a new
     process. `full` runs the same studies with all their default cells, which takes hours.
@@ -70,7 +73,7 @@ def bench(
     from trimtab.run.device import detect
 
     if gpu is not None:
-        list_for_gpu(suite, gpu, minutes=minutes, listed=listed, as_json=as_json)
+        list_for_gpu(suite, gpu, minutes=minutes, listed=listed, at_once=at_once, as_json=as_json)
         return
     used = study_device(device)
     run_study(
@@ -82,12 +85,15 @@ def bench(
         as_json=as_json,
         minutes=minutes,
         listed=listed,
+        at_once=at_once,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
     )
 
 
-def list_for_gpu(suite: str, gpu: str, *, minutes: float | None, listed: bool, as_json: bool) -> None:
+def list_for_gpu(
+    suite: str, gpu: str, *, minutes: float | None, listed: bool, at_once: int | None, as_json: bool
+) -> None:
     """Lists the cells of a suite on a GPU that need not be present.
 
     Raises:
@@ -97,6 +103,7 @@ def list_for_gpu(suite: str, gpu: str, *, minutes: float | None, listed: bool, a
     from trimtab.facts.errors import RecipeError
     from trimtab.facts.gpus import find_gpu
     from trimtab.lab.cell_times import CellTimes, Speed
+    from trimtab.lab.sharing import MOST_PROCESSES
     from trimtab.lab.suite import suite_cells
 
     if not listed:
@@ -105,7 +112,10 @@ def list_for_gpu(suite: str, gpu: str, *, minutes: float | None, listed: bool, a
         )
     planned = find_gpu(gpu)
     cells = suite_cells(suite, device="cuda", memory_bytes=planned.memory_bytes)
-    print_cells(cells, {}, CellTimes(Speed.of(planned)), minutes=minutes, as_json=as_json)
+    print_cells(
+        cells, {}, CellTimes(Speed.of(planned)), planned,
+        minutes=minutes, at_once=at_once or MOST_PROCESSES, as_json=as_json,
+    )  # fmt: skip
 
 
 def check_no_options(context: typer.Context) -> None:
@@ -125,7 +135,7 @@ def check_no_options(context: typer.Context) -> None:
             f"--suite measures several studies and is not followed by {study}",
             f"remove --suite, or remove {study}",
         )
-    option = {"listed": "list", "as_json": "json"}.get(given[0], given[0])
+    option = {"listed": "list", "as_json": "json", "at_once": "at-once"}.get(given[0], given[0])
     raise RecipeError(
         f"--{option} before {study} belongs to --suite",
         f"write it after the study: trimtab bench {study} --{option} …",

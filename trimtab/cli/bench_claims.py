@@ -8,6 +8,7 @@ import typer
 
 from trimtab.cli.studying import (
     AsJson,
+    AtOnce,
     ListCells,
     Minutes,
     Out,
@@ -21,7 +22,10 @@ from trimtab.cli.studying import (
 RUN_SECONDS = 6 * 3600.0
 """Time limit of one run."""
 Seeds = Annotated[
-    int, typer.Option(help="Number of seeds per variant; confidence intervals need at least 3.")
+    int | None,
+    typer.Option(
+        help="Seeds per variant, at least 3 for an interval; 5 for weight_decay, else 3 by default."
+    ),
 ]
 StepsOption = Annotated[
     int | None, typer.Option("--steps", help="Optimizer steps per run; each claim has its own default.")
@@ -44,8 +48,9 @@ def claims(
     ] = None,
     models: Models = None,
     steps: StepsOption = None,
-    seeds: Seeds = 3,
+    seeds: Seeds = None,
     device: StudyDevice = "auto",
+    at_once: AtOnce = None,
     out: Out = None,
     remeasure: Remeasure = False,
     minutes: Minutes = None,
@@ -91,4 +96,5 @@ def claims(
         minutes=minutes,
         listed=listed,
         cell_seconds=RUN_SECONDS,
+        at_once=at_once,
     )

@@ -82,6 +82,18 @@ class StudyProgress:
         self._began = None
         self._move(name)
 
+    def preparing(self, done: int, total: int, cell: Cell | None) -> None:
+        """Reports how many cells have what they need compiled."""
+        from rich.text import Text
+
+        from trimtab.report.plain import plain
+
+        name = "" if cell is None else f" {plain(cell.name, keep_newlines=False)}"
+        if self._moving:
+            self._move(f"compiling for {total} cells, {done} done")
+        else:
+            self.console.print(Text(f"[compiled {done}/{total}]{name}"), soft_wrap=True)
+
     def left(self) -> float | None:
         """Estimates the remaining seconds from the mean of the cells so far; None before the first."""
         return self._spent / self._measured * (self.total - self.done) if self._measured else None

@@ -14,8 +14,9 @@ import typer
 from trimtab.facts.units import format_seconds
 
 if TYPE_CHECKING:
+    from trimtab.cli.study_progress import StudyProgress
     from trimtab.lab.study import Cell, Measurement
-    from trimtab.lab.sweep import TimeLimit
+    from trimtab.lab.sweep import Sharing, TimeLimit
     from trimtab.report.document import Document
 
 Out = Annotated[
@@ -39,6 +40,14 @@ Minutes = Annotated[
 ListCells = Annotated[
     bool,
     typer.Option("--list", help="List the cells with their records or estimated times; measure nothing."),
+]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Processes for what times nothing: compiling, memory, losses. Timed cells always run alone. On a GPU "
+        "by its memory and the cores, 1 on a CPU.",
+    ),
 ]
 StudyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or cuda:1 for the second GPU.")]
 
@@ -79,6 +88,7 @@ def run_study(
     command: str | None = None,
     title: str | None = None,
     cell_seconds: float | None = None,
+    at_once: int | None = None,
 ) -> None:
     """Measures the cells of a study, writes its report and prints it; exit code 1 if a cell failed.
 
@@ -96,9 +106,10 @@ def run_study(
         command: the command in the report's footer; `trimtab bench NAME` by default.
         title: title of the report; the study's title by default.
         cell_seconds: time limit of one cell; ten minutes by default.
+        at_once: processes for what times nothing; by default what the device permits.
 
     Raises:
-        RecipeError: `minutes` is not positive.
+        RecipeError: `minutes` or `at_once` is not positive.
     """
     from trimtab.cli.interrupts import begin_work
     from trimtab.cli.study_list import list_cells
@@ -108,8 +119,9 @@ def run_study(
 
     folder = out or DEFAULT_FOLDER / name
     limit = _time_limit(minutes, device)
+    chosen = _at_once(at_once, device)
     if listed:
-        list_cells(cells, folder, device=device, minutes=minutes, as_json=as_json)
+        list_cells(cells, folder, device=device, minutes=minutes, at_once=chosen, as_json=as_json)
         return
     prepare_folder(folder)
     begin_work()
@@ -123,6 +135,7 @@ def run_study(
                 remeasure=remeasure,
                 cell_seconds=cell_seconds or CELL_SECONDS,
                 limit=limit,
+                sharing=_sharing(chosen, device, progress),
             )
         except KeyboardInterrupt:
             same = "the same command without --remeasure" if remeasure else "the same command"
@@ -157,6 +170,29 @@ def _time_limit(minutes: float | None, device: str) -> TimeLimit | None:
     if not 0 < minutes < math.inf:
         raise RecipeError(f"--minutes {minutes:g} is not positive", "give a number above 0")
     return TimeLimit(60 * minutes, CellTimes(Speed.of(detect(device))))
+
+
+def _at_once(requested: int | None, device: str) -> int:
+    """The number of processes for shared work."""
+    from trimtab.facts.errors import RecipeError
+    from trimtab.lab.sharing import processes_at_once
+    from trimtab.run.device import detect
+
+    if requested is None:
+        return processes_at_once(detect(device)) if device.startswith("cuda") else 1
+    if requested < 1:
+        raise RecipeError(f"--at-once {requested} is too small", "use at least 1")
+    return requested
+
+
+def _sharing(at_once: int, device: str, progress: StudyProgress) -> Sharing:
+    from trimtab.lab.sharing import memory_budget
+    from trimtab.lab.sweep import Sharing
+    from trimtab.run.device import detect
+
+    if at_once == 1:
+        return Sharing()
+    return Sharing(at_once, memory_budget(detect(device), at_once), progress.preparing)
 
 
 def _unfinished(

@@ -15,13 +15,13 @@ from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape
-from trimtab.lab.step_settings import Mode, TimedPart
+from trimtab.lab.step_settings import Kernels, Mode, TimedPart
 from trimtab.lab.step_times import LEAST_STEPS
 from trimtab.lab.study import Cell, CellOutcome, Measurement
 from trimtab.lab.study_models import named_shape
 from trimtab.model.spec import flops_per_token
 
-REACHED = 0.5
+REACHED = {"fp32": 0.7, "tf32": 0.5, "bf16": 0.5, "fp16": 0.5}
 """Share of the peak FLOP/s that a step reaches."""
 UNKNOWN_GPU = {"fp32": 15e12, "tf32": 50e12, "bf16": 100e12, "fp16": 100e12}
 """FLOP/s of a GPU without a data sheet."""
@@ -33,18 +33,30 @@ LAUNCH_SECONDS = {"cuda": 1e-5, "cpu": 3e-5}
 """Host time of one operation of a step."""
 LAYER_OPERATIONS = 60
 """Operations of the forward pass of one layer; a backward pass has twice as many."""
-START_SECONDS = {"cuda": 12.0, "cpu": 5.0}
+START_SECONDS = {"cuda": 10.0, "cpu": 5.0}
 """Start of a process, with torch and the CUDA context."""
-BUILD_SECONDS = 0.5
+AHEAD_SHARE = 0.4
+"""Seconds of a fresh process relative to another: several start at the same time."""
+BUILD_SECONDS = 0.3
 """Building a model, releasing the previous one, and writing the record."""
-COMPILE_LAYER_SECONDS = 3.5
+VERIFY_SECONDS = 0.15
+"""Inputs and memory of an attention cell, and its share of the checks against fp64."""
+COMPILE_LAYER_SECONDS = 2.5
 """Compiling forward and backward of one layer as a part of the whole model."""
-COMPILE_REGION_SECONDS = 15.0
+COMPILE_REGION_SECONDS = 12.0
 """Compiling one block, which all layers share."""
 COMPILE_ATTENTION_SECONDS = 8.0
+COMPILE_KERNELS_SECONDS = 15.0
+"""Compiling trimtab's Triton kernels for one size and precision."""
 TRACE_SHARE = 0.1
 """Time of a compilation that only traces, relative to one that generates code."""
-EVENT_SECONDS = 5e-4
+CACHED_SHARE = 0.25
+"""Time of torch.compile with its code in the cache on disk, relative to an empty cache: it traces again."""
+CACHED_KERNELS_SHARE = 0.05
+"""The same for trimtab's own kernels, which are only loaded."""
+COMPILED_ALONGSIDE = "compiled_alongside"
+"""The field of a result whose kernels were compiled before: the number of processes that worked at the same time."""
+EVENT_SECONDS = 2.5e-4
 """Reading one operation from the profiler, per profile."""
 RECORDED_SECONDS = 2e-3
 """Recording and attributing the memory of one operation."""
@@ -92,19 +104,35 @@ class CellTimes:
     _measured: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """(estimated, measured) seconds by study."""
 
-    def seconds(self, cell: Cell) -> float:
-        """The estimate for one cell."""
-        return estimate(cell, self.speed) * self._correction(cell.study)
+    @property
+    def start(self) -> float:
+        """The start of a process."""
+        return START_SECONDS[self.speed.kind]
+
+    def seconds(self, cell: Cell, *, prepared: bool = False) -> float:
+        """The estimate for one cell; `prepared`: what it compiles is in the cache on disk."""
+        return self._estimate(cell, prepared=prepared) * self._correction(cell.study)
+
+    def preparing(self, cell: Cell) -> float:
+        """The estimate for compiling what a cell needs."""
+        return BUILD_SECONDS + compile_seconds(cell)
 
     def observe(self, measurement: Measurement) -> None:
         """Learns from a cell that was measured on this machine."""
         if measurement.outcome is CellOutcome.MEASURED:
-            pair = (estimate(measurement.cell, self.speed), measurement.seconds)
-            self._measured.setdefault(measurement.cell.study, []).append(pair)
+            cell = measurement.cell
+            estimated = self._estimate(cell, prepared=measurement.result.get(COMPILED_ALONGSIDE) is not None)
+            self._measured.setdefault(cell.study, []).append((estimated, measurement.seconds))
 
     def total(self, cells: Iterable[Cell]) -> float:
         """Seconds of several cells together."""
         return sum(map(self.seconds, cells))
+
+    def _estimate(self, cell: Cell, *, prepared: bool) -> float:
+        compiling = compile_seconds(cell) if prepared else 0.0
+        traces = cell.settings.get("mode") == Mode.COMPILED.value or cell.settings.get("backend") == "flex"
+        share = CACHED_SHARE if traces else CACHED_KERNELS_SHARE
+        return estimate(cell, self.speed) - (1 - share) * compiling
 
     def _correction(self, study: str) -> float:
         """Measured divided by estimated time of the study's cells."""
@@ -122,7 +150,28 @@ def estimate(cell: Cell, speed: Speed) -> float:
         0.01
     """
     seconds = _ESTIMATES[cell.study](cell.settings, speed)
-    return seconds + (START_SECONDS[speed.kind] if cell.fresh and seconds else 0.0)
+    return seconds + (AHEAD_SHARE * START_SECONDS[speed.kind] if cell.fresh and seconds else 0.0)
+
+
+def compile_seconds(cell: Cell) -> float:
+    """Seconds that a cell of `step` or `attention` compiles with empty caches.
+
+    Example:
+        >>> compile_seconds(Cell("sizes", {"size": "small"}))
+        0.0
+    """
+    settings = cell.settings
+    if cell.study == "step":
+        if settings["mode"] == Mode.COMPILED.value:
+            return named_shape(settings["size"]).num_layers * COMPILE_LAYER_SECONDS
+        if settings["kernels"] == Kernels.FAST.value and settings["device"] != "cpu":
+            return COMPILE_KERNELS_SECONDS
+    if cell.study == "attention" and settings.get("memory_bytes") is None and "backend" in settings:
+        if settings["mode"] == "compiled" or settings["backend"] == "flex":
+            return COMPILE_ATTENTION_SECONDS
+        if settings["backend"] == "triton":
+            return COMPILE_ATTENTION_SECONDS / 2
+    return 0.0
 
 
 def _sizes(settings: Mapping[str, Any], speed: Speed) -> float:
@@ -140,10 +189,9 @@ def _step(settings: Mapping[str, Any], speed: Speed) -> float:
     steps, warm_up = settings["steps"], settings["warm_up"]
     if budget is not None:
         most = math.ceil(budget / timed)
-        steps, warm_up = min(steps, max(most, LEAST_STEPS)), min(warm_up, max(most, 1))
-    seconds = BUILD_SECONDS + (steps + warm_up) * once
-    if settings["mode"] == Mode.COMPILED.value:
-        seconds += shape.num_layers * COMPILE_LAYER_SECONDS
+        half = math.ceil(budget / 2 / timed)
+        steps, warm_up = min(steps, max(most, LEAST_STEPS)), min(warm_up, max(half, 1))
+    seconds = BUILD_SECONDS + (steps + warm_up) * once + compile_seconds(Cell("step", settings))
     return seconds if settings["mode"] == Mode.EAGER.value else seconds + 6 * 3 * forward
 
 
@@ -170,17 +218,16 @@ def _attention(settings: Mapping[str, Any], speed: Speed) -> float:
     if settings.get("memory_bytes") is not None:
         return 0.01  # predicted to run out of memory, and not tried
     if "length" not in settings:
-        return BUILD_SECONDS + settings["seconds"]
+        return VERIFY_SECONDS + settings["seconds"]
     elements = settings["batch"] * settings["heads"] * settings["length"] ** 2
     flops = speed.flops.get(settings["dtype"], speed.flops["fp32"])
-    once = 14 * elements * settings["head_dim"] / (REACHED * flops) + 40 * elements / speed.bandwidth + 2e-4
-    timed = max(min(settings["seconds"], settings["repetitions"] * once), once)
-    return (
-        BUILD_SECONDS
-        + timed
-        + 4 * once
-        + (COMPILE_ATTENTION_SECONDS if settings["mode"] == "compiled" else 0.0)
+    once = (
+        14 * elements * settings["head_dim"] / (REACHED["bf16"] * flops)
+        + 40 * elements / speed.bandwidth
+        + 2e-4
     )
+    timed = max(min(settings["seconds"], settings["repetitions"] * once), once)
+    return VERIFY_SECONDS + timed + 4 * once + compile_seconds(Cell("attention", settings))
 
 
 def _compile(settings: Mapping[str, Any], speed: Speed) -> float:
@@ -218,5 +265,5 @@ def _pass(shape: ModelShape, settings: Mapping[str, Any], speed: Speed) -> float
     """Seconds of one forward pass: the larger of its products' time and its launches' time."""
     tokens = settings["batch"] * settings["context"]
     flops = tokens * flops_per_token(shape, settings["context"], training=False)
-    products = flops / (REACHED * speed.flops[settings["precision"]])
+    products = flops / (REACHED[settings["precision"]] * speed.flops[settings["precision"]])
     return max(products, shape.num_layers * LAYER_OPERATIONS * LAUNCH_SECONDS[speed.kind])

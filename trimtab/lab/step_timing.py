@@ -104,7 +104,7 @@ def time_steps(
         steps: the number of timed steps, at least one.
         warm_up: steps before them; with 0 the first timed step includes the process's one-time setup.
         budget_s: no further step begins after this many timed seconds, except for the first `LEAST_STEPS`; None for no
-            limit. It limits the warm-up in the same way, except for its first step.
+            limit. Half of it limits the warm-up in the same way, except for its first step.
         clock: the device's clock by default; tests pass another.
 
     Example:
@@ -116,7 +116,8 @@ def time_steps(
     assert steps >= 1, "at least one step is timed"
     assert warm_up >= 0, "a warm-up cannot be negative"
     clock = clock or clock_of(device)
-    warm = _time_several(prepare, clock, warm_up, least=1, budget_s=budget_s)
+    half = None if budget_s is None else budget_s / 2
+    warm = _time_several(prepare, clock, warm_up, least=1, budget_s=half)
     timed = _time_several(prepare, clock, steps, least=LEAST_STEPS, budget_s=budget_s)
     spans = tuple(span for _, span in timed if span is not None)
     return StepTimes(

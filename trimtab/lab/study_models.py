@@ -6,6 +6,7 @@ counts two; `sizes` shows both. `named_shape` also accepts a recipe, and every m
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 from dataclasses import dataclass
@@ -126,6 +127,16 @@ def named_shape(name: str) -> ModelShape:
             f"{_nearest(name)}the sizes are {', '.join(STUDY_MODELS)}; or name a recipe, a hub id of the "
             "catalogue, a folder, a config.json or a GGUF file",
         ) from None
+
+
+def first_layers(shape: ModelShape, count: int | None) -> ModelShape:
+    """The shape with only its first layers; all of them if `count` is None.
+
+    Example:
+        >>> first_layers(named_shape("small"), 1).num_layers, first_layers(named_shape("small"), None).num_layers
+        (1, 12)
+    """
+    return shape if count is None else dataclasses.replace(shape, blocks=shape.blocks[:count])
 
 
 def model_settings(name: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ from trimtab.kernels.triton_support import runs_triton
 from trimtab.lab.eager_model import build_eager_model
 from trimtab.lab.step_settings import Kernels, Loss, Precision, StepSettings, TimedPart
 from trimtab.lab.study import NotSupported
-from trimtab.lab.study_models import named_shape
+from trimtab.lab.study_models import first_layers, named_shape
 from trimtab.lab.timing import Run
 from trimtab.model.building import torch_dtype
 from trimtab.model.decoder import Decoder
@@ -40,6 +40,10 @@ SEED = 0
 class StudyStep:
     """A study model with its batch; studies time its methods.
 
+    Args:
+        settings: the configuration.
+        layers: number of layers to build, the first ones; all by default.
+
     Example:
         >>> step = StudyStep(StepSettings("tiny", context=16, batch=2))
         >>> step.forward().shape, step.decoder.shape.num_layers
@@ -48,10 +52,10 @@ class StudyStep:
         >>> step.update()
     """
 
-    def __init__(self, settings: StepSettings) -> None:
+    def __init__(self, settings: StepSettings, layers: int | None = None) -> None:
         check_supported(settings)
         self.settings = settings
-        shape = named_shape(settings.size)
+        shape = first_layers(named_shape(settings.size), layers)
         self.decoder = _decoder(shape, settings)
         self.ids_BT, self.labels_BT = _tokens(settings, shape.vocab_size)
         self.compiled_loss: Callable[[], torch.Tensor] | None = None

@@ -22,6 +22,8 @@ from trimtab.lab.study import Cell
 SUITES = ("study", "full")
 BUDGET_S = 2.0
 """Seconds of timing per cell."""
+STEP_BUDGET_S = 1.5
+"""The same for the steps of a GPU, ten of which take longer for the largest models only."""
 SIZES = ("small", "medium", "large", "xl", "2.7B")
 PLAIN_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 FLASH_LENGTHS = (256, 1024, 4096, 16384, 65536)
@@ -70,10 +72,14 @@ def _full(device: str, memory_bytes: int) -> Iterator[Cell]:
 def _study_on_gpu(device: str, memory_bytes: int) -> Iterator[Cell]:
     kind = device.split(":")[0]
     yield from sizes.cells()
-    yield from step.cells(device=device, warm_up=(0, 1, 2, 5), budget_s=BUDGET_S)
-    yield from step.cells(device=device, precisions=("fp32",), losses=("logits_sum",), budget_s=BUDGET_S)
+    yield from step.cells(device=device, warm_up=(0, 1, 2, 5), budget_s=STEP_BUDGET_S)
+    yield from step.cells(device=device, precisions=("fp32",), losses=("logits_sum",), budget_s=STEP_BUDGET_S)
     yield from step.cells(
-        device=device, contexts=(128, 1024), precisions=("bf16",), losses=("logits_sum",), budget_s=BUDGET_S
+        device=device,
+        contexts=(128, 1024),
+        precisions=("bf16",),
+        losses=("logits_sum",),
+        budget_s=STEP_BUDGET_S,
     )
     for precision in (
         "fp32",
@@ -82,16 +88,20 @@ def _study_on_gpu(device: str, memory_bytes: int) -> Iterator[Cell]:
     ):  # the training loss, trimtab's own kernels, and TF32, once per size
         yield from step.cells(
             device=device, contexts=(512,), precisions=(precision,), kernels=("reference", "fast"),
-            losses=("cross_entropy",), parts=("both",), budget_s=BUDGET_S,
+            losses=("cross_entropy",), parts=("both",), budget_s=STEP_BUDGET_S,
         )  # fmt: skip
     for mode in ("compiled", "graphs"):
         yield from step.cells(
             device=device, contexts=(512,), precisions=("bf16",), modes=(mode,), losses=("cross_entropy",),
-            parts=("both",), budget_s=BUDGET_S,
+            parts=("both",), budget_s=STEP_BUDGET_S,
         )  # fmt: skip
-    yield from kernels.cells(device=device, sizes=("small", "2.7B"))
+    yield from kernels.cells(device=device, sizes=("small", "2.7B"), rounds=2)
     yield from memory.cells(memory.Options(sizes=("small", "2.7B")), device=device)
-    yield from compiling.cells(device=device, scopes=("regions",))
+    yield from compiling.cells(device=device, scopes=("regions",), shapes=("dynamic",))
+    # Static shapes compile every length again, which two lengths show.
+    yield from compiling.cells(
+        device=device, methods=("full",), scopes=("regions",), shapes=("static",), lengths=(256, 192)
+    )
     # The whole model is compiled once per length, which takes longest: `step` times it for every size.
     yield from compiling.cells(device=device, methods=("qlora",), scopes=("whole",), lengths=(256, 192))
     plain = attention.Options(

@@ -1,5 +1,8 @@
 """Runs the cells of studies in worker processes and records each measurement as soon as it is made.
 
+On a GPU, what times nothing comes first, several processes at once: compiling for later cells, memory, losses
+(`trimtab.lab.sharing`). Then timed cells are measured one after another, with the GPU to themselves.
+
 A worker that runs out of memory, crashes or takes too long is replaced, and the sweep continues with the next cell. A
 stopped sweep continues where it ended: cells that this machine has measured with the same versions are skipped.
 """
@@ -17,8 +20,10 @@ from typing import Any
 
 from trimtab.facts.devices import host_cores
 from trimtab.facts.errors import DataError
-from trimtab.lab.cell_times import CellTimes
+from trimtab.lab.cell_times import COMPILED_ALONGSIDE, UNKNOWN_GPU, CellTimes, Speed
 from trimtab.lab.records import Record, append_record, provenance, read_records, timestamp
+from trimtab.lab.shared_phase import SharedPhase, SharedResult
+from trimtab.lab.sharing import ordered, shared_work
 from trimtab.lab.studies import TITLES, find_study
 from trimtab.lab.study import Cell, CellOutcome, Machine, Measurement
 from trimtab.lab.worker import measure_cell
@@ -33,8 +38,15 @@ UNFINISHED = (CellOutcome.FAILED, CellOutcome.TIMED_OUT)
 """Outcomes that the next sweep measures again."""
 PACKAGES = ("torch", "triton", "trimtab")
 
+PREPARED = "prepared.jsonl"
+"""Compile times of preparations, next to the records."""
+MOST_AHEAD = 7
+"""Maximum number of processes that are started ahead for fresh cells."""
+
 Progress = Callable[[int, int, Cell, Measurement | None], None]
 """(finished cells, total cells, the cell, its measurement or None when it begins)."""
+Preparing = Callable[[int, int, Cell | None], None]
+"""(finished preparations, total, the cell that the last one was for, None at the beginning)."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,23 @@ class TimeLimit:
     """The cells that were measured within the limit."""
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How a sweep uses a GPU for work that times nothing.
+
+    Example:
+        >>> Sharing(at_once=4, budget=20 * 2**30).at_once
+        4
+    """
+
+    at_once: int = 1
+    """Number of processes; with 1 each cell compiles what it needs, and all are measured in their order."""
+    budget: int = 0
+    """Bytes of device memory for all of them together, by their estimates."""
+    preparing: Preparing | None = None
+    """Called at the beginning and after each preparation."""
+
+
 def run_sweep(
     cells: Sequence[Cell],
     folder: Path,
@@ -64,6 +93,7 @@ def run_sweep(
     cell_seconds: float = CELL_SECONDS,
     limit: TimeLimit | None = None,
     commit: str | None = None,
+    sharing: Sharing | None = None,
 ) -> list[Measurement]:
     """Measures the cells that are not recorded yet; returns the measurements of all cells on this machine.
 
@@ -76,6 +106,7 @@ def run_sweep(
         cell_seconds: the time limit of one cell.
         limit: the time limit of the sweep; recorded cells are returned all the same.
         commit: commit of the code, if git does not know it.
+        sharing: processes for work that times nothing; none by default.
 
     Example:
         >>> run_sweep(cells, Path("lab"), device="cpu")[0].outcome                   # doctest: +SKIP
@@ -84,46 +115,159 @@ def run_sweep(
     origin = provenance(device, PACKAGES, commit)
     machine = _machine(device, origin)
     known = {} if remeasure else _known(cells, folder / RECORDS, machine)
-    clock = _Clock(limit, known.values())
-    measurements: list[Measurement] = []
-    with WorkerProcess(device, folder / LOG) as worker:
-        for number, cell in enumerate(cells):
-            measurement = known.get(cell.key)
-            if measurement is None:
-                if not clock.allows(cell):
-                    continue
-                if progress is not None:
-                    progress(number, len(cells), cell, None)
-                answer, seconds = _answer(worker, cell, cell_seconds, clock.end)
-                if answer["outcome"] == CellOutcome.TIMED_OUT.value and clock.remaining <= 0:
-                    clock.stop(cell)
-                    continue
-                measurement = Measurement(
-                    cell,
-                    CellOutcome(answer["outcome"]),
-                    answer["result"],
-                    answer["message"],
-                    seconds,
-                    machine,
-                    origin["commit"],
-                    timestamp(),
-                )
-                append_record(folder / RECORDS, measurement.to_dict())
-                clock.add(measurement)
-            measurements.append(measurement)
-            if progress is not None:
-                progress(number + 1, len(cells), cell, measurement)
-    return measurements
+    sweep = _Sweep(
+        cells, folder, device, progress or (lambda *words: None), cell_seconds, machine, origin["commit"],
+        known, _Clock(limit, known.values()),
+    )  # fmt: skip
+    sharing = sharing or Sharing()
+    if sharing.at_once > 1:
+        sweep.share(sharing)
+    return sweep.measure_alone()
 
 
-def _answer(worker: WorkerProcess, cell: Cell, seconds: float, end: float) -> tuple[dict[str, Any], float]:
-    """(answer, seconds) of a cell, measured in a worker or, for a study that only counts, in this process."""
-    study = find_study(cell.study)
-    if not study.in_process:
-        return worker.measure(study.measure, cell, seconds, end)
-    start = time.perf_counter()
-    answer = measure_cell(study.measure, dict(cell.settings))
-    return answer, time.perf_counter() - start
+@dataclass
+class _Sweep:
+    """A sweep that is under way."""
+
+    cells: Sequence[Cell]
+    folder: Path
+    device: str
+    progress: Progress
+    cell_seconds: float
+    machine: Machine
+    commit: str
+    known: dict[str, Measurement]
+    """Measurements by cell key: those with a record, and those of this sweep."""
+    clock: _Clock
+    shared: set[str] = field(default_factory=set)
+    """Keys of the cells that the first phase measured."""
+    prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What preparations of this machine have found, by cell key: fields of the cell's result."""
+
+    def share(self, sharing: Sharing) -> None:
+        """The first phase: several processes at once."""
+        self.prepared, current = _read_prepared(self.folder / PREPARED, self.machine)
+        works = [
+            work
+            for work in shared_work(cell for cell in self.cells if cell.key not in self.known)
+            if not (work.prepares and work.cell.key in current)
+        ]
+        times = self.clock.times or CellTimes(Speed("cuda", UNKNOWN_GPU, 1e12))
+        total, finished = sum(work.prepares for work in works), 0
+
+        def done(result: SharedResult) -> None:
+            nonlocal finished
+            if not result.work.prepares:
+                if result.stands:
+                    self.shared.add(result.work.cell.key)
+                    self.progress(len(self.known), len(self.cells), result.work.cell, None)
+                    self._finish(result.work.cell, result.answer, result.seconds)
+                return
+            finished += 1
+            self._note_prepared(result)
+            if sharing.preparing is not None:
+                sharing.preparing(finished, total, result.work.cell)
+
+        if sharing.preparing is not None and total:
+            sharing.preparing(0, total, None)
+        SharedPhase(
+            self.device, self.folder / LOG, sharing.at_once, sharing.budget, self.cell_seconds, self.clock.end,
+            lambda work: self.clock.allows_seconds(
+                times.preparing(work.cell) if work.prepares else times.seconds(work.cell)
+            ),
+            done,
+        ).run(ordered(works, times))  # fmt: skip
+
+    def _note_prepared(self, result: SharedResult) -> None:
+        """Keeps the compile times of a preparation, unless a cache had the code and the cold times are known."""
+        answer, key = result.answer, result.work.cell.key
+        if answer["outcome"] != CellOutcome.MEASURED.value:
+            return
+        found = {**answer["result"], COMPILED_ALONGSIDE: result.alongside}
+        if key in self.prepared and (found.get("from_cache") or found.get("compile_cached")):
+            found = self.prepared[key]
+        self.prepared[key] = found
+        append_record(
+            self.folder / PREPARED,
+            {"cell": key, "machine": self.machine.name, "boot": _boot(), "found": found},
+        )
+
+    def measure_alone(self) -> list[Measurement]:
+        """The second phase: one cell after another, in their order."""
+        with WorkerProcess(self.device, self.folder / LOG) as worker:
+            for number, cell in enumerate(self.cells):
+                if cell.key in self.shared:
+                    continue
+                if cell.key in self.known:
+                    self.progress(self._done(number), len(self.cells), cell, self.known[cell.key])
+                elif self.clock.allows(cell, prepared=cell.key in self.prepared):
+                    self.progress(self._done(number) - 1, len(self.cells), cell, None)
+                    answer, seconds = self._answer(worker, number)
+                    if answer["outcome"] == CellOutcome.TIMED_OUT.value and self.clock.remaining <= 0:
+                        self.clock.stop(cell)
+                        continue
+                    self._finish(cell, answer, seconds, self._done(number))
+        return [self.known[cell.key] for cell in self.cells if cell.key in self.known]
+
+    def _done(self, number: int) -> int:
+        """The number of finished cells once the one at an index is finished."""
+        return 1 + number + sum(cell.key in self.shared for cell in self.cells[number + 1 :])
+
+    def _answer(self, worker: WorkerProcess, number: int) -> tuple[dict[str, Any], float]:
+        """(answer, seconds) of a cell, measured in a worker or, for a study that only counts, in this process."""
+        cell = self.cells[number]
+        study = find_study(cell.study)
+        if study.in_process:
+            start = time.perf_counter()
+            answer = measure_cell(study.measure, dict(cell.settings))
+            return answer, time.perf_counter() - start
+        return worker.measure(
+            study.measure, cell, self.cell_seconds, self.clock.end, ahead=self._fresh_after(number)
+        )
+
+    def _fresh_after(self, number: int) -> int:
+        """The number of cells of the same study that follow a fresh cell and need a fresh process too."""
+        count = 0
+        if self.cells[number].fresh:
+            for cell in self.cells[number + 1 :]:
+                if cell.key in self.known:
+                    continue
+                if not cell.fresh or cell.study != self.cells[number].study or count == MOST_AHEAD:
+                    break
+                count += 1
+        return count
+
+    def _finish(self, cell: Cell, answer: dict[str, Any], seconds: float, done: int | None = None) -> None:
+        """Records a measurement and tells the progress."""
+        outcome, result = CellOutcome(answer["outcome"]), answer["result"]
+        if outcome is CellOutcome.MEASURED and cell.key in self.prepared:
+            result = {**result, **self.prepared[cell.key]}
+        measurement = Measurement(
+            cell, outcome, result, answer["message"], seconds, self.machine, self.commit, timestamp()
+        )
+        append_record(self.folder / RECORDS, measurement.to_dict())
+        self.clock.add(measurement)
+        self.known[cell.key] = measurement
+        self.progress(done or len(self.known), len(self.cells), cell, measurement)
+
+
+def _read_prepared(path: Path, machine: Machine) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """(what preparations on this machine have found, the cells whose code is still in the caches).
+
+    A machine that starts anew may have lost its caches: its cells are prepared again.
+    """
+    records = read_records(path, "cell", "machine").values()
+    mine = [one for one in records if one["machine"] == machine.name and {"boot", "found"} <= one.keys()]
+    return (
+        {record["cell"]: record["found"] for record in mine},
+        {record["cell"] for record in mine if record["boot"] == _boot()},
+    )
+
+
+def _boot() -> str:
+    """Identifies the machine's current start; empty where the system has no such name."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
 class _Clock:
@@ -142,11 +286,18 @@ class _Clock:
         """Seconds until the limit."""
         return self.end - time.perf_counter()
 
-    def allows(self, cell: Cell) -> bool:
+    @property
+    def times(self) -> CellTimes | None:
+        """The estimates; None without a limit."""
+        return None if self._limit is None else self._limit.times
+
+    def allows(self, cell: Cell, *, prepared: bool = False) -> bool:
         """Whether a cell may begin."""
-        if self._limit is None:
-            return True
-        if self.remaining <= 0 or (not self._is_first and self._limit.times.seconds(cell) > self.remaining):
+        return self.times is None or self.allows_seconds(self.times.seconds(cell, prepared=prepared))
+
+    def allows_seconds(self, seconds: float) -> bool:
+        """Whether something that takes this long may begin."""
+        if self.remaining <= 0 or (not self._is_first and seconds > self.remaining):
             return False
         self._is_first = False
         return True

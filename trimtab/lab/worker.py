@@ -1,14 +1,16 @@
 """A worker process: measures cells that it reads as JSON lines, until its input ends.
 
-    python -m trimtab.lab.worker DEVICE
+    python -m trimtab.lab.worker DEVICE [MODULE…]
 
-The worker writes READY once torch is imported. Then the parent writes {"measure": "module:function", "settings": {…}}
-and reads {"outcome", "result", "message"}. Output of a cell goes to standard error. After a cell that ran out of memory
-or failed, the parent starts a new process: the state of this one may be damaged.
+The worker writes READY once torch and the modules are imported. Then the parent writes {"measure": "module:function",
+"settings": {…}} and reads {"outcome", "result", "message"}. With "release": true the worker first frees memory that
+torch has cached, which other processes may need. Output of a cell goes to standard error. After a cell that ran out of
+memory or failed, the parent starts a new process: the state of this one may be damaged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -39,9 +41,12 @@ def main() -> int:
     end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    device = sys.argv[1]
+    device, *modules = sys.argv[1:]
     import torch  # noqa: F401 - outside the first cell's time, and before the memory limit is set
 
+    for module in modules:
+        with contextlib.suppress(ImportError):  # an error of the cell, which imports it again
+            import_module(module)
     if not device.startswith("cuda"):
         limit_host_memory()
     with current_gpu(device):
@@ -50,6 +55,10 @@ def main() -> int:
             request = json.loads(line)
             imported = None if number else _freeze_objects
             answer = measure_cell(request["measure"], request["settings"], imported=imported)
+            if request.get("release"):
+                from trimtab.run.torch_setup import free_cached_memory
+
+                free_cached_memory()
             _write(answers, json.dumps(answer) + "\n")
     return 0
 

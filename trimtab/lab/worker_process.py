@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,105 @@ def oom_kills(file: Path = Path("/proc/vmstat")) -> int | None:
     return None
 
 
-class WorkerProcess:
-    """A process that measures cells; it is replaced after a crash, a failure or running out of memory."""
+class _Started:
+    """A worker that has been started, with the lines that it writes."""
 
-    def __init__(self, device: str, log: Path) -> None:
-        self.device, self.log = device, log
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as file:
+            # In a new session: Ctrl-C reaches only this process, which then ends the worker and its children.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+        self.first: str | None = None
+        """Its first line, `READY`; None until `wait` has read it, or after a timeout."""
         self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put("")
+
+    def line(self, seconds: float) -> str | None:
+        """The next line; empty if the process has ended, None after a timeout."""
+        try:
+            return self._lines.get(timeout=max(seconds, 0.0))
+        except queue.Empty:
+            return None
+
+    def wait(self, end: float) -> None:
+        """Waits until the worker is ready, at most until `end` by `time.perf_counter`."""
+        self.first = self.line(end - time.perf_counter())
+
+    def ask(self, request: Mapping[str, Any], seconds: float) -> str | None:
+        """The answer to a request, as `line`."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.line(seconds)
+
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        if sys.platform == "win32":
+            self.process.kill()
+        else:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+class WorkerProcess:
+    """A process that measures cells; it is replaced after a crash, a failure or running out of memory.
+
+    Args:
+        device: cpu, cuda or cuda:N.
+        log: the file of the workers' output.
+        environment: variables to set in it.
+        shares: whether other processes use the GPU at the same time: it then frees a cell's cached memory at its end.
+    """
+
+    def __init__(
+        self, device: str, log: Path, *, environment: Mapping[str, str] | None = None, shares: bool = False
+    ) -> None:
+        self.device, self.log = device, log
+        self.environment, self.shares = environment or {}, shares
+        self._current: _Started | None = None
+        self._spares: list[_Started] = []
+        """Started ahead, for the next fresh cells of the same study."""
+        self._spare_module = ""
+        self._closed = False
 
     def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.stop()
+        self.close()
 
-    def measure(self, function: str, cell: Cell, seconds: float, end: float) -> tuple[dict[str, Any], float]:
+    def close(self) -> None:
+        """Kills all its processes, also from another thread; it then starts no more."""
+        self._closed = True
+        self.stop()
+        self._drop_spares()
+
+    def measure(
+        self, function: str, cell: Cell, seconds: float, end: float, *, ahead: int = 0
+    ) -> tuple[dict[str, Any], float]:
         """(the worker's answer, seconds that it took); a crash and a timeout are answers as well.
 
         Args:
@@ -62,20 +147,21 @@ class WorkerProcess:
             cell: the settings.
             seconds: the timeout.
             end: the time, by `time.perf_counter`, at which the cell times out in any case.
+            ahead: the number of fresh cells of this study that follow. If a process has to be started, theirs are
+                started with it: they import torch at the same time, and nothing starts while a cell is timed.
         """
         if cell.fresh:
             self.stop()
         start = time.perf_counter()
         kills = oom_kills()
-        line: str | None = READY
-        if self._process is None:
-            self._process = self._start()
-            line = self._line(min(START_SECONDS, end - start))
-        process = self._process
+        if self._current is None:
+            self._current = self._next(function.partition(":")[0], ahead, min(start + START_SECONDS, end))
+        worker = self._current
+        line = worker.first
         if line == READY:
             start = time.perf_counter()
-            timeout = min(seconds, end - start)
-            line = self._ask({"measure": function, "settings": dict(cell.settings)}, timeout)
+            request = {"measure": function, "settings": dict(cell.settings), "release": self.shares}
+            line = worker.ask(request, min(seconds, end - start))
         took = time.perf_counter() - start
         if line is None:
             self.stop()
@@ -83,53 +169,30 @@ class WorkerProcess:
                 CellOutcome.TIMED_OUT, f"took longer than {format_seconds(took)}"
             ), took
         if not line:
-            return self._crashed(process, kills), took
+            return self._crashed(worker.process, kills), took
         answer: dict[str, Any] = json.loads(line)
         if answer["outcome"] in (CellOutcome.OUT_OF_MEMORY.value, CellOutcome.FAILED.value):
             self.stop()
         return answer, took
 
-    def _ask(self, request: dict[str, Any], seconds: float) -> str | None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return ""
-        return self._line(seconds)
+    def _next(self, module: str, ahead: int, end: float) -> _Started:
+        """A worker that has imported a study's module."""
+        if module != self._spare_module:
+            self._drop_spares()
+            self._spares = []
+        if not self._spares:
+            command = [sys.executable, "-m", "trimtab.lab.worker", self.device, module]
+            self._spares = [_Started(command, self.log, self.environment) for _ in range(1 + ahead)]
+            self._spare_module = module
+            if self._closed:
+                self._drop_spares()
+            for started in self._spares:
+                started.wait(end)
+        return self._spares.pop(0)
 
-    def _line(self, seconds: float) -> str | None:
-        """The worker's next line; empty if it has ended, None after a timeout."""
-        try:
-            return self._lines.get(timeout=max(seconds, 0.0))
-        except queue.Empty:
-            return None
-
-    def _start(self) -> subprocess.Popen[str]:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            # In a new session: Ctrl-C reaches only this process, which then ends the worker and its children.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "trimtab.lab.worker", self.device],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-            )
-        lines: queue.Queue[str] = queue.Queue()
-
-        def read() -> None:
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=read, daemon=True).start()
-        self._lines = lines
-        return process
+    def _drop_spares(self) -> None:
+        for started in self._spares:
+            started.kill()
 
     def _crashed(self, process: subprocess.Popen[str], kills: int | None) -> dict[str, Any]:
         """The answer for a process that has ended.
@@ -149,16 +212,6 @@ class WorkerProcess:
 
     def stop(self) -> None:
         """Kills the process and its children."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if sys.platform == "win32":
-            process.kill()
-        else:
-            with contextlib.suppress(ProcessLookupError):  # all of them have ended
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
+        worker, self._current = self._current, None
+        if worker is not None:
+            worker.kill()

@@ -107,6 +107,11 @@ def _text(pairs: list[_Pair]) -> str:
             f"Compiling took {min(cold):.1f} to {max(cold):.1f} s for each shape, once per process; torch keeps the "
             "code on disk, and loads it from there in the next one."
         )
+    alongside = max(pair.compiled.compiled_alongside or 0 for pair in pairs)
+    if alongside:
+        sentences.append(
+            f"Up to {alongside} other processes worked at the same time as one compiled; passes were timed alone."
+        )
     return " ".join(sentences)
 
 

@@ -25,7 +25,7 @@ from trimtab.lab.studies.attention.passes import Attend, AttentionRun, build_att
 from trimtab.lab.studies.attention.results import AttentionResult, PassTimes
 from trimtab.lab.studies.attention.settings import PLAIN, TILED, AttentionSettings, Mode, is_weighted_sum
 from trimtab.lab.study import NotSupported, PredictedOutOfMemory
-from trimtab.lab.timing import cache_state, time_samples
+from trimtab.lab.timing import cache_state, synchronize, time_samples
 
 CHECKED_LENGTH, CHECKED_BATCH = 256, 3
 """Shape on which a backend is compared with fp64 before it is timed. The batch is uncommon, so that code compiled for
@@ -57,13 +57,39 @@ def measure_attention(settings: AttentionSettings) -> AttentionResult:
     if settings.memory_bytes is not None:
         needed, available = format_bytes(minimum_bytes(settings)), format_bytes(settings.memory_bytes)
         raise PredictedOutOfMemory(f"needs at least {needed}, and the device has {available}")
+    _check(settings)
+    return _measured(settings)
+
+
+def prepare(settings: dict[str, Any]) -> dict[str, Any]:
+    """Compiles what a cell needs, in a process alongside others; returns the fields of its result that are known then.
+
+    Example:
+        >>> prepare(AttentionSettings("sdpa_flash", length=64, batch=1).to_dict())
+        {}
+    """
+    from trimtab.lab.preparing import without_tuning
+
+    chosen = AttentionSettings.from_dict(settings)
+    with without_tuning():
+        _check(chosen)
+        run = AttentionRun(chosen)
+        if is_compiled(chosen):
+            seconds, cached = _first_call(run)
+            return {"compile_seconds": round(seconds, 3), "compile_cached": cached}
+        run.forward_backward()
+        synchronize(chosen.device)
+    return {}
+
+
+def _check(settings: AttentionSettings) -> None:
+    """Verifies the backend at a small length."""
     check_supported(settings, _capability(settings.device), triton=runs_triton(torch.device(settings.device)))
     if is_compiled(settings):
         use_cache_folder()
         dynamo.reset()  # otherwise the second shape would be compiled with dynamic shapes
     _verify(replace(settings, batch=CHECKED_BATCH, length=CHECKED_LENGTH, repetitions=1, seconds=1.0))
     _release(settings.device)
-    return _measured(settings)
 
 
 def check_supported(settings: AttentionSettings, capability: tuple[int, int] | None, *, triton: bool) -> None:

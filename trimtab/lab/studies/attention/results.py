@@ -74,6 +74,8 @@ class AttentionResult:
     """Seconds that torch.compile took for both passes; 0 where nothing is compiled."""
     compile_cached: bool
     """Whether compiled code of an earlier run was found on disk: then the seconds are those of loading it."""
+    compiled_alongside: int | None = None
+    """If it was compiled by another process before: the number of processes that worked alongside that one."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -84,6 +86,7 @@ class AttentionResult:
             "usable_bytes": self.usable_bytes,
             "compile_seconds": round(self.compile_seconds, 3),
             "compile_cached": self.compile_cached,
+            "compiled_alongside": self.compiled_alongside,
         }
 
     @staticmethod
@@ -98,6 +101,7 @@ class AttentionResult:
                 int(result["usable_bytes"]),
                 float(result["compile_seconds"]),
                 bool(result["compile_cached"]),
+                result.get("compiled_alongside"),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise damaged_record("results", f"{type(error).__name__}: {error}") from None

@@ -11,14 +11,13 @@ from trimtab.lab.studies.claims.trial import Trial
 from trimtab.lab.study import Cell
 from trimtab.lab.training_runs import SMOLLM2, STARTER, smollm2_file
 
-SEEDS = 3
 MOST_SEEDS = 100
 
 
 def cells(
     claims: Sequence[str] = (),
     *,
-    seeds: int = SEEDS,
+    seeds: int | None = None,
     steps: int | None = None,
     models: Sequence[str] = (),
     device: str = "cpu",
@@ -27,8 +26,8 @@ def cells(
 
     Args:
         claims: names of claims; all by default.
-        seeds: the number of seeds, which are 1, 2, 3, …
-        steps: optimizer steps of each run; by default the claim's own for the device.
+        seeds: the number of seeds, which are 1, 2, 3, …; by default the claim's own, at least 3.
+        steps: optimizer steps of each run; by default the claim's own for the device and the model.
         models: `starter`, `smollm2`, folders, GGUF files or hub ids. By default the starter, and on a GPU SmolLM2 as
             well if its package is installed.
         device: cpu, cuda or cuda:N.
@@ -41,7 +40,7 @@ def cells(
         >>> [cell.settings["variant"] for cell in cells(["packing"], seeds=1)]
         ['padding', 'packing']
     """
-    if not 1 <= seeds <= MOST_SEEDS:
+    if seeds is not None and not 1 <= seeds <= MOST_SEEDS:
         raise RecipeError(f"--seeds {seeds} is out of range", f"use 1 to {MOST_SEEDS}; verdicts need 3")
     if steps is not None and steps < 1:
         raise RecipeError(f"--steps {steps} is too small", "use at least 1")
@@ -55,13 +54,13 @@ def cells(
                 variant.name,
                 seed,
                 model,
-                steps or (claim.steps.cuda if on_cuda else claim.steps.cpu),
+                steps or claim.steps.of(device, starter=model == STARTER),
                 device,
             ).settings(),
         )
         for model in validate_models(models, on_cuda=on_cuda)
         for claim in map(CLAIMS.__getitem__, chosen)
-        for seed in range(1, seeds + 1)
+        for seed in range(1, (seeds or claim.seeds) + 1)
         for variant in claim.variants
     ]
 

@@ -111,10 +111,24 @@ class Rates:
 
 @dataclass(frozen=True)
 class Steps:
-    """Default optimizer steps of a run: at most a minute on a laptop's CPU, longer on a GPU."""
+    """Default optimizer steps of a run: about a minute on a laptop's CPU."""
 
     cpu: int
     cuda: int
+    """The starter on a GPU."""
+    large: int
+    """Other models on a GPU."""
+
+    def of(self, device: str, *, starter: bool) -> int:
+        """The steps of a run.
+
+        Example:
+            >>> Steps(cpu=100, cuda=300, large=150).of("cuda:1", starter=False)
+            150
+        """
+        if not device.startswith("cuda"):
+            return self.cpu
+        return self.cuda if starter else self.large
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,8 @@ class Claim:
         baseline: the variant with which the table compares the others.
         hypotheses: the hypotheses to test.
         keys: recipe keys of all variants.
+        cpu_keys: further ones on a CPU.
+        seeds: default number of seeds.
         rates: peak learning rates, unless a variant sets its own.
         steps: default steps by device.
         metrics: columns of its table.
@@ -147,6 +163,8 @@ class Claim:
     rates: Rates
     steps: Steps
     keys: Mapping[str, Any] = field(default_factory=dict)
+    cpu_keys: Mapping[str, Any] = field(default_factory=dict)
+    seeds: int = 3
     metrics: tuple[Metric, ...] = (
         Metric.MATHEMATICS,
         Metric.GENERAL,
@@ -163,6 +181,10 @@ class Claim:
         used = {self.baseline, *(n for h in self.hypotheses for n in (h.variant, h.baseline))}
         assert used <= set(names), used - set(names)
         assert {h.metric for h in self.hypotheses} <= set(self.metrics), self.name
+
+    def keys_on(self, device: str) -> Mapping[str, Any]:
+        """The recipe keys of all variants on a device."""
+        return self.keys if device.startswith("cuda") else {**self.keys, **self.cpu_keys}
 
     def variant(self, name: str) -> Variant:
         """The variant of a name."""

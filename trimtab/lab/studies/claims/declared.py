@@ -17,7 +17,7 @@ BF16_ROUNDING = 2.0**-9
 shrinkage of the weights completely."""
 
 _BASE = Rates(starter=1e-3, other=2e-4)
-_USUAL = Steps(cpu=100, cuda=1000)
+_USUAL = Steps(cpu=100, cuda=300, large=150)
 _SPEEDS = (Metric.SPEED, Metric.MATHEMATICS, Metric.GENERAL)
 
 WEIGHT_DECAY = Claim(
@@ -28,13 +28,15 @@ WEIGHT_DECAY = Claim(
         "light, 0.01 is right, 0.1 is strong and 1.0 destroys the model. Decoupled decay multiplies the weights by "
         "1 − learning rate × decay at each step and does nothing else, so over a run it can do no more than shrink "
         "them by 1 − exp(−Σ learning rate × decay), which the table states. At a learning rate of 2e-5, decay 0.1 "
-        "and 500 steps that is 0.1 %. The learning rate here is far higher and falls only in the last tenth of the "
-        "run, so that an effect could show; as such a rate forgets much by itself, every variant replays a quarter of "
-        "general text. Note the proportions: AdamW moves a weight w by about the learning rate per step, decay by "
-        "learning rate × decay × w, which for weights well below 1 and decay 0.01 is less than a hundredth of that."
+        "and 500 steps that is 0.1 %. Here learning rate × steps is about 0.4, forty times as much, and the rate falls "
+        "only in the last tenth of the run, so that an effect could show: 0.01 shrinks weights by 0.4 %, 0.1 by 4 %, "
+        "1.0 by a third. As such a rate forgets much by itself, half of every variant's sequences are replayed general "
+        "text, and five seeds make the intervals narrow. Note the proportions: AdamW moves a weight w by about the "
+        "learning rate per step, decay by learning rate × decay × w, which for weights well below 1 and decay 0.01 is "
+        "less than a hundredth of that."
     ),
     variants=tuple(
-        Variant(name, {"weight_decay": float(name)}, replay=0.25) for name in ("0", "0.001", "0.01", "0.1", "1.0")
+        Variant(name, {"weight_decay": float(name)}, replay=0.5) for name in ("0", "0.001", "0.01", "0.1", "1.0")
     ),
     baseline="0.01",
     hypotheses=(
@@ -64,8 +66,10 @@ WEIGHT_DECAY = Claim(
         ),
     ),
     keys={"lr_scheduler_type": "warmup_stable_decay"},
-    rates=Rates(starter=1e-3, other=5e-4),
-    steps=Steps(cpu=240, cuda=2000),
+    cpu_keys={"max_seq_length": 64},
+    seeds=5,
+    rates=Rates(starter=5e-4, other=1e-3),
+    steps=Steps(cpu=800, cuda=1000, large=400),
     least_shrink=BF16_ROUNDING,
 )  # fmt: skip
 
@@ -221,7 +225,7 @@ PACKING = Claim(
     ),
     keys={"max_seq_length": 512, "probe": False},
     rates=_BASE,
-    steps=Steps(cpu=40, cuda=500),
+    steps=Steps(cpu=40, cuda=150, large=100),
     metrics=_SPEEDS,
     documents_per_step=3,
 )  # fmt: skip
@@ -256,7 +260,7 @@ GRADIENT_DTYPE = Claim(
         "gradient_accumulation_steps": 4,
     },
     rates=_BASE,
-    steps=Steps(cpu=60, cuda=1000),
+    steps=Steps(cpu=60, cuda=300, large=150),
 )  # fmt: skip
 
 CLAIMS = {

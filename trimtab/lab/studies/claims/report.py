@@ -108,7 +108,7 @@ def _section(group: Group, suffix: str) -> Section:
 def _setup(group: Group) -> str:
     """Describes the runs, and the metrics before them."""
     claim, size = group.claim, ON_CUDA if group.device.startswith("cuda") else ON_CPU
-    tokens = claim.keys.get("max_seq_length", size.tokens)
+    tokens = claim.keys_on(group.device).get("max_seq_length", size.tokens)
     rates = {Trial(claim.name, v.name, 0, group.model, group.steps, "").learning_rate for v in claim.variants}
     rate = f"peak learning rate {rates.pop():g}" if len(rates) == 1 else "learning rate by variant"
     length = (

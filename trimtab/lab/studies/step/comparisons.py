@@ -178,6 +178,9 @@ def _compiling(entries: Sequence[Entry]) -> list[Block]:
     if rows:
         head = ("size", "context", "setting", "first step with compiling, s", "steps to break even")
         note = "A step is forward + backward. Programs are cached on disk: a second process reuses their kernels."
+        alongside = max((e.result.compiled_alongside or 0 for e in compiled if e.result), default=0)
+        if alongside:
+            note += f" While one compiled, up to {alongside} other processes worked; steps were timed alone."
         blocks.append(Table("Compiling", head, tuple(rows), note))
     changed = [e.result for e in entries if e.result and e.timed.mode is not Mode.EAGER]
     differences = [result.difference for result in changed if result.difference is not None]

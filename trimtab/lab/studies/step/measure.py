@@ -15,9 +15,9 @@ from trimtab.lab.step_times import StepTimes
 from trimtab.lab.step_timing import time_steps
 from trimtab.lab.studies.step.result import StepResult, TimedStep, model_flops
 from trimtab.lab.study_models import named_shape
-from trimtab.lab.study_modes import Preparation, check_mode, ready_step
+from trimtab.lab.study_modes import Preparation, check_mode, compile_step, ready_step
 from trimtab.lab.study_step import StudyStep
-from trimtab.lab.timing import Ceilings, ceilings
+from trimtab.lab.timing import Ceilings, ceilings, synchronize
 
 
 def measure(settings: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +54,29 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         difference=preparation.difference,
     )
     return result.to_dict()
+
+
+def prepare(settings: dict[str, Any]) -> dict[str, Any]:
+    """Compiles what a cell needs, in a process alongside others; returns the fields of its result that are known then.
+
+    Example:
+        >>> from trimtab.lab.studies.step.cells import cells
+        >>> cell = cells(device="cpu", sizes=["tiny"], contexts=[16], modes=["compiled"])[0]
+        >>> sorted(prepare(dict(cell.settings)))                                     # doctest: +SKIP
+        ['compile_seconds', 'from_cache']
+    """
+    from trimtab.lab.preparing import without_tuning
+
+    timed = TimedStep.from_settings(settings)
+    check_mode(timed.mode, timed.step.device)
+    _release(timed.mode)
+    with without_tuning():
+        if timed.mode is Mode.COMPILED:
+            seconds, cached = compile_step(StudyStep(timed.step))
+            return {"compile_seconds": seconds, "from_cache": cached}
+        StudyStep(timed.step, layers=1).forward_backward()  # all layers have the same kernels
+        synchronize(timed.step.device)
+    return {}
 
 
 def _time(timed: TimedStep) -> tuple[StepTimes, Preparation, str, float | None]:

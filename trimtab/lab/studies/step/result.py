@@ -91,6 +91,8 @@ class StepResult:
     from_cache: bool
     difference: float | None
     """Relative difference of loss and gradient norms to eager mode; None where they were not compared."""
+    compiled_alongside: int | None = None
+    """If it was compiled by another process before: the number of processes that worked alongside that one."""
 
     @property
     def flops_per_s(self) -> float:
