@@ -15,7 +15,7 @@ import torch
 from benchmarks.kernels.adamw8bit import cases, parameters, shapes
 from trimtab.kernels.adamw8bit import new_state
 from trimtab.kernels.adamw8bit.spec import MIN_8BIT_SIZE, Configuration
-from trimtab.kernels.adamw8bit.table import Member, Table
+from trimtab.kernels.adamw8bit.table import Member, ParameterTable
 from trimtab.lab.timing import ceilings, time_together
 
 CANDIDATES = [
@@ -45,7 +45,7 @@ def main() -> None:
     scale = torch.ones((), device="cuda")
 
     def step_of(config: Configuration, exact: bool = False) -> Callable[[], None]:
-        table, count = Table(all_members, exact, config), [0]
+        table, count = ParameterTable(all_members, exact, config), [0]
 
         def step() -> None:
             count[0] += 1

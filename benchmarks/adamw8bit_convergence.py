@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.kernels.adamw8bit import State8bit
-from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, Code, Format
+from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, QuantizationMap, StateFormat
 from trimtab.kernels.adamw8bit.impl_reference import adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import MIN_8BIT_SIZE
 from trimtab.kernels.adamw8bit.update import apply_, moments_
@@ -88,7 +88,7 @@ class TableCode:
 class Nearest:
     """A code with rounding to nearest; `no_zero`: a positive value never becomes zero."""
 
-    def __init__(self, code: Code, no_zero: bool = False) -> None:
+    def __init__(self, code: QuantizationMap, no_zero: bool = False) -> None:
         self.code, self.no_zero, self.zero, self.decode = code, no_zero, code.zero, code.decode
         self.peak = code.peak
 
@@ -101,19 +101,23 @@ class Nearest:
 SHIPPED_NAME = "quartic √v, random"
 
 
-def formats() -> dict[str, Format]:
+def formats() -> dict[str, StateFormat]:
     """The candidates by their names in the table."""
     linear1, linear2 = TableCode(linear_table(True)), TableCode(linear_table(False))
     dynamic1, dynamic2 = TableCode(dynamic_table(True)), TableCode(dynamic_table(False))
     even1 = TableCode([-1.0, *dynamic_table(True)[1:]])  # bitsandbytes' table begins at −0.993
     return {
-        "linear v, nearest": Format(Nearest(linear1), Nearest(linear2), root=False),
-        "linear √v, nearest, no zero": Format(Nearest(linear1), Nearest(linear2, no_zero=True), root=True),
-        "linear √v, random": Format(linear1, linear2, root=True),
-        "dynamic v, nearest": Format(Nearest(dynamic1), Nearest(dynamic2), root=False),
-        "dynamic √v, nearest, no zero": Format(Nearest(even1), Nearest(dynamic2, no_zero=True), root=True),
-        "dynamic √v, random": Format(even1, dynamic2, root=True),
-        "quartic √v, nearest": Format(
+        "linear v, nearest": StateFormat(Nearest(linear1), Nearest(linear2), root=False),
+        "linear √v, nearest, no zero": StateFormat(
+            Nearest(linear1), Nearest(linear2, no_zero=True), root=True
+        ),
+        "linear √v, random": StateFormat(linear1, linear2, root=True),
+        "dynamic v, nearest": StateFormat(Nearest(dynamic1), Nearest(dynamic2), root=False),
+        "dynamic √v, nearest, no zero": StateFormat(
+            Nearest(even1), Nearest(dynamic2, no_zero=True), root=True
+        ),
+        "dynamic √v, random": StateFormat(even1, dynamic2, root=True),
+        "quartic √v, nearest": StateFormat(
             Nearest(DEFAULT_FORMAT.first), Nearest(DEFAULT_FORMAT.second), root=True
         ),
         SHIPPED_NAME: DEFAULT_FORMAT,
@@ -173,7 +177,7 @@ def corpus(seed: int, tokens: int) -> torch.Tensor:
 class Trained:
     """One optimizer over all parameters: fp32, one of the formats, or bitsandbytes."""
 
-    def __init__(self, params: list[torch.nn.Parameter], fmt: Format | None) -> None:
+    def __init__(self, params: list[torch.nn.Parameter], fmt: StateFormat | None) -> None:
         self.params, self.fmt, self.count = params, fmt, 0
         self.states: list[Any] = [
             new_state(p, fmt)
@@ -216,7 +220,9 @@ class Bitsandbytes:
         self.inner.step()
 
 
-def train(name: str, fmt: Format | None, seed: int, steps: int, text: torch.Tensor) -> tuple[float, float]:
+def train(
+    name: str, fmt: StateFormat | None, seed: int, steps: int, text: torch.Tensor
+) -> tuple[float, float]:
     """(held-out loss after `steps`, seconds)."""
     torch.manual_seed(seed)
     model = Model()
@@ -240,7 +246,7 @@ def train(name: str, fmt: Format | None, seed: int, steps: int, text: torch.Tens
         return model(held_out).item(), time.perf_counter() - start
 
 
-def adversarial(fmt: Format, steps: int = 200) -> float:
+def adversarial(fmt: StateFormat, steps: int = 200) -> float:
     """Largest update in units of the learning rate, with ε too small to have an effect."""
     generator = torch.Generator().manual_seed(0)
     size = torch.logspace(0, -10, 256)
@@ -269,14 +275,14 @@ def least_squares(optimizer: Any, weight: torch.nn.Parameter, steps: int = 500) 
     return weight.detach()
 
 
-def optimizer_for(name: str, fmt: Format | None, params: list[torch.nn.Parameter]) -> Any:
+def optimizer_for(name: str, fmt: StateFormat | None, params: list[torch.nn.Parameter]) -> Any:
     """fp32, a format, or bitsandbytes."""
     return Bitsandbytes(params) if name == "bitsandbytes" else Trained(params, fmt)
 
 
 def study(seeds: int, steps: int) -> list[dict[str, Any]]:
     """Evaluate all candidates, one row each."""
-    candidates: dict[str, Format | None] = {"fp32": None, "fp32, perturbed start": None, **formats()}
+    candidates: dict[str, StateFormat | None] = {"fp32": None, "fp32, perturbed start": None, **formats()}
     try:
         import bitsandbytes  # noqa: F401
 

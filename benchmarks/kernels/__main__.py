@@ -21,7 +21,7 @@ import torch
 
 import benchmarks.kernels as here
 from benchmarks.kernels.table import markdown, read
-from trimtab.lab.contests import Case, first_line, is_good, measure_case
+from trimtab.lab.contests import Contest, first_line, is_good, measure_case
 from trimtab.lab.records import append_record, file_name, is_recorded, provenance, timestamp
 from trimtab.lab.timing import ceilings
 
@@ -38,9 +38,9 @@ PACKAGES = (
 )
 
 
-def all_cases(only: list[str]) -> list[Case]:
+def all_cases(only: list[str]) -> list[Contest]:
     """The cases of all modules in this folder, or of the named operations (or `operation/case`)."""
-    found: list[Case] = []
+    found: list[Contest] = []
     for info in pkgutil.iter_modules(here.__path__):
         if info.name in ("__main__", "table") or info.name.startswith("_"):
             continue
@@ -50,7 +50,7 @@ def all_cases(only: list[str]) -> list[Case]:
     return [case for case in found if not only or case.op in only or f"{case.op}/{case.name}" in only]
 
 
-def run_all(cases: list[Case], path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def run_all(cases: list[Contest], path: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures the cases that have no record for this commit, device and these versions."""
     measured = ceilings()
     where = {**provenance("cuda", PACKAGES, options.commit), "device": measured.device}

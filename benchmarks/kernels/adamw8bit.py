@@ -10,7 +10,7 @@ import torch
 from benchmarks.models import MODELS
 from trimtab.kernels.adamw8bit import spec
 from trimtab.kernels.adamw8bit.truth import adamw_truth
-from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
+from trimtab.lab.contests import Candidates, Contest, Implementation, floor, missing
 from trimtab.model.families import shape_from_config
 from trimtab.optim import build
 
@@ -142,9 +142,9 @@ def _build() -> Candidates:
     return Candidates(contestants, absent)
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """One case: all tensors of the model."""
     moved = sum(
         spec.bytes_moved(shape, 2, 2) if len(shape) > 1 else 22 * shape[0] for shape in shapes()
     )  # 22 bytes per element of a small tensor: 16 of fp32 moments read and written, 6 of weight and gradient
-    return [Case("adamw8bit", "Qwen3-0.6B, 310 tensors, 596 M", _build, floor(bytes_moved=moved))]
+    return [Contest("adamw8bit", "Qwen3-0.6B, 310 tensors, 596 M", _build, floor(bytes_moved=moved))]

@@ -18,7 +18,7 @@ import torch._functorch.config as settings
 from trimtab.facts.errors import ModelError
 from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.attention import Layout, attention, choose_attention, spec
-from trimtab.lab.contests import Candidates, Case, Implementation, floor
+from trimtab.lab.contests import Candidates, Contest, Implementation, floor
 
 PEERS = ("sdpa_cudnn", "sdpa_flash", "flex", "varlen")
 
@@ -45,10 +45,10 @@ SHAPES = (
 )
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Forward and backward of each shape."""
     return [
-        Case(
+        Contest(
             "attention",
             f"{shape.name}, {'backward' if backward else 'forward'}",
             functools.partial(build, shape, backward),

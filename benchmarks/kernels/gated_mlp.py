@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.gated_mlp import gated_activation, spec
-from trimtab.lab.contests import Case, missing
+from trimtab.lab.contests import Contest, missing
 
 
 def caller(impl: str, activation: str) -> Callable[..., Any]:
@@ -20,7 +20,7 @@ def caller(impl: str, activation: str) -> Callable[..., Any]:
     return call
 
 
-def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
+def entries(case: spec.Contest) -> tuple[dict[str, Entry], dict[str, str]]:
     found = {
         "triton": Entry(caller("triton", case.activation), ours=True),
         "reference": Entry(caller("reference", case.activation)),
@@ -39,9 +39,9 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
     return found, absent
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """The intermediate sizes of a Llama and a Gemma model."""
-    found: list[Case] = []
+    found: list[Contest] = []
     for case in spec.LARGE_CASES:
         moved = partial(spec.bytes_moved, case.N, case.W, "bf16")
         found += two_passes(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy, schedule, spec
-from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor, missing
+from trimtab.lab.contests import Candidates, Contest, Implementation, disagreement, floor, missing
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -168,10 +168,10 @@ def build(shape: Shape, peaked: bool) -> Candidates:
     return Candidates(contestants, absent)
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Heads of four models, flat and peaked."""
     return [
-        Case(
+        Contest(
             "linear_cross_entropy",
             f"{s.N}×{s.C}×{s.V}, {'peaked' if peaked else 'flat'}",
             build=partial(build, s, peaked),

@@ -14,7 +14,7 @@ import torch
 from trimtab.kernels import nf4
 from trimtab.kernels.accuracy import TOLERANCE, check_accuracy
 from trimtab.kernels.nf4 import NF4Weight, spec
-from trimtab.lab.contests import Candidates, Case, Implementation, floor, missing
+from trimtab.lab.contests import Candidates, Contest, Implementation, floor, missing
 
 SHAPES = ((1024, 4096), (4096, 4096), (14336, 4096), (28672, 8192))
 MATMULS = ((1, (4096, 4096)), (2, (4096, 4096)), (16, (4096, 4096)), (1, (14336, 4096)), (2, (14336, 4096)))
@@ -140,19 +140,19 @@ def _matmul_bench(rows: int, shape: tuple[int, int]) -> Candidates:
     return Candidates(contestants, absent)
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Dequantize and quantize at four shapes, and the product with a few rows."""
     found = []
     for shape in SHAPES:
         name = "×".join(map(str, shape))
         moved = floor(bytes_moved=spec.dequantize_bytes_moved(shape))
-        found.append(Case("nf4", f"dequantize {name}", partial(_dequantize_bench, shape), moved))
+        found.append(Contest("nf4", f"dequantize {name}", partial(_dequantize_bench, shape), moved))
     for shape in SHAPES:
         name = "×".join(map(str, shape))
         moved = floor(bytes_moved=spec.quantize_bytes_moved(shape))
-        found.append(Case("nf4", f"quantize {name}", partial(_quantize_bench, shape), moved))
+        found.append(Contest("nf4", f"quantize {name}", partial(_quantize_bench, shape), moved))
     for rows, shape in MATMULS:
         name = f"matmul {rows} × {'×'.join(map(str, shape))}"
         moved = floor(bytes_moved=spec.matmul_bytes_moved(rows, shape), flops=spec.matmul_flops(rows, shape))
-        found.append(Case("nf4", name, partial(_matmul_bench, rows, shape), moved))
+        found.append(Contest("nf4", name, partial(_matmul_bench, rows, shape), moved))
     return found

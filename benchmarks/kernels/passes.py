@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor
+from trimtab.lab.contests import Candidates, Contest, Implementation, disagreement, floor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +41,7 @@ def two_passes(
     bytes_moved: Callable[[bool], int],
     frozen: tuple[str, ...] = (),
     dtype: str = "bf16",
-) -> list[Case]:
+) -> list[Contest]:
     """The cases "name, forward" and "name, backward".
 
     Args:
@@ -52,7 +52,7 @@ def two_passes(
         frozen: Inputs that require no gradient.
     """
     return [
-        Case(
+        Contest(
             op,
             f"{name}, {'backward' if backward else 'forward'}",
             build=lambda backward=backward: _build(make, entries, frozen, dtype, backward),  # type: ignore[misc]

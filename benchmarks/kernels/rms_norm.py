@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.rms_norm import add_rms_norm, rms_norm, spec
-from trimtab.lab.contests import Case, missing
+from trimtab.lab.contests import Contest, missing
 
 
 def caller(impl: str, eps: float) -> Callable[..., Any]:
@@ -22,7 +22,7 @@ def caller(impl: str, eps: float) -> Callable[..., Any]:
     return call
 
 
-def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
+def entries(case: spec.Contest) -> tuple[dict[str, Entry], dict[str, str]]:
     found = {
         "triton": Entry(caller("triton", case.eps), ours=True),
         "reference": Entry(caller("reference", case.eps)),
@@ -45,9 +45,9 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
     return found, absent
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Widths of models with their token counts, and heads as rows (query and key norms)."""
-    found: list[Case] = []
+    found: list[Contest] = []
     for case in spec.LARGE_CASES[:-1]:
         moved = partial(spec.bytes_moved, case.N, case.D, "bf16", residual=case.residual)
         found += two_passes(

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.rope import rope, spec
-from trimtab.lab.contests import Case, missing
+from trimtab.lab.contests import Contest, missing
 
 
 def caller(impl: str) -> Callable[..., Any]:
@@ -20,7 +20,7 @@ def caller(impl: str) -> Callable[..., Any]:
     return call
 
 
-def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
+def entries(case: spec.Contest) -> tuple[dict[str, Entry], dict[str, str]]:
     found = {
         "triton": Entry(caller("triton"), ours=True),
         "reference": Entry(caller("reference")),
@@ -44,9 +44,9 @@ def entries(case: spec.Case) -> tuple[dict[str, Entry], dict[str, str]]:
     return found, absent
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Heads of models at 16,384 tokens."""
-    found: list[Case] = []
+    found: list[Contest] = []
     for case in spec.LARGE_CASES:
         moved = partial(spec.bytes_moved, case.B * case.T, case.H, case.K, case.D, "bf16", norm=case.norm)
         found += two_passes(

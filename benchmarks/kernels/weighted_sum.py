@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.kernels.passes import Entry, compiled, two_passes
 from trimtab.kernels.weighted_sum import spec, weighted_sum
-from trimtab.lab.contests import Case
+from trimtab.lab.contests import Contest
 
 
 def entries() -> tuple[dict[str, Entry], dict[str, str]]:
@@ -26,7 +26,7 @@ def entries() -> tuple[dict[str, Entry], dict[str, str]]:
     }, {}
 
 
-def cases() -> list[Case]:
+def cases() -> list[Contest]:
     """Forward and backward at a model's size."""
     case = spec.LARGE_CASES[0]
 

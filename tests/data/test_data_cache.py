@@ -18,7 +18,7 @@ import pytest
 from trimtab.data import fingerprints, spec
 from trimtab.data.cached_corpus import CachedCorpus
 from trimtab.data.caching import open_cached
-from trimtab.data.resume_checks import Manifest
+from trimtab.data.resume_checks import CorpusManifest
 from trimtab.data.sources import SourceSpec
 from trimtab.data.tokenizing import TokenizerSpec
 from trimtab.facts.errors import DataError, ResourceError
@@ -254,7 +254,7 @@ def test_changed_data_is_named(source: Path, tokenizer, prose) -> None:
     ):
         opened(source, tokenizer).check(kept)
     with pytest.raises(DataError, match=r"read with different settings"):
-        Manifest.from_dict(kept).check(Manifest.from_dict({**kept, "fingerprint": "x"}))
+        CorpusManifest.from_dict(kept).check(CorpusManifest.from_dict({**kept, "fingerprint": "x"}))
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(source: Path, tokenizer, monkeypatch) -> None:

@@ -194,7 +194,10 @@ def test_partial_stop_strings_are_buffered() -> None:
     assert [finder.push(p) for p in ("x E", "N", "X")] == [("x ", False), ("", False), ("ENX", False)]
 
 
-def windowed(window: int | None, layers: int = 2, attention: str = "sdpa_flash") -> Decoder:
+def windowed(
+    window: int | None, layers: int = 2, attention: str = "sdpa_flash", num_full: int = 0
+) -> Decoder:
+    """A decoder whose first layers, `num_full` of them, have no window."""
     shape = uniform_shape(
         "mistral",
         50,
@@ -205,6 +208,7 @@ def windowed(window: int | None, layers: int = 2, attention: str = "sdpa_flash")
         num_kv_heads=2,
         head_dim=8,
         sliding_window=window,
+        num_full_layers=num_full,
         max_positions=4096,
     )
     return init_weights(build(shape, dtype="fp32", device="cpu", attention=attention), seed=3).eval()
@@ -212,11 +216,14 @@ def windowed(window: int | None, layers: int = 2, attention: str = "sdpa_flash")
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa_flash"])
 @pytest.mark.parametrize("chunks", [[1] * 40, [17, 1, 1, 9, 12], [40], [3] + [1] * 37])
-def test_tokens_outside_the_sliding_window_are_dropped(attention: str, chunks: list[int]) -> None:
-    """Hidden states equal those of one uncached pass, whatever tokens are dropped."""
-    decoder = windowed(5, attention=attention)
+@pytest.mark.parametrize("num_full", [0, 1])
+def test_tokens_outside_the_sliding_window_are_dropped(
+    attention: str, chunks: list[int], num_full: int
+) -> None:
+    """Hidden states equal those of one uncached pass, whatever tokens are dropped, in whichever layers."""
+    decoder = windowed(5, attention=attention, num_full=num_full)
     ids_BT = torch.randint(0, 50, (2, sum(chunks)), generator=torch.Generator().manual_seed(1))
-    cache = KVCache(2, windows=[5, 5], block=2)
+    cache = KVCache(2, windows=[decoder.shape.window(layer) for layer in range(2)], block=2)
     with torch.no_grad():
         whole_BTC = decoder(ids_BT)
         parts = [decoder(part_BT, None, None, cache) for part_BT in ids_BT.split(chunks, dim=1)]
@@ -237,13 +244,13 @@ def test_memory_with_a_sliding_window_is_constant() -> None:
     assert cache.length == 500
 
 
-@pytest.mark.parametrize("window", [3, 6, None])
-def test_padded_rows_match_single_rows_with_a_window(window: int | None) -> None:
-    decoder = windowed(window)
+@pytest.mark.parametrize(("window", "num_full"), [(3, 0), (6, 0), (3, 1), (None, 0)])
+def test_padded_rows_match_single_rows_with_a_window(window: int | None, num_full: int) -> None:
+    decoder = windowed(window, num_full=num_full)
     rows, padding = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 0, 0, 0, 0, 0, 0, 4, 5]], [0, 7]
     more = torch.randint(0, 50, (2, 30), generator=torch.Generator().manual_seed(2))
     ids_BT = torch.cat([torch.tensor(rows), more], dim=1)
-    cache = KVCache(2, windows=[window] * 2, block=2)
+    cache = KVCache(2, windows=[decoder.shape.window(layer) for layer in range(2)], block=2)
     last = []
     with torch.no_grad():
         for part_BT in ids_BT.split([9] + [1] * 30, dim=1):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, impl_triton, new_state, spec
 from trimtab.kernels.adamw8bit.impl_reference import fp32_step
-from trimtab.kernels.adamw8bit.table import Member, Table, hashing_keys
+from trimtab.kernels.adamw8bit.table import Member, ParameterTable, hashing_keys
 from trimtab.kernels.stochastic_rounding import impl_triton as rounding_triton
 from trimtab.kernels.stochastic_rounding import spec as rounding_spec
 from trimtab.optim import AdamW8bit, OptimizerInBackward
@@ -48,7 +48,7 @@ class Twins:
         self, shapes: list[tuple[int, ...]], weight: str, device: str, exact: bool, small: int = 64
     ) -> None:
         self.shapes, self.device = shapes, device
-        self.table: Table | None = None
+        self.table: ParameterTable | None = None
         self.exact, self.count = exact, 0
         params = [
             spec.make_inputs(s, seed=i, weight_dtype=weight)[0].to(device) for i, s in enumerate(shapes)
@@ -71,7 +71,7 @@ class Twins:
             members = [
                 Member(p, s, index=i) for i, (p, s) in enumerate(zip(mine, self.states[0], strict=True))
             ]
-            self.table = Table([m for m in members if m.param.numel()], self.exact)
+            self.table = ParameterTable([m for m in members if m.param.numel()], self.exact)
         kept = [i for i, p in enumerate(mine) if p.numel()]
         decay = [0.1 if i % 2 else 0.0 for i in range(len(grads))]
         common = {**HYPER, "step": self.count, "seed": 5, **more}

@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels import __main__ as runner
 from benchmarks.kernels.table import markdown
 from trimtab.lab import contests
-from trimtab.lab.contests import Candidates, Case, Implementation, disagreement, floor
+from trimtab.lab.contests import Candidates, Contest, Implementation, disagreement, floor
 from trimtab.lab.timing import Ceilings, Timing
 
 CEILINGS = Ceilings(1e12, 1e14, "Some GPU", 90, "bfloat16")
@@ -29,12 +29,12 @@ def broken() -> None:
     raise RuntimeError("out of memory\nmore lines")
 
 
-def case(name: str, log: list[str], **contestants: Implementation) -> Case:
+def case(name: str, log: list[str], **contestants: Implementation) -> Contest:
     def build() -> Candidates:
         log.append(name)
         return Candidates(contestants, {"unsloth": "unsloth is not installed"})
 
-    return Case("op", name, build, floor(bytes_moved=2e9))
+    return Contest("op", name, build, floor(bytes_moved=2e9))
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "clean_up", lambda: None)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, path: Path, cases: list[Case], *words: str) -> int:
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, cases: list[Contest], *words: str) -> int:
     monkeypatch.setattr(runner, "all_cases", lambda only: cases)
     return runner.main(["--out", str(path), "--commit", "abc", *words])
 
@@ -112,7 +112,7 @@ def test_wrong_results_are_not_timed(gpu, monkeypatch, tmp_path, capsys) -> None
 
 def test_a_failing_case_does_not_stop_the_others(gpu, monkeypatch, tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     log: list[str] = []
-    bad = Case("op", "bad", broken, floor(bytes_moved=1))  # type: ignore[arg-type]
+    bad = Contest("op", "bad", broken, floor(bytes_moved=1))  # type: ignore[arg-type]
     good = case("good", log, triton=Implementation(right, right, ours=True))
     assert run(monkeypatch, tmp_path / "data.jsonl", [bad, good]) == 1
     out = capsys.readouterr().out

@@ -35,7 +35,7 @@ from trimtab.lab.memory_attribution import (
     _allocated,
     attribute,
 )
-from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role
+from trimtab.lab.memory_blocks import AttributedTimeline, MemoryBlock, Role
 from trimtab.lab.memory_recorder import record_memory
 from trimtab.lab.memory_roles import SUM_AND_NORM, Place, role_of
 from trimtab.lab.study_step import Precision, StepSettings, StudyStep
@@ -103,7 +103,7 @@ def plain_step() -> tuple[StudyStep, AttributedTimeline]:
 
 def blocks_of(
     timeline: AttributedTimeline, part: MemoryPart, phase: RunPhase = RunPhase.FORWARD
-) -> list[Block]:
+) -> list[MemoryBlock]:
     return [block for block in timeline.blocks if block.role.part is part and block.phase is phase]
 
 
@@ -274,8 +274,8 @@ def test_every_moment_adds_up_to_the_events() -> None:
         OperationRecord("", Origin(), place(RunPhase.OPTIMIZER_STEP)),
     ]
     standing = [
-        Block(500, Role(TensorKind.WEIGHTS), "w", address=9),
-        Block(50, Role(TensorKind.OTHER), address=8),
+        MemoryBlock(500, Role(TensorKind.WEIGHTS), "w", address=9),
+        MemoryBlock(50, Role(TensorKind.OTHER), address=8),
     ]
     known = [NamedAddress(3, 3, TensorKind.GRADIENTS, "gradient of w")]
     forward = {5: Origin("model.layers.0.mlp.up_proj", "a.py:1 (f)")}
@@ -393,7 +393,7 @@ def test_blocks_of_the_gpu_allocator_get_names() -> None:
         },
         {"address": 9000, "device": 1, "blocks": [{"size": 512, "state": "active_allocated"}]},
     ]
-    named = {1000: Block(500, Role(TensorKind.WEIGHTS), "w", tensor_bytes=500, address=1000)}
+    named = {1000: MemoryBlock(500, Role(TensorKind.WEIGHTS), "w", tensor_bytes=500, address=1000)}
     found = list(_allocated(segments, 0, named))
     assert [(one.nbytes, one.tensor_bytes, one.name) for one in found] == [
         (512, 500, "w"),

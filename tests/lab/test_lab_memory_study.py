@@ -13,7 +13,7 @@ from trimtab.facts.errors import DataError, RecipeError
 from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory_blocks import AttributedTimeline, Block, PhaseSpan, Role
+from trimtab.lab.memory_blocks import AttributedTimeline, MemoryBlock, PhaseSpan, Role
 from trimtab.lab.memory_summary import MemorySummary, find_size, group_allocations, summarize
 from trimtab.lab.reporting import build_report
 from trimtab.lab.step_settings import Kernels, Loss, StepSettings
@@ -118,9 +118,9 @@ def test_the_full_step_is_called_full_as_in_bench_step() -> None:
     assert [cell.settings["pass"] for cell in chosen] == [MeasuredPass.FULL.value]
 
 
-def block(nbytes: int, start: int | None = None, end: int | None = None, **more: Any) -> Block:
+def block(nbytes: int, start: int | None = None, end: int | None = None, **more: Any) -> MemoryBlock:
     role = more.pop("role", Role(TensorKind.ACTIVATIONS, MemoryPart.ATTENTION))
-    return Block(nbytes, role, start=start, end=end, phase=RunPhase.FORWARD, **more)
+    return MemoryBlock(nbytes, role, start=start, end=end, phase=RunPhase.FORWARD, **more)
 
 
 def test_a_drawn_timeline_keeps_the_peak_and_few_points() -> None:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from trimtab.lab.suggestions import Goal, Suggestion, suggest
-from trimtab.run.target import Target, read_target
+from trimtab.run.target import PlanTarget, read_target
 
 
-def suggested(target: Target) -> tuple[Suggestion, ...]:
+def suggested(target: PlanTarget) -> tuple[Suggestion, ...]:
     return suggest(target.plan, target.plan_for)
 
 
 @pytest.fixture(scope="module")
-def roomy() -> Target:
+def roomy() -> PlanTarget:
     return read_target("starter", ["recompute=block"], gpu="rtx4060ti-16gb", method="full")
 
 
-def test_time_comes_first_if_memory_is_free(roomy: Target) -> None:
+def test_time_comes_first_if_memory_is_free(roomy: PlanTarget) -> None:
     found = suggested(roomy)
     assert len(found) == 3
     faster = [one for one in found if one.goal is Goal.TIME]
@@ -45,7 +45,7 @@ def test_without_rates_only_memory_is_predicted() -> None:
     assert all(one.seconds is None and one.goal is Goal.MEMORY and one.saved > 0 for one in found)
 
 
-def test_each_key_is_suggested_once(roomy: Target) -> None:
+def test_each_key_is_suggested_once(roomy: PlanTarget) -> None:
     found = suggest(roomy.plan, roomy.plan_for, count=20)
     keys = [one.lines[0].partition(":")[0] for one in found]
     assert len(keys) == len(set(keys))

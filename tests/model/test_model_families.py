@@ -92,6 +92,64 @@ def test_unknown_keys_are_named() -> None:
     assert unknown_keys(config) == ["logit_scale", "attention_multiplier"]
     assert unknown_keys({**config_of("llama"), "pretraining_tp": 1, "rope_interleaved": False}) == []
     assert unknown_keys({**config_of("qwen2"), "pretraining_tp": 1}) == ["pretraining_tp"]
+    assert unknown_keys({**config_of("qwen2"), "a.b": 1}) == ["a.b"]
+    scaling = {"rope_type": "linear", "factor": 2.0, "colour": 1}
+    assert unknown_keys({**config_of("llama"), "rope_scaling": scaling}) == ["rope_scaling.colour"]
+    theta = {"rope_type": "default", "rope_theta": 5.0, "long_factor": [1.0]}
+    assert unknown_keys({**config_of("qwen2"), "rope_parameters": theta}) == ["rope_parameters.long_factor"]
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-0.5B": {
+        "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+        "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Qwen/Qwen3-0.6B": {
+        "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+        "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_cache": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "meta-llama/Llama-3.2-1B": {
+        "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192, "mlp_bias": False,
+        "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 16,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "tie_word_embeddings": True, "use_cache": True, "vocab_size": 128256,
+    },
+    "mistralai/Mistral-7B-v0.3": {
+        "model_type": "mistral", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "sliding_window": None, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 32768,
+    },
+}  # fmt: skip
+"""config.json of models on the hub, without keys of tokens and versions."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_no_unknown_keys(name: str) -> None:
+    assert unknown_keys(PUBLISHED[name]) == []
+
+
+def test_partial_rope_is_refused_in_either_form() -> None:
+    partial = {"rope_type": "default", "rope_theta": 5.0, "partial_rotary_factor": 0.5}
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ModelError, match=r"partial_rotary_factor is 0\.5"):
+            shape_from_config({**config_of("llama"), key: partial})
+    with pytest.raises(ModelError, match="use_mrope is true"):
+        shape_from_config({**config_of("qwen2"), "use_mrope": True})
 
 
 @pytest.mark.oracle

@@ -13,6 +13,7 @@ from trimtab.parallel import Mesh
 from trimtab.plan.job import Job
 from trimtab.plan.resolved import (
     AttentionConfig,
+    LayerAttention,
     LossConfig,
     MemoryPlan,
     OptimizerConfig,
@@ -31,7 +32,7 @@ def resolved_of(job: Job) -> Resolved:
         threads=torch.get_num_threads(),
         deterministic=False,
         precision=PrecisionConfig(job.dtype, job.weights_dtype, job.gradient_dtype),
-        attention=AttentionConfig.uniform(job.shape.num_layers, job.attention),
+        attention=AttentionConfig(tuple(LayerAttention(impl, impl) for impl in job.attention_backends)),
         optimizer=OptimizerConfig(job.optimizer, job.optimizer_impl),
         loss=LossConfig(job.loss_impl, job.loss_memory),
         pointwise=PointwiseConfig(job.pointwise),

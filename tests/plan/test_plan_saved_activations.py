@@ -153,6 +153,13 @@ def test_layers_may_differ() -> None:
     assert len(set(declared)) == 3
 
 
+@pytest.mark.parametrize("method", ["full", "full, bf16", "LoRA"])
+def test_layers_may_have_different_attention_backends(method: str) -> None:
+    backends = ("sdpa_flash", "reference", "sdpa_math")  # the last two layers have a window
+    job = job_of(FAMILIES["mistral"], **METHODS[method], attention=backends[0], layer_attention=backends)
+    compare(f"mistral, {method}, {', '.join(backends)}", job)
+
+
 def test_parts_add_up() -> None:
     for block in blocks_by_layer(job_of(FAMILIES["qwen3"])):
         saved = saved_under(block, "none")

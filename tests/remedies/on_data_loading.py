@@ -248,12 +248,12 @@ def locked(w: World) -> object:
 
 def cached_without_locks(w: World) -> object:
     from trimtab.data.cache import TokenCache
-    from trimtab.data.selection import Counts
+    from trimtab.data.selection import SourceCounts
 
     cache = TokenCache(w.tmp / "mine", print)
     (w.tmp / "mine" / "locks").rmdir()
     written(w, "mine/locks", "x")
-    return cache.get_or_build("key", lambda writer: Counts(), dtype="uint16", need_bytes=1)
+    return cache.get_or_build("key", lambda writer: SourceCounts(), dtype="uint16", need_bytes=1)
 
 
 case(f"data/cache.py:TokenCache._lock: {ELSEWHERE}", locked, follow_elsewhere)

@@ -174,6 +174,11 @@ accepted_config(
     lambda remedy: {"layer_types": re.findall(r"\w+_attention", remedy)},
 )
 accepted_config(
+    "model/families/qwen2.py:_describe: use a model with use_mrope: false, the only kind that trimtab trains",
+    {**WINDOWED, "use_mrope": True},
+    lambda remedy: {"use_mrope": "use_mrope: false" not in remedy},
+)
+accepted_config(
     "model/families/config_json.py:check_supported: use a model without rope_interleaved: trimtab rotates the two "
     "halves of a head",
     {"rope_interleaved": True},

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from trimtab.facts.errors import ResourceError
 from trimtab.report import read_run, write_page
+from trimtab.report.attention_kinds import attention_kinds
 from trimtab.report.html import script_json
 from trimtab.report.page import render
 
@@ -276,3 +277,37 @@ def test_choices_are_shown_by_their_labels_and_flags_of_the_file_are_not(
         assert f"<tr><td>{label}</td><td>{value}</td></tr>" in page
     assert "logs_checkpoints" not in page
     assert "<td>version</td>" not in page
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {"impl": "triton"},
+        {"impl": "triton", "reason": 3},
+        {"layers": 4, "reason": "fastest"},
+        {
+            "layers": [1, {"unpacked": 3}],
+            "kinds": [{"layers": [0], "reason": "a"}, {"layers": [1], "reason": "b"}],
+        },
+        {
+            "layers": [{"unpacked": "triton"}],
+            "kinds": [3, {"layers": [1], "reason": "a"}, {"layers": [True]}, {}],
+        },
+        {
+            "layers": [{"unpacked": "triton"}],
+            "kinds": [{"layers": [], "reason": "a"}, {"layers": [-1], "reason": "a"}],
+        },
+    ],
+    ids=str,
+)
+def test_damaged_attention_backends_are_left_out(damaged: dict[str, Any]) -> None:
+    assert attention_kinds(damaged) == []
+
+
+def test_attention_backends_without_reasons_per_kind() -> None:
+    """Files of an earlier version have one reason for layers with different backends."""
+    layers = [{"packed": "triton", "unpacked": name} for name in ("sdpa_cudnn", "triton", "sdpa_cudnn")]
+    rejected = [["flex", "slower"], ["varlen"], 3]
+    (kind,) = attention_kinds({"layers": layers, "reason": "fastest", "rejected": rejected})
+    assert (kind.impl, kind.layers, kind.rejected) == ("sdpa_cudnn, triton", "", (("flex", "slower"),))

@@ -22,7 +22,7 @@ from trimtab.report.paired import (
     weighted_mean,
 )
 from trimtab.report.rundata import RunData
-from trimtab.report.verdicts import Change, changes, verdict
+from trimtab.report.verdicts import MeasuredChange, changes, verdict
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_real_change_is_detected() -> None:
 
 
 def test_two_more_choices_of_fourteen_are_no_change() -> None:
-    row = Change(
+    row = MeasuredChange(
         "x",
         12 / 14,
         1.0,

@@ -18,7 +18,7 @@ from trimtab.report.charts import MAX_POINTS, Chart, Line, _smoothed, charts, th
 from trimtab.report.drawing import draw, ticks
 from trimtab.report.progress import Training, sparkline
 from trimtab.report.summary import memory_basis, memory_rows, memory_verdict, parameters, samples, speed
-from trimtab.report.verdicts import OTHER_ITEMS, Change, changes, first_label, verdict
+from trimtab.report.verdicts import OTHER_ITEMS, MeasuredChange, changes, first_label, verdict
 
 MakeRun = Callable[..., Path]
 
@@ -28,7 +28,7 @@ MakeRun = Callable[..., Path]
     ("after", "outcome"), [(1.9, "untested"), (2.1, "untested"), (math.nan, "worse"), (math.inf, "worse")]
 )
 def test_without_a_test_only_a_nonfinite_loss_is_worse(unit: str, after: float, outcome: str) -> None:
-    assert Change("x", 2.0, after, unit).outcome == outcome
+    assert MeasuredChange("x", 2.0, after, unit).outcome == outcome
 
 
 def test_the_probe_has_a_total(make_run: MakeRun) -> None:
@@ -46,15 +46,17 @@ def test_the_probe_has_a_total(make_run: MakeRun) -> None:
 
 
 def test_changes_are_formatted() -> None:
-    assert Change("x", 2.0, 1.5, "loss").text() == "2.000 → 1.500 (−0.500)"
-    assert Change("x", 0.5, 0.75, "share").text() == "50% → 75% (+25 points)"
-    assert Change("x", 0.501, 0.504, "share").text() == "50% → 50% (±0 points)"
+    assert MeasuredChange("x", 2.0, 1.5, "loss").text() == "2.000 → 1.500 (−0.500)"
+    assert MeasuredChange("x", 0.5, 0.75, "share").text() == "50% → 75% (+25 points)"
+    assert MeasuredChange("x", 0.501, 0.504, "share").text() == "50% → 50% (±0 points)"
     assert (
-        Change("x", 186 / 220, 190 / 220, "share", items=220).text()
+        MeasuredChange("x", 186 / 220, 190 / 220, "share", items=220).text()
         == "186 of 220 → 190 of 220 (+1.8 points)"
     )
-    assert Change("x", 16 / 24, 15 / 24, "share", items=24).text() == "16 of 24 → 15 of 24 (−4.2 points)"
-    assert Change("x", 2.0, math.nan, "loss").text() == "2.000 → nan (—)"
+    assert (
+        MeasuredChange("x", 16 / 24, 15 / 24, "share", items=24).text() == "16 of 24 → 15 of 24 (−4.2 points)"
+    )
+    assert MeasuredChange("x", 2.0, math.nan, "loss").text() == "2.000 → nan (—)"
 
 
 def test_the_verdict_of_a_run_with_improvements_and_regressions(

@@ -32,8 +32,8 @@ from trimtab.plan.resolved import Resolved
 from trimtab.plan.step_time import step_time
 from trimtab.recipe import loads
 from trimtab.report import read_run
-from trimtab.report.attention_kinds import attention_kinds
 from trimtab.report.page import render
+from trimtab.report.plan_panel import plan_rows
 from trimtab.run import build as building
 from trimtab.run.microbatch import MicrobatchLoss
 from trimtab.run.resolve import resolve_inference, resolve_recipe
@@ -170,9 +170,9 @@ def test_the_plan_counts_each_layers_backend(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Rates, "seconds", record)
     assert step_time(job, H200) is not None
     assert timed == {"sdpa_cudnn", "triton"}
-    written = make_plan(recipe, shape, resolved, device=H200).to_dict()["choices"]["attention"]
-    shown = [(kind.impl, kind.layers) for kind in attention_kinds(json.loads(json.dumps(written)))]
-    assert shown == [("sdpa_cudnn", "layers 0, 2"), ("triton", "layers 1, 3")]
+    written = json.loads(json.dumps(make_plan(recipe, shape, resolved, device=H200).to_dict()))
+    shown = [value.partition(":")[0] for name, value in plan_rows(written) if name == "attention"]
+    assert shown == ["sdpa_cudnn in layers 0, 2", "triton in layers 1, 3"]
 
 
 def mixed_decoder(*names: str, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:

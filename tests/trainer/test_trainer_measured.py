@@ -11,7 +11,7 @@ from tiny_setup import TinyLoader, tiny_setup
 from trimtab.facts.errors import DataError, OutOfMemory
 from trimtab.facts.phases import RunPhase
 from trimtab.trainer import Cadence, TrainState, train
-from trimtab.trainer.measured import Measured, Spread, Stopwatch
+from trimtab.trainer.measured import Measured, Stopwatch, TimeSpread
 
 NOTHING = (0, 0)
 
@@ -22,13 +22,13 @@ def test_the_first_steps_do_not_count() -> None:
     watch.interval(5.0, 1, one_time=NOTHING)
     assert not watch.warm
     early = watch.measured(2)
-    assert early.step == Spread(5.0, 5.0, 9.0, 2)
+    assert early.step == TimeSpread(5.0, 5.0, 9.0, 2)
     assert not early.warm
     for seconds in (1.0, 1.2, 1.1):
         watch.interval(seconds, 1, one_time=NOTHING)
     measured = watch.measured(5)
     assert measured.warm
-    assert measured.step == Spread(1.1, 1.0, 1.2, 3)
+    assert measured.step == TimeSpread(1.1, 1.0, 1.2, 3)
 
 
 @pytest.mark.parametrize("captures_and_programs", [(1, 0), (0, 1)])
@@ -38,7 +38,7 @@ def test_steps_with_a_capture_or_a_compilation_do_not_count(captures_and_program
     watch.interval(50.0, 1, one_time=captures_and_programs)
     assert not watch.warm
     watch.interval(4.0, 2, one_time=captures_and_programs)
-    assert watch.measured(5).step == Spread(2.0, 2.0, 2.0, 2)
+    assert watch.measured(5).step == TimeSpread(2.0, 2.0, 2.0, 2)
 
 
 def test_the_time_of_a_save_does_not_count_as_step_time() -> None:
@@ -49,8 +49,8 @@ def test_the_time_of_a_save_does_not_count_as_step_time() -> None:
     watch.saved(7.0, written=True)
     measured = watch.measured(14)
     assert measured.first_step == 10
-    assert measured.step == Spread(1.0, 1.0, 1.0, 2)
-    assert measured.checkpoint == Spread(7.0, 7.0, 7.0, 1)
+    assert measured.step == TimeSpread(1.0, 1.0, 1.0, 2)
+    assert measured.checkpoint == TimeSpread(7.0, 7.0, 7.0, 1)
     assert measured.checkpoint_stall is not None
     assert measured.checkpoint_stall.count == 2
 

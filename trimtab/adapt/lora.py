@@ -19,7 +19,7 @@ from trimtab.adapt import targets
 from trimtab.adapt.lora_dropout import DropoutMasks
 from trimtab.adapt.lora_layers import LoRAEmbedding, LoRALinear
 from trimtab.adapt.saved_modules import drop_modules, resolve_modules, switch_modules
-from trimtab.adapt.spec import DEFAULT, LoraSettings, Target, check_trainable, resolve_targets
+from trimtab.adapt.spec import DEFAULT, LoraSettings, TargetModule, check_trainable, resolve_targets
 from trimtab.adapt.spec_quantized import check_not_quantized
 from trimtab.facts.errors import ModelError, RecipeError
 from trimtab.model.decoder import Decoder
@@ -66,7 +66,7 @@ def attach_adapters(decoder: Decoder, settings: LoraSettings, adapter: str) -> D
     return decoder
 
 
-def _get_or_attach(decoder: Decoder, target: Target) -> LoRALinear | LoRAEmbedding:
+def _get_or_attach(decoder: Decoder, target: TargetModule) -> LoRALinear | LoRAEmbedding:
     """Returns the adapted layer of a target; replaces the base layer by it if necessary."""
     module = decoder.get_submodule(target.name)
     if isinstance(module, LoRALinear | LoRAEmbedding):

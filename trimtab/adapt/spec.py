@@ -78,7 +78,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetModule:
     """An adapter on one module."""
 
     matrix: Matrix
@@ -92,7 +92,7 @@ class Target:
         return self.matrix.name
 
 
-def resolve_targets(shape: ModelShape, settings: LoraSettings) -> list[Target]:
+def resolve_targets(shape: ModelShape, settings: LoraSettings) -> list[TargetModule]:
     """Resolves the settings to adapters on this model's modules.
 
     Raises:
@@ -112,7 +112,7 @@ def resolve_targets(shape: ModelShape, settings: LoraSettings) -> list[Target]:
         alpha = settings.lora_alpha if alpha_key is None else settings.alpha_pattern[alpha_key]
         rank_said = "lora.r" if rank_key is None else f"lora.rank_pattern: {rank_key}"
         _check_rank(r, matrix, rank_said, any_rank=settings.any_rank)
-        found.append(Target(matrix, r, alpha, settings.scaling(r, alpha)))
+        found.append(TargetModule(matrix, r, alpha, settings.scaling(r, alpha)))
     if unused:
         raise RecipeError(
             f"lora.rank_pattern or lora.alpha_pattern names {sorted(unused)[0]}, which no adapted module matches",
@@ -134,7 +134,7 @@ def _check_rank(r: int, matrix: Matrix, key: str, *, any_rank: bool) -> None:
         raise RecipeError(f"{key} is {r}, but {matrix.name} is {size}", f"set it to at most {most}{own}")
 
 
-def _check_kinds(shape: ModelShape, found: list[Target], settings: LoraSettings) -> None:
+def _check_kinds(shape: ModelShape, found: list[TargetModule], settings: LoraSettings) -> None:
     if settings.use_dora and any(target.matrix.is_embedding for target in found):
         raise RecipeError(
             "lora.use_dora: true does not support embed_tokens in lora.target_modules",

@@ -13,7 +13,7 @@ from trimtab.facts.arguments import plain_value
 
 if TYPE_CHECKING:
     from trimtab.api.model import Model
-    from trimtab.run.target import Target
+    from trimtab.run.target import PlanTarget
 
 RecipeArgument = str | Path | dict[str, Any] | None
 
@@ -135,7 +135,7 @@ def _target(
     method: str | None,
     host_memory: str | None,
     keys: dict[str, Any],
-) -> Target:
+) -> PlanTarget:
     from trimtab.run.target import NO_DATA, is_recipe, plan_recipe
 
     if isinstance(recipe, str | os.PathLike) and model is None and not is_recipe(os.fspath(recipe)):

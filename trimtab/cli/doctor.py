@@ -67,7 +67,7 @@ REPORTED_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Row:
+class DoctorRow:
     """A line of the table: a checked property and its value."""
 
     label: str
@@ -123,25 +123,25 @@ def doctor(
     return 0 if ready else 8
 
 
-def _findings(folder: Path) -> tuple[list[Row], bool]:
+def _findings(folder: Path) -> tuple[list[DoctorRow], bool]:
     """All rows except attention, and whether training can run on this machine."""
-    rows = [Row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
+    rows = [DoctorRow("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")]
     ready = sys.version_info[:2] in ((3, 11), (3, 12), (3, 13))
     if not ready:
-        rows.append(Row("", "trimtab is tested on Python 3.11 to 3.13", "red"))
+        rows.append(DoctorRow("", "trimtab is tested on Python 3.11 to 3.13", "red"))
     for name, remedy in PACKAGES.items():
-        rows.append(Row(name, _version(name) or f"not installed: {remedy}"))
+        rows.append(DoctorRow(name, _version(name) or f"not installed: {remedy}"))
     if _version("torch"):
         rows += _device_rows()
     else:
         ready = False
     place = folder.resolve()
     existing = next(parent for parent in (place, *place.parents) if parent.is_dir())
-    rows.append(Row("disk", f"{format_bytes(shutil.disk_usage(existing).free)} free in {existing}"))
+    rows.append(DoctorRow("disk", f"{format_bytes(shutil.disk_usage(existing).free)} free in {existing}"))
     return rows, ready
 
 
-def _table(rows: list[Row], title: str | None = None) -> Table:
+def _table(rows: list[DoctorRow], title: str | None = None) -> Table:
     table = Table(title=title, title_justify="left", box=None, show_header=False, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(as_text(row.label, "bold green" if row.chosen else ""), as_text(row.text, row.style))
@@ -164,16 +164,16 @@ def _compile_row(kind: str, capability: tuple[int, int] | None) -> str:
     return "available" + (" (off by default on a CPU)" if kind == "cpu" else "")
 
 
-def _device_rows() -> list[Row]:
+def _device_rows() -> list[DoctorRow]:
     from trimtab.run.device import detect
 
     device = detect()
     memory = format_bytes(device.memory_bytes)
     rows = [
-        Row("device", f"{device.name} ({device.kind}), {memory} memory"),
-        Row("free memory", format_bytes(device.available_bytes)),
+        DoctorRow("device", f"{device.name} ({device.kind}), {memory} memory"),
+        DoctorRow("free memory", format_bytes(device.available_bytes)),
         *_sharing_rows(device),
-        Row("torch.compile", _compile_row(device.kind, device.capability)),
+        DoctorRow("torch.compile", _compile_row(device.kind, device.capability)),
         *_processor_rows(device.cores or host_cores()),
     ]
     if device.kind == "cpu":
@@ -181,39 +181,43 @@ def _device_rows() -> list[Row]:
 
         if torch.version.cuda is None:
             rows.append(
-                Row(
+                DoctorRow(
                     "cuda",
                     "torch is built without CUDA: for an NVIDIA GPU install torch's CUDA build",
                 )
             )
         else:
             built = f"torch is built for CUDA {torch.version.cuda}, but no GPU is visible: check nvidia-smi"
-            rows.append(Row("cuda", built))
+            rows.append(DoctorRow("cuda", built))
         slow = "no bf16 instructions: fp32 is the default and the fastest"
-        rows.append(Row("dtypes", "bf16 in hardware" if device.bf16 else slow))
+        rows.append(DoctorRow("dtypes", "bf16 in hardware" if device.bf16 else slow))
     else:
-        rows.append(Row("capability", ".".join(map(str, device.capability or ()))))
-        rows.append(Row("dtypes", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32"))
+        rows.append(DoctorRow("capability", ".".join(map(str, device.capability or ()))))
+        rows.append(
+            DoctorRow("dtypes", "bf16" if device.bf16 else "no bf16 below capability 8.0: fp16 or fp32")
+        )
     return rows
 
 
-def _sharing_rows(device: DeviceFacts) -> list[Row]:
+def _sharing_rows(device: DeviceFacts) -> list[DoctorRow]:
     """Rows about device memory that is shared with the CPU or with other processes."""
     rows = []
     if device.unified:
         rows.append(
-            Row("unified memory", "CPU and GPU share one memory: the host's free memory is the limit")
+            DoctorRow("unified memory", "CPU and GPU share one memory: the host's free memory is the limit")
         )
     elif device.kind == "cpu" and (platform.system(), platform.machine()) == ("Darwin", "arm64"):
         rows.append(
-            Row("unified memory", "the Apple GPU shares the CPU's memory; trimtab trains on the CPU here")
+            DoctorRow(
+                "unified memory", "the Apple GPU shares the CPU's memory; trimtab trains on the CPU here"
+            )
         )
     if device.shared is not None:
-        rows.append(Row(SHARED_LABEL, device.shared))
+        rows.append(DoctorRow(SHARED_LABEL, device.shared))
     return rows
 
 
-def _processor_rows(cores: int) -> list[Row]:
+def _processor_rows(cores: int) -> list[DoctorRow]:
     """Rows about the number of threads, the OpenMP wait policy and the machine's load."""
     from trimtab.run.device import threads
 
@@ -221,19 +225,19 @@ def _processor_rows(cores: int) -> list[Row]:
     source = f" (OMP_NUM_THREADS={limit})" if limit else ""
     count = threads()
     rows = [
-        Row("threads", f"torch uses {count} of {cores} cores{source}"),
-        Row("wait policy", describe_wait_policy()),
+        DoctorRow("threads", f"torch uses {count} of {cores} cores{source}"),
+        DoctorRow("wait policy", describe_wait_policy()),
     ]
     if hasattr(os, "getloadavg"):
         load = os.getloadavg()[0]
         text = f"{load:.1f} runnable processes on average over the last minute, {cores} cores"
         if load + count > cores * 1.5:
             text += ": other programs compete for the cores, and steps on the CPU take longer"
-        rows.append(Row("load", text))
+        rows.append(DoctorRow("load", text))
     return rows
 
 
-def _attention_rows() -> list[Row]:
+def _attention_rows() -> list[DoctorRow]:
     """A heading, the attention implementation that will be used, and why the others are rejected."""
     from trimtab.kernels.attention.choice import choose_attention
     from trimtab.run.device import detect
@@ -251,9 +255,9 @@ def _attention_rows() -> list[Row]:
         triton=device.triton,
     )
     return [
-        Row("", f"attention for packed training, heads of 128, {dtype}"),
-        Row(choice.impl, f"will be used: {choice.reason}", chosen=True),
-        *(Row(name, why) for name, why in choice.rejected),
+        DoctorRow("", f"attention for packed training, heads of 128, {dtype}"),
+        DoctorRow(choice.impl, f"will be used: {choice.reason}", chosen=True),
+        *(DoctorRow(name, why) for name, why in choice.rejected),
     ]
 
 
@@ -269,7 +273,7 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _write_report(path: Path, rows: list[Row], verdict: str) -> None:
+def _write_report(path: Path, rows: list[DoctorRow], verdict: str) -> None:
     """Writes the findings as plain text, without the folder's path, other users' programs and unlisted variables."""
     lines = [f"trimtab {__version__}", f"{platform.platform()}", ""]
     for row in rows:

@@ -12,7 +12,7 @@ import typer
 from trimtab.cli.verb import new_app
 
 if TYPE_CHECKING:
-    from trimtab.run.target import Target
+    from trimtab.run.target import PlanTarget
 
 app = new_app()
 
@@ -155,7 +155,7 @@ def plan(
     _print(found, what_if=what_if, recompute=recompute, dtypes=dtypes, as_json=as_json, page=page)
 
 
-def _read(target: str, words: list[str], gpu: str | None, method: str | None, host: str | None) -> Target:
+def _read(target: str, words: list[str], gpu: str | None, method: str | None, host: str | None) -> PlanTarget:
     from trimtab.report.plain import plain
     from trimtab.run.device import has_torch
     from trimtab.run.target import read_target
@@ -173,7 +173,7 @@ def _read(target: str, words: list[str], gpu: str | None, method: str | None, ho
 
 
 def _print(
-    found: Target, *, what_if: bool, recompute: bool, dtypes: bool, as_json: bool, page: Path | None
+    found: PlanTarget, *, what_if: bool, recompute: bool, dtypes: bool, as_json: bool, page: Path | None
 ) -> None:
     """Prints the plan and the requested lists; raises a ResourceError at the end if the run does not fit."""
     from trimtab.cli import plan_questions as questions

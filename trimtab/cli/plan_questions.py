@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trimtab.plan import PolicyCost
     from trimtab.plan.solve import Progress
     from trimtab.recipe import Recipe
-    from trimtab.run.target import Target
+    from trimtab.run.target import PlanTarget
 
 TABLE_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-32B")
 TABLE_GPUS = ("rtx4060ti-16gb", "rtx4090", "a100-80gb", "h200")
@@ -67,7 +67,7 @@ def check_options(given: dict[str, bool], *, table: bool, solve: str | None) -> 
         raise RecipeError("--prices is an option of --solve cheapest", "add --solve cheapest")
 
 
-def print_answer(found: Target, question: str, prices: Path | None, *, as_json: bool) -> None:
+def print_answer(found: PlanTarget, question: str, prices: Path | None, *, as_json: bool) -> None:
     """Search and print the answer; raise a ResourceError if nothing fits."""
     from trimtab.report.console import new_console
     from trimtab.report.plan_tables import answer_view
@@ -107,7 +107,7 @@ def print_table(
         new_console().print(table_view(plain))
 
 
-def write_plan_page(found: Target, effects: list[dict[str, Any]], page: Path) -> None:
+def write_plan_page(found: PlanTarget, effects: list[dict[str, Any]], page: Path) -> None:
     """Write the plan and its what-if table as an HTML file."""
     from trimtab.plan.detail import detailed_dict
     from trimtab.report.plan_page import write_plan_page as write
@@ -189,7 +189,7 @@ def print_costs(costs: list[PolicyCost], num_layers: int) -> None:
         console.print("No times are shown: the device's speed is not known.")
 
 
-def print_dtypes(found: Target) -> None:
+def print_dtypes(found: PlanTarget) -> None:
     """Run one layer with the recipe's dtypes and list the observed dtypes."""
     from rich.table import Table
 

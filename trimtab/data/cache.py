@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from trimtab.data.fingerprints import digest_of, hash_file, stat_of
-from trimtab.data.selection import Counts
+from trimtab.data.selection import SourceCounts
 from trimtab.facts.errors import ResourceError
 from trimtab.facts.files import read_json_object, sync_folder, write_json
 from trimtab.facts.units import format_bytes
@@ -51,7 +51,7 @@ class EntryMeta:
     max_id: int
     checksums: Mapping[str, str]
     """The checksum of each file, by file name."""
-    counts: Counts
+    counts: SourceCounts
 
     @property
     def masked(self) -> bool:
@@ -89,12 +89,12 @@ class EntryMeta:
             saved["num_documents"],
             saved.get("max_id", 0),
             saved["checksums"],
-            Counts(**skipped, first_error=first_error),
+            SourceCounts(**skipped, first_error=first_error),
         )
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """An opened entry: `tokens` [tokens], `records` [documents] and, for examples, `trained` [tokens] are
     memory-mapped.
     """
@@ -142,7 +142,7 @@ class Writer:
         if self._filled == len(self._records):
             self._flush_records()
 
-    def finish(self, counts: Counts) -> None:
+    def finish(self, counts: SourceCounts) -> None:
         """Flushes the buffers, syncs the files to disk and writes `meta.json`."""
         self._flush_records()
         for file in self._files:
@@ -202,12 +202,12 @@ class TokenCache:
     def get_or_build(
         self,
         key: str,
-        build: Callable[[Writer], Counts],
+        build: Callable[[Writer], SourceCounts],
         *,
         dtype: str,
         need_bytes: int,
         masked: bool = False,
-    ) -> Entry:
+    ) -> CacheEntry:
         """Returns the entry of this key; `build(writer)` builds it if it is missing or damaged.
 
         Processes that need the same entry wait for the one that builds it. `masked` entries have a loss mask.
@@ -225,7 +225,7 @@ class TokenCache:
         assert entry is not None, "an entry that was just written must be readable"
         return entry
 
-    def _open(self, path: Path) -> Entry | None:
+    def _open(self, path: Path) -> CacheEntry | None:
         if not path.exists():
             return None
         try:
@@ -237,7 +237,7 @@ class TokenCache:
     def _build(
         self,
         path: Path,
-        build: Callable[[Writer], Counts],
+        build: Callable[[Writer], SourceCounts],
         dtype: str,
         need_bytes: int,
         masked: bool,
@@ -294,7 +294,7 @@ class DamagedEntry(Exception):
     """An entry that fails verification; the message says why."""
 
 
-def open_entry(path: Path) -> Entry:
+def open_entry(path: Path) -> CacheEntry:
     """Memory-maps an entry after checking it: sizes always, checksums unless the files are unchanged since
     the last check.
     """
@@ -317,7 +317,9 @@ def open_entry(path: Path) -> Entry:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedEntry(str(error)) from error
     trained = _map(path / MASK, np.dtype(np.uint8)) if meta.masked else None
-    return Entry(path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta, trained)
+    return CacheEntry(
+        path, _map(path / "tokens.bin", dtype), _map(path / "documents.bin", RECORD), meta, trained
+    )
 
 
 def _verify(path: Path, checksums: Mapping[str, str]) -> None:

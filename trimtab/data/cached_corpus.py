@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 import numpy as np
 
-from trimtab.data.cache import Entry
+from trimtab.data.cache import CacheEntry
 from trimtab.data.interface import Corpus, Sequences
 from trimtab.data.packing import Packing, Piece, pack_documents
 from trimtab.data.sampling import shuffled
@@ -31,7 +31,7 @@ class CachedCorpus(Corpus):
         (array([ 17, 512,   9], dtype=uint16), 'emma.txt:1')
     """
 
-    entry: Entry
+    entry: CacheEntry
     starts_N: np.ndarray
     lengths_N: np.ndarray
     records_N: np.ndarray

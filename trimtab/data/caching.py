@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trimtab.data.cache import Entry, TokenCache, Writer, entry_key
+from trimtab.data.cache import CacheEntry, TokenCache, Writer, entry_key
 from trimtab.data.cached_corpus import CachedCorpus
 from trimtab.data.detection import detect
 from trimtab.data.fingerprints import FileStamp, as_resumed, check_unchanged, content_fingerprint, stamp_files
 from trimtab.data.interface import Progress, ProgressCallback, Summary, silent
 from trimtab.data.readers import SegmentReader
 from trimtab.data.rendering import Rendering
-from trimtab.data.selection import Counts, no_documents_error
+from trimtab.data.selection import SourceCounts, no_documents_error
 from trimtab.data.sources import ResolvedSource, SourceSpec, resolve
 from trimtab.data.spec import SEGMENT_CHARS, estimate_tokens, token_bytes
 from trimtab.data.tokenizer_pool import default_num_proc
@@ -78,7 +78,7 @@ def open_cached(
     )
 
 
-def _summary(entry: Entry, source: ResolvedSource) -> Summary:
+def _summary(entry: CacheEntry, source: ResolvedSource) -> Summary:
     counts = entry.meta.counts
     return Summary(
         documents=len(entry.records),
@@ -105,7 +105,7 @@ def _build(
     writer: Writer,
     num_proc: int,
     progress: ProgressCallback,
-) -> Counts:
+) -> SourceCounts:
     reader = SegmentReader(source, template=tokenizer_spec.chat is not None)
     counter: Counter[str] = Counter()
     first_error = ""
@@ -141,7 +141,7 @@ def _build(
             )
     check_unchanged(source, stamps)
     trained = counter.pop("trained", 0) if rendering is not None else None
-    counts = Counts(**counter, trained=trained, first_error=first_error)
+    counts = SourceCounts(**counter, trained=trained, first_error=first_error)
     if writer.num_documents == 0:
         raise no_documents_error(source.spec.display_name, counts)
     total = reader.total_bytes

@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
+class TrainingExample:
     """One row: a conversation for the chat template, or the parts of a plain text and whether each is trained on."""
 
     conversation: Conversation | None
@@ -60,7 +60,9 @@ class RowError(Exception):
         self.cause, self.remedy = cause, remedy
 
 
-def example_of(location: str, value: Any, form: Format, *, template: bool, keep_end: bool) -> Example | None:
+def example_of(
+    location: str, value: Any, form: Format, *, template: bool, keep_end: bool
+) -> TrainingExample | None:
     """Converts a row to an example; None if the row has no content at all.
 
     Args:
@@ -89,15 +91,15 @@ def example_of(location: str, value: Any, form: Format, *, template: bool, keep_
     except RowError as error:
         raise DataError(f"{location}: {error.cause}", error.remedy) from None
     if isinstance(parsed, tuple):
-        return Example(None, parsed, repaired=repaired) if any(text for text, _ in parsed) else None
+        return TrainingExample(None, parsed, repaired=repaired) if any(text for text, _ in parsed) else None
     return _chat(parsed, keep_end, repaired) if parsed.messages else None
 
 
-def _chat(conversation: Conversation, keep_end: bool, repaired: bool) -> Example:
+def _chat(conversation: Conversation, keep_end: bool, repaired: bool) -> TrainingExample:
     # Cleaned a second time: escapes in lists that were JSON in a string are decoded only by the reader.
     (messages, tools), late = _clean([conversation.messages, conversation.tools])
     trimmed, unanswered = _answered(Conversation(messages, tools, conversation.skipped), keep_end)
-    return Example(trimmed, unanswered=unanswered, repaired=repaired or late)
+    return TrainingExample(trimmed, unanswered=unanswered, repaired=repaired or late)
 
 
 def _answered(
@@ -137,7 +139,7 @@ def has_calls_without_text(conversation: Conversation) -> bool:
     return any(message.get("tool_calls") and not message["content"] for message in conversation.messages)
 
 
-def adapt_calls(example: Example, calls: CallRendering, *, keep_end: bool) -> Example:
+def adapt_calls(example: TrainingExample, calls: CallRendering, *, keep_end: bool) -> TrainingExample:
     """Adapts an example to the template: null content becomes an empty string where the template needs one, and
     tool calls that the template omits count as empty answers, which are not trained on.
     """

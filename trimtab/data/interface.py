@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from trimtab.data.resume_checks import Manifest
+from trimtab.data.resume_checks import CorpusManifest
 
 if TYPE_CHECKING:
     from trimtab.data.batch import Batch
@@ -137,11 +137,11 @@ class Corpus(ABC):
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raises a DataError that names the files that changed since the manifest was made."""
-        Manifest.from_dict(saved).check(self._manifest)
+        CorpusManifest.from_dict(saved).check(self._manifest)
 
     @property
-    def _manifest(self) -> Manifest:
-        return Manifest.of(self.name, self.content, self.stamps)
+    def _manifest(self) -> CorpusManifest:
+        return CorpusManifest.of(self.name, self.content, self.stamps)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from trimtab.data.examples import Example
+from trimtab.data.examples import TrainingExample
 from trimtab.data.interface import Corpus
 from trimtab.data.readers import SegmentReader, text_column_of
 from trimtab.data.readers_csv import DELIMITERS, delimiter_of, usual_delimiter
@@ -56,7 +56,7 @@ def describe_beginning(source: ResolvedSource, *, template: bool = False) -> str
     return f"{', '.join(parts)}; {first}" if parts else first
 
 
-def _words(example: Example) -> str:
+def _words(example: TrainingExample) -> str:
     if example.conversation is None:
         return " ".join(text for text, _ in example.parts)
     return " ".join(

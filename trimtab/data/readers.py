@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from trimtab.data.examples import Example, example_of
+from trimtab.data.examples import TrainingExample, example_of
 from trimtab.data.formats import detect_text_column
 from trimtab.data.readers_csv import csv_rows, csv_values, read_csv, text_column
 from trimtab.data.readers_parquet import parquet_rows, parquet_schema, parquet_text_column, read_parquet
@@ -45,7 +45,7 @@ class Segment:
     first: bool
     last: bool
     repaired: bool = False
-    example: Example | None = None
+    example: TrainingExample | None = None
     """The training example, instead of a text."""
     rewritten: bool = False
     """Set by rendering: whether the template renders earlier turns differently once an answer follows."""

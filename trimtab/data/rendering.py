@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trimtab.data.examples import CallRendering, Example, adapt_calls, has_calls_without_text
+from trimtab.data.examples import CallRendering, TrainingExample, adapt_calls, has_calls_without_text
 from trimtab.data.fingerprints import digest_of
 from trimtab.data.readers import Segment
 from trimtab.data.sources import ResolvedSource
 from trimtab.data.spec import BATCH_EXAMPLES, TrainOn
-from trimtab.data.tokenizer_worker import Text
+from trimtab.data.tokenizer_worker import TextChunk
 from trimtab.facts.errors import DataError, ModelError
 from trimtab.text.chat import ChatProcess, ChatTemplateError, Conversation, Limits, RenderedConversation
 
@@ -91,10 +91,10 @@ class Renderer:
         self._process: ChatProcess | None = None
         self._calls: CallRendering | None = None
 
-    def texts(self, batch: Sequence[Segment]) -> list[Text]:
+    def texts(self, batch: Sequence[Segment]) -> list[TextChunk]:
         """The segments as texts for a tokenizer, in order."""
         if self.rendering is None:
-            return [Text(segment.text.encode("utf-8"), not segment.first) for segment in batch]
+            return [TextChunk(segment.text.encode("utf-8"), not segment.first) for segment in batch]
         texts = [_plain(segment, self.rendering.train_on) for segment in batch]
         chats = [i for i, segment in enumerate(batch) if is_chat(segment)]
         for start in range(0, len(chats), BATCH_EXAMPLES):
@@ -114,7 +114,7 @@ class Renderer:
             self._process.close()
             self._process = None
 
-    def _rendered(self, segments: list[Segment]) -> list[Text]:
+    def _rendered(self, segments: list[Segment]) -> list[TextChunk]:
         rendering = self.rendering
         assert rendering is not None
         chat = rendering.chat
@@ -129,10 +129,10 @@ class Renderer:
                 if not rendering.skip:
                     raise DataError(cause, rendered.remedy)
                 segment.row_error = cause
-                texts.append(Text(b"", False, []))
+                texts.append(TextChunk(b"", False, []))
             else:
                 segment.rewritten = rendered.rewritten
-                texts.append(Text(rendered.text.encode("utf-8", "replace"), False, rendered.spans))
+                texts.append(TextChunk(rendered.text.encode("utf-8", "replace"), False, rendered.spans))
         return texts
 
     def _examples(self, segments: list[Segment]) -> list[RenderedConversation | ChatTemplateError]:
@@ -143,7 +143,7 @@ class Renderer:
         conversations = [_conversation(_example(segment)) for segment in segments]
         return self._render(conversations, self.rendering.train_on)
 
-    def _adapted(self, example: Example) -> Example:
+    def _adapted(self, example: TrainingExample) -> TrainingExample:
         assert self.rendering is not None
         if not has_calls_without_text(_conversation(example)):
             return example
@@ -188,12 +188,12 @@ def is_chat(segment: Segment) -> bool:
     return segment.example is not None and segment.example.conversation is not None
 
 
-def _example(segment: Segment) -> Example:
+def _example(segment: Segment) -> TrainingExample:
     assert segment.example is not None
     return segment.example
 
 
-def _conversation(example: Example) -> Conversation:
+def _conversation(example: TrainingExample) -> Conversation:
     assert example.conversation is not None
     return example.conversation
 
@@ -204,13 +204,13 @@ def _probe(content: str | None, *, called: bool) -> Conversation:
     return Conversation([{"role": "user", "content": "q"}, answer])
 
 
-def _plain(segment: Segment, train_on: TrainOn) -> Text:
+def _plain(segment: Segment, train_on: TrainOn) -> TextChunk:
     """A text, or the concatenated parts of an example."""
     if segment.example is None:
-        return Text(segment.text.encode("utf-8"), not segment.first)
+        return TextChunk(segment.text.encode("utf-8"), not segment.first)
     text, spans = "", []
     for part, trained in segment.example.parts:
         if part and (trained or train_on == "all"):
             spans.append((len(text), len(text) + len(part)))
         text += part
-    return Text(text.encode("utf-8"), False, spans)
+    return TextChunk(text.encode("utf-8"), False, spans)

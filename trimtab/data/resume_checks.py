@@ -17,7 +17,7 @@ weight (streamed)."""
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """The files that a corpus was read from; stored in the run folder to detect changed data on resume."""
 
     source: str
@@ -26,21 +26,25 @@ class Manifest:
     """(name, bytes, digest) of each file."""
 
     @staticmethod
-    def of(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> Manifest:
+    def of(name: str, fingerprint: str, stamps: Iterable[FileStamp]) -> CorpusManifest:
         """The manifest of files that were read."""
-        return Manifest(name, fingerprint, tuple((stamp.name, stamp.size, stamp.digest) for stamp in stamps))
+        return CorpusManifest(
+            name, fingerprint, tuple((stamp.name, stamp.size, stamp.digest) for stamp in stamps)
+        )
 
     @staticmethod
-    def from_dict(saved: Mapping[str, Any]) -> Manifest:
+    def from_dict(saved: Mapping[str, Any]) -> CorpusManifest:
         """The inverse of `to_dict`."""
-        return Manifest(saved["source"], saved["fingerprint"], tuple(tuple(file) for file in saved["files"]))
+        return CorpusManifest(
+            saved["source"], saved["fingerprint"], tuple(tuple(file) for file in saved["files"])
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         files = [list(file) for file in self.files]
         return {"version": 1, "source": self.source, "fingerprint": self.fingerprint, "files": files}
 
-    def check(self, now: Manifest) -> None:
+    def check(self, now: CorpusManifest) -> None:
         """Raises a DataError that names the changed files if `now` has other data."""
         if self.fingerprint == now.fingerprint:
             return

@@ -23,7 +23,7 @@ LEFT_OUT = {
 
 
 @dataclass(frozen=True)
-class Counts:
+class SourceCounts:
     """Counts from reading a source: documents left out, by reason, and documents that were changed."""
 
     empty: int = 0
@@ -103,7 +103,7 @@ def left_out_note(count: int, why: str) -> str:
     return f"{count} {what} {are} {LEFT_OUT[why]} and {were} left out"
 
 
-def no_documents_error(name: str, counts: Counts) -> DataError:
+def no_documents_error(name: str, counts: SourceCounts) -> DataError:
     """The error for a source without any usable document."""
     counted = [f"{count} {LEFT_OUT[why]}" for why, count in counts.left_out().items()]
     why = f": {' and '.join(counted)} were skipped" if counted else ""

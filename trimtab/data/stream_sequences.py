@@ -21,7 +21,7 @@ from trimtab.data.packing import Piece, check_length, pack_chunk
 from trimtab.data.readers import SegmentReader
 from trimtab.data.sampling import shuffled
 from trimtab.data.selection import (
-    Counts,
+    SourceCounts,
     left_out_note,
     no_documents_error,
     no_sequences_error,
@@ -84,7 +84,7 @@ class Chunk:
     sequences: list[list[Piece]]
     following: Cursor | None
     done_bytes: int
-    counts: Counts
+    counts: SourceCounts
     """Counts of what was left out since reading began."""
 
 
@@ -114,9 +114,9 @@ class PieceReader:
         self._found: Counter[str] = Counter()
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> SourceCounts:
         """Counts of what was left out or truncated so far."""
-        return Counts(**self._found, first_error="")
+        return SourceCounts(**self._found, first_error="")
 
     def __iter__(self) -> Generator[tuple[Cursor, Piece]]:
         """Yields (start of the piece, piece), the same pieces as `packing.pack_documents`."""
@@ -207,7 +207,7 @@ def _sequences(
     return [sequences[w] for w in shuffled(len(sequences), derive(key, "chunk", number)).tolist()]
 
 
-def empty_stream_error(corpus: StreamCorpus, counts: Counts, max_seq_length: int) -> DataError:
+def empty_stream_error(corpus: StreamCorpus, counts: SourceCounts, max_seq_length: int) -> DataError:
     """The error for a stream that yielded nothing in a complete pass."""
     name = corpus.display_name if corpus.side == "all" else f"{corpus.display_name} ({corpus.side})"
     if counts.lost:
@@ -301,7 +301,7 @@ class SequenceStream:
         self._cancel_prefetch()
         self._thread.shutdown(wait=True)
 
-    def _report_left_out(self, counts: Counts) -> None:
+    def _report_left_out(self, counts: SourceCounts) -> None:
         """Reports what was left out of a pass, or of the part read since the run started or resumed."""
         name, messages = self.corpus.display_name, []
         messages += [f"{name}: {left_out_note(count, why)}" for why, count in counts.left_out().items()]

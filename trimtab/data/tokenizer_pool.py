@@ -59,7 +59,9 @@ class _Worker:
         assert self.process.stdout is not None
         try:
             if not self.initialized:
-                worker.write_texts(self.process.stdin, [worker.Text(json.encode()) for json in self.jsons])
+                worker.write_texts(
+                    self.process.stdin, [worker.TextChunk(json.encode()) for json in self.jsons]
+                )
                 self.initialized = True
             worker.write_texts(self.process.stdin, texts)
             return worker.read_tokens(self.process.stdout)

@@ -26,7 +26,7 @@ import numpy as np
 Spans = Sequence[tuple[int, int]]
 
 
-class Text(NamedTuple):
+class TextChunk(NamedTuple):
     """A UTF-8 text, whether it continues a document that began in another text, and the spans of characters that are
     trained on (None: all of them, without a mask).
     """
@@ -68,7 +68,7 @@ def load_pair(tokenizer_json: str, continued_json: str) -> tuple[Any, Any]:
     return tokenizer, tokenizer if continued_json == tokenizer_json else load(continued_json)
 
 
-def encode(pair: tuple[Any, Any], texts: Sequence[Text]) -> Tokens:
+def encode(pair: tuple[Any, Any], texts: Sequence[TextChunk]) -> Tokens:
     """Tokens of texts; special tokens are not added."""
     counts_N = np.empty(len(texts), "<i8")
     hashes_N = np.empty(len(texts), "<u8")
@@ -106,7 +106,7 @@ def mask_of(offsets: Sequence[tuple[int, int]], spans: Spans) -> np.ndarray:
     return trained_T
 
 
-def write_texts(stream: IO[bytes], texts: Sequence[Text]) -> None:
+def write_texts(stream: IO[bytes], texts: Sequence[TextChunk]) -> None:
     """Sends one frame of texts."""
     lengths = [-len(text.raw) if text.continued else len(text.raw) for text in texts]
     counts = [-1 if text.spans is None else len(text.spans) for text in texts]
@@ -116,7 +116,7 @@ def write_texts(stream: IO[bytes], texts: Sequence[Text]) -> None:
     stream.flush()
 
 
-def read_texts(stream: IO[bytes]) -> list[Text] | None:
+def read_texts(stream: IO[bytes]) -> list[TextChunk] | None:
     """Receives one frame of texts; None when the other side has closed."""
     head = stream.read(8)
     if len(head) < 8:
@@ -128,7 +128,7 @@ def read_texts(stream: IO[bytes]) -> list[Text] | None:
     bounds = iter(np.frombuffer(_exactly(stream, 16 * total), "<i8").tolist())
     spans = [None if count < 0 else [(next(bounds), next(bounds)) for _ in range(count)] for count in counts]
     return [
-        Text(_exactly(stream, abs(length)), length < 0, span)
+        TextChunk(_exactly(stream, abs(length)), length < 0, span)
         for length, span in zip(lengths, spans, strict=True)
     ]
 

@@ -75,7 +75,7 @@ class TokenizerSpec:
         at = next((i for i in range(len(whole)) if whole[i : i + len(inner)] == inner), None)
         cutter = LongText(tokenizer.backend)
         jsons = cutter.first.to_str(), cutter.later.to_str()
-        there = worker.encode(worker.load_pair(*jsons), [worker.Text(sample.encode())]).ids.tolist()
+        there = worker.encode(worker.load_pair(*jsons), [worker.TextChunk(sample.encode())]).ids.tolist()
         if at is None or there != inner:
             raise ModelError(
                 "the tokenizer returns different ids in a worker process than in this one",

@@ -93,7 +93,7 @@ class SavedActivation:
 
 
 PARAMETERS = "parameters"
-"""Stands for an operation's trainable parameters in `Saved.reads`."""
+"""Stands for an operation's trainable parameters in `SavedActivation.reads`."""
 
 
 @dataclass(frozen=True)

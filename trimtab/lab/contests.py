@@ -41,8 +41,11 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row of the table; nothing is allocated or imported before `build`."""
+class Contest:
+    """A case of an operation on which implementations compete: a row of the table.
+
+    Nothing is allocated or imported before `build`.
+    """
 
     op: str
     name: str
@@ -91,7 +94,7 @@ def disagreement(
 
 
 def measure_case(
-    case: Case, ceilings: Ceilings, *, device: str = "cuda", rounds: int = 5, budget_ms: float = 100
+    case: Contest, ceilings: Ceilings, *, device: str = "cuda", rounds: int = 5, budget_ms: float = 100
 ) -> dict[str, Any]:
     """One case's record: its floor, and for each contestant the error, the peak memory and the times."""
     bench = case.build()

@@ -12,13 +12,13 @@ from trimtab.facts.operations import MemoryPart
 from trimtab.facts.phases import RunPhase
 from trimtab.facts.tensor_kinds import TensorKind
 from trimtab.lab.memory import EnclosingRanges, MemoryEvent
-from trimtab.lab.memory_blocks import AttributedTimeline, Block, Role, spans
+from trimtab.lab.memory_blocks import AttributedTimeline, MemoryBlock, Role, spans
 from trimtab.lab.memory_roles import Place, role_of
 from trimtab.run.live_tensors import Origin, States, named_tensors
 
 UNKNOWN = Role(TensorKind.OTHER)
 SCRATCH = Role(TensorKind.ACTIVATIONS, MemoryPart.WORKSPACE)
-UNNAMED = Block(0, Role(TensorKind.OTHER), "allocated before")
+UNNAMED = MemoryBlock(0, Role(TensorKind.OTHER), "allocated before")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def attribute(
     operations: Sequence[OperationRecord],
     forward: Mapping[int, Origin],
     known: Sequence[NamedAddress],
-    persistent: Sequence[Block],
+    persistent: Sequence[MemoryBlock],
 ) -> AttributedTimeline:
     """Blocks from allocation events.
 
@@ -101,10 +101,10 @@ def _block(
     phase: RunPhase,
     operations: Sequence[OperationRecord],
     forward: Mapping[int, Origin],
-) -> Block:
+) -> MemoryBlock:
     around = event.around
     short = around.operation.removeprefix("aten::") or "unknown"
-    block = Block(event.nbytes, UNKNOWN, short, phase=phase, start=number, address=event.address)
+    block = MemoryBlock(event.nbytes, UNKNOWN, short, phase=phase, start=number, address=event.address)
     if around.label is None and around.node is None:
         return replace(block, role=role_of(Place(phase), "", None))
     if around.label is None:
@@ -123,7 +123,9 @@ def _block(
     return replace(block, role=role, name=f"{short} {result.text}", tensor_bytes=result.nbytes)
 
 
-def _released(block: Block, allocated: EnclosingRanges | None, released: EnclosingRanges) -> Block:
+def _released(
+    block: MemoryBlock, allocated: EnclosingRanges | None, released: EnclosingRanges
+) -> MemoryBlock:
     """Refines a block's role by the place of its release: scratch, or a temporary gradient of a parameter."""
     if allocated is None or block.role.kind is not TensorKind.ACTIVATIONS:
         return block
@@ -142,14 +144,14 @@ def _latest(allocations: Sequence[tuple[int, int]], operations: int) -> int | No
     return candidates[-1] if candidates else None
 
 
-def persistent_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[Block]:
+def persistent_blocks(model: torch.nn.Module, optimizer: States | None, device: str) -> list[MemoryBlock]:
     """Blocks allocated before the run: on a GPU all of the allocator's, on a CPU the named tensors."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, MemoryBlock] = {}
     for named in named_tensors(model, optimizer):
         storage = named.tensor.untyped_storage()
         if named.tensor.device.type == kind and storage.nbytes():
-            block = Block(
+            block = MemoryBlock(
                 storage.nbytes(),
                 Role(named.kind),
                 named.name,
@@ -163,7 +165,7 @@ def persistent_blocks(model: torch.nn.Module, optimizer: States | None, device: 
     return list(_allocated(torch.cuda.memory_snapshot(), torch.cuda.current_device(), blocks))
 
 
-def _allocated(segments: Any, device: int, named: dict[int, Block]) -> Iterator[Block]:
+def _allocated(segments: Any, device: int, named: dict[int, MemoryBlock]) -> Iterator[MemoryBlock]:
     """The allocated blocks of a snapshot of torch's CUDA allocator, named where possible."""
     for segment in segments:
         address = segment["address"]

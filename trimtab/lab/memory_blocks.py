@@ -50,11 +50,11 @@ ROLES = (
 
 
 @dataclass(frozen=True)
-class Block:
+class MemoryBlock:
     """One allocation.
 
     Example:
-        >>> Block(4096, Role(TensorKind.WEIGHTS), name="lm_head.weight").exists_at(7)
+        >>> MemoryBlock(4096, Role(TensorKind.WEIGHTS), name="lm_head.weight").exists_at(7)
         True
     """
 
@@ -132,13 +132,14 @@ class AttributedTimeline:
     """All blocks of a run, including those allocated before it, and its phases.
 
     Example:
-        >>> weights, made = Block(8, Role(TensorKind.WEIGHTS)), Block(4, Role(TensorKind.OTHER), start=0, end=1)
+        >>> weights = MemoryBlock(8, Role(TensorKind.WEIGHTS))
+        >>> made = MemoryBlock(4, Role(TensorKind.OTHER), start=0, end=1)
         >>> timeline = AttributedTimeline((weights, made), (PhaseSpan(RunPhase.FORWARD, 0, 2),), num_events=2)
         >>> timeline.peak.total, timeline.before.total, [moment.total for moment in timeline.moments()]
         (12, 8, [8, 12, 8])
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[MemoryBlock, ...]
     phases: tuple[PhaseSpan, ...]
     num_events: int
 
@@ -173,7 +174,7 @@ class AttributedTimeline:
         """The phase of an event; None before the first."""
         return next((span.phase for span in self.phases if span.start <= event < span.end), None)
 
-    def alive_at(self, event: int) -> list[Block]:
+    def alive_at(self, event: int) -> list[MemoryBlock]:
         """The blocks that are allocated after an event."""
         return [block for block in self.blocks if block.exists_at(event)]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from trimtab.facts.errors import DataError
 from trimtab.facts.tensor_kinds import TensorKind
-from trimtab.lab.memory_blocks import ROLES, AttributedTimeline, Block, MemoryPoint
+from trimtab.lab.memory_blocks import ROLES, AttributedTimeline, MemoryBlock, MemoryPoint
 
 POINTS = 300
 """Maximum number of moments of a drawn timeline; each is the largest of its stretch."""
@@ -127,7 +127,8 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
     Example:
         >>> from trimtab.facts.phases import RunPhase
         >>> from trimtab.lab.memory_blocks import PhaseSpan, Role
-        >>> weights, made = Block(8, Role(TensorKind.WEIGHTS)), Block(4, Role(TensorKind.OTHER), start=0, end=1)
+        >>> weights = MemoryBlock(8, Role(TensorKind.WEIGHTS))
+        >>> made = MemoryBlock(4, Role(TensorKind.OTHER), start=0, end=1)
         >>> timeline = AttributedTimeline((weights, made), (PhaseSpan(RunPhase.FORWARD, 0, 2),), num_events=2)
         >>> found = summarize(timeline)
         >>> found.peak_bytes, found.phase, found.buckets["weights"], found.timeline.series["other"]
@@ -154,13 +155,13 @@ def summarize(timeline: AttributedTimeline, *, points: int = POINTS, largest: in
     )
 
 
-def group_allocations(blocks: Iterable[Block]) -> tuple[Allocations, ...]:
+def group_allocations(blocks: Iterable[MemoryBlock]) -> tuple[Allocations, ...]:
     """Groups equal blocks, the largest groups first; blocks from before the run are skipped.
 
     Example:
         >>> from trimtab.lab.memory_blocks import Role
         >>> role = Role(TensorKind.ACTIVATIONS)
-        >>> blocks = [Block(4, role, "mm", f"layers.{i}.mlp", "a.py:3 (f)", start=i) for i in range(3)]
+        >>> blocks = [MemoryBlock(4, role, "mm", f"layers.{i}.mlp", "a.py:3 (f)", start=i) for i in range(3)]
         >>> [(one.count, one.total, one.module) for one in group_allocations(blocks)]
         [(3, 12, 'layers.*.mlp')]
     """
@@ -198,7 +199,7 @@ def find_size(timeline: AttributedTimeline, nbytes: int) -> tuple[FoundSize, ...
     Example:
         >>> from trimtab.facts.phases import RunPhase
         >>> from trimtab.lab.memory_blocks import Role
-        >>> block = Block(512, Role(TensorKind.ACTIVATIONS), module="layers.0", phase=RunPhase.FORWARD, start=0)
+        >>> block = MemoryBlock(512, Role(TensorKind.ACTIVATIONS), module="layers.0", phase=RunPhase.FORWARD, start=0)
         >>> find_size(AttributedTimeline((block,), (), num_events=1), 500)
         (FoundSize(module='layers.*', phase='forward', role='activations', count=1),)
     """
@@ -213,12 +214,15 @@ def find_size(timeline: AttributedTimeline, nbytes: int) -> tuple[FoundSize, ...
     return tuple(FoundSize(*key, count) for key, count in counts.items())
 
 
-def _module(block: Block) -> str:
+def _module(block: MemoryBlock) -> str:
     return _LAYER.sub(".*", block.module or "")
 
 
 def _drawn(
-    timeline: AttributedTimeline, moments: Sequence[MemoryPoint], allocated: Mapping[int, Block], points: int
+    timeline: AttributedTimeline,
+    moments: Sequence[MemoryPoint],
+    allocated: Mapping[int, MemoryBlock],
+    points: int,
 ) -> DrawnTimeline:
     peak = max(moment.total for moment in moments)
     least = int(SIGNIFICANT * peak)
@@ -264,7 +268,7 @@ def _largest_of_stretches(
     return largest
 
 
-def _title(timeline: AttributedTimeline, moment: MemoryPoint, allocated: Mapping[int, Block]) -> str:
+def _title(timeline: AttributedTimeline, moment: MemoryPoint, allocated: Mapping[int, MemoryBlock]) -> str:
     """The title of a moment: the phase, and the allocating module."""
     phase = timeline.phase_at(moment.event)
     if phase is None:

@@ -56,7 +56,7 @@ def suggest(plan: Plan, planner: Planner, count: int = COUNT) -> tuple[Suggestio
 
     Args:
         plan: the plan of the recipe on its device.
-        planner: plans another recipe for the same model (`trimtab.run.target.Target.plan_for`).
+        planner: plans another recipe for the same model (`trimtab.run.target.PlanTarget.plan_for`).
         count: the maximum number of suggestions.
 
     Example:

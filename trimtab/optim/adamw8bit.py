@@ -112,11 +112,11 @@ class _TableGroup:
     """Parameters on one device that are updated in the same launches."""
 
     def __init__(self, optimizer: AdamW8bit, members: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        from trimtab.kernels.adamw8bit.table import Member, Table
+        from trimtab.kernels.adamw8bit.table import Member, ParameterTable
 
         self.members = members
         states = [optimizer.state[p] for _, p, _ in members]
-        self.table = Table(
+        self.table = ParameterTable(
             [
                 Member(
                     p,

@@ -32,7 +32,7 @@ Efficiencies = tuple[tuple[tuple[int, ...], float], ...]
 
 
 @dataclass(frozen=True)
-class Line:
+class RooflineFit:
     """Seconds as a function of roofline seconds: `overhead + roofline / efficiency`."""
 
     overhead: float
@@ -43,7 +43,7 @@ class Line:
         return self.overhead + roofline / self.efficiency
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> Line:
+def fit_line(points: Sequence[tuple[float, float]]) -> RooflineFit:
     """Returns the line through (roofline seconds, measured seconds) with the smallest relative errors.
 
     Example:
@@ -64,8 +64,8 @@ def fit_line(points: Sequence[tuple[float, float]]) -> Line:
         overhead = (sa * bb - sb * ab) / determinant
         slope = (aa * sb - ab * sa) / determinant
         if overhead >= 0 and slope >= best:
-            return Line(overhead, 1 / slope)
-    return Line(0.0, bb / sb)
+            return RooflineFit(overhead, 1 / slope)
+    return RooflineFit(0.0, bb / sb)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Rates:
     """A description of the source of the rates."""
     spread: tuple[float, float] = (1.0, 1.0)
     """Factors for the lower and upper end of an estimate's range."""
-    _models: dict[tuple[OperationKind, str, str, bool, bool], Line | Efficiencies] = field(
+    _models: dict[tuple[OperationKind, str, str, bool, bool], RooflineFit | Efficiencies] = field(
         default_factory=dict, repr=False, compare=False
     )
     _seconds: dict[tuple[Kernel, str, str, bool], float] = field(
@@ -136,20 +136,22 @@ class Rates:
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = self._model(*key)
-        if isinstance(model, Line):
+        if isinstance(model, RooflineFit):
             return model.seconds(roofline)
         return roofline / interpolate(model, kernel.dims)
 
     def _model(
         self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
-    ) -> Line | Efficiencies:
+    ) -> RooflineFit | Efficiencies:
         efficiencies = self._samples(kind, dtype, impl, backward, True) if compute_bound else ()
         return efficiencies or self._fit(kind, dtype, impl, backward, compute_bound)
 
     def _is_compute_bound(self, kernel: Kernel, dtype: str) -> bool:
         return kernel.kind in INTERPOLATED and kernel.flops / self._rate(dtype) >= kernel.moved / self.copy
 
-    def _fit(self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool) -> Line:
+    def _fit(
+        self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
+    ) -> RooflineFit:
         pairs = [
             (seconds, sample.seconds)
             for seconds, sample in self._pairs(kind, dtype, impl, backward, compute_bound)
@@ -157,7 +159,7 @@ class Rates:
         if pairs:
             return fit_line(pairs)
         everything = [(seconds, sample.seconds) for seconds, sample in self._all_memory_bound]
-        return fit_line(everything) if everything else Line(0.0, 1.0)
+        return fit_line(everything) if everything else RooflineFit(0.0, 1.0)
 
     @cached_property
     def _all_memory_bound(self) -> list[tuple[float, KernelSample]]:

@@ -62,7 +62,7 @@ Rank = Annotated[int, Field(ge=1, lt=2**31)]
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Section(BaseModel):
+class RecipeSection(BaseModel):
     """Base of all sections of a recipe: strict types, unknown keys forbidden, frozen after loading."""
 
     model_config = ConfigDict(
@@ -76,7 +76,7 @@ class Section(BaseModel):
     )
 
 
-class Shorthand(Section):
+class Shorthand(RecipeSection):
     """A section that may be written as a single string, the value of its main key."""
 
     @classmethod
@@ -179,7 +179,7 @@ Trackers = Annotated[
 ]
 
 
-class Replay(Section):
+class Replay(RecipeSection):
     """General text mixed into the training data to reduce catastrophic forgetting."""
 
     share: Annotated[Fraction, Field(examples=[0.1])] = 0.1
@@ -189,7 +189,7 @@ class Replay(Section):
     """Sources of the replayed text."""
 
 
-class Evaluation(Section):
+class Evaluation(RecipeSection):
     """Evaluation data: the loss on it is measured before, during and after training. It is never trained on."""
 
     domain: Annotated[Sources, Field(examples=[["./heldout-math"]])] = []
@@ -199,7 +199,7 @@ class Evaluation(Section):
     """Text from other domains, to measure forgetting."""
 
 
-class Data(Section):
+class Data(RecipeSection):
     """Training and evaluation data."""
 
     train: Annotated[Sources, Field(min_length=1, examples=[["./notes", "data/*.jsonl"]])]
@@ -230,7 +230,7 @@ class Data(Section):
     """Number of tokenizer processes. Default: one per core."""
 
 
-class Lora(Section):
+class Lora(RecipeSection):
     """Train low-rank adapters (LoRA) and freeze the model's weights. Names are peft's."""
 
     r: Annotated[Rank, Field(examples=[16])] = 16
@@ -262,7 +262,7 @@ class Lora(Section):
     other settings come from it, and no other key may be set in `lora`."""
 
 
-class Recipe(Section):
+class Recipe(RecipeSection):
     """A training run: model, data, optimization, memory and output."""
 
     model: Annotated[Model, Field(examples=["Qwen/Qwen3-0.6B-Base"])]

@@ -44,11 +44,11 @@ def shown_buckets(rows: list[BucketSizes]) -> list[str]:
     return [name for name in BUCKETS if name != "other" or any(row.buckets.get(name) for row in rows)]
 
 
-class Bar:
+class StackedBar:
     """A stacked bar of (value, colour) parts; a total of `scale` fills the available width.
 
     Example:
-        >>> Bar([(50, "blue"), (25, "magenta")], 100).text(8).plain
+        >>> StackedBar([(50, "blue"), (25, "magenta")], 100).text(8).plain
         '██████··'
     """
 
@@ -74,9 +74,9 @@ class Bar:
         yield self.text(options.max_width)
 
 
-def bucket_bar(buckets: dict[str, Any], scale: int) -> Bar:
+def bucket_bar(buckets: dict[str, Any], scale: int) -> StackedBar:
     """Returns a bar of all buckets, each in its colour."""
-    return Bar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
+    return StackedBar([(int(buckets.get(name, 0)), COLORS[name]) for name in BUCKETS], scale)
 
 
 def buckets_view(rows: list[BucketSizes]) -> RenderableType:

@@ -15,8 +15,8 @@ from trimtab.report.buckets import buckets_view
 from trimtab.report.live import Detail
 from trimtab.report.plain import Excerpt, as_text
 from trimtab.report.rundata import RunData
-from trimtab.report.summary import Sample, memory_basis, memory_rows, memory_verdict, samples, speed
-from trimtab.report.verdicts import LABELS, Change, changes, first_label, verdict
+from trimtab.report.summary import SampleCompletion, memory_basis, memory_rows, memory_verdict, samples, speed
+from trimtab.report.verdicts import LABELS, MeasuredChange, changes, first_label, verdict
 
 MAX_WIDTH = 100
 """Maximum width in columns: long lines are hard to read."""
@@ -90,7 +90,7 @@ class ChangesView:
     Without `every_category`, probe categories without a measurable change are only counted.
     """
 
-    def __init__(self, rows: list[Change], *, every_category: bool = True) -> None:
+    def __init__(self, rows: list[MeasuredChange], *, every_category: bool = True) -> None:
         self.left_out = [] if every_category else [row for row in rows if _is_unchanged_category(row)]
         rows = [row for row in rows if row not in self.left_out]
         self.rows = rows
@@ -126,14 +126,14 @@ class ChangesView:
             table.add_row(*cells)
         return table
 
-    def _cells(self, row: Change, style: str) -> list[Text]:
+    def _cells(self, row: MeasuredChange, style: str) -> list[Text]:
         before, after, difference = row.shown()
         evidence = as_text(row.evidence(), "bright_black", keep_newlines=False)
         name = as_text(f"  {row.name}", keep_newlines=False)
         return [name, Text(before), Text(after, style="bold"), Text(difference, style=style), evidence]
 
 
-def _is_unchanged_category(row: Change) -> bool:
+def _is_unchanged_category(row: MeasuredChange) -> bool:
     return row.outcome == "unchanged" and row.name.startswith("probe: ") and row.name != "probe: all"
 
 
@@ -147,7 +147,7 @@ def _samples(data: RunData) -> Group:
     return Group(*blocks)
 
 
-def _completions(sample: Sample) -> Table:
+def _completions(sample: SampleCompletion) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")

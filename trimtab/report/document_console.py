@@ -13,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text as Line
 
 from trimtab.report.axes import BYTES, format_value, unit_of
-from trimtab.report.buckets import Bar
+from trimtab.report.buckets import StackedBar
 from trimtab.report.console import new_console
 from trimtab.report.document import BarChart, Block, Chart, Code, Document, Histogram, LineChart, Table, Text
 from trimtab.report.document_markdown import markdown
@@ -229,7 +229,9 @@ def _bars(chart: BarChart, width: int) -> RenderableType | None:
     grid.add_column(no_wrap=True, justify="right")
     for bar in chart.bars[:MAX_BARS]:
         parts = [(part_value(value), colors[name]) for name, value in bar.parts]
-        grid.add_row(_name(bar.name, width), Bar(parts, whole), as_text(bar.label, keep_newlines=False))
+        grid.add_row(
+            _name(bar.name, width), StackedBar(parts, whole), as_text(bar.label, keep_newlines=False)
+        )
     found: list[RenderableType] = [grid]
     if len(names) > 1:
         legend = Line("  ").join(

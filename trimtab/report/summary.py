@@ -21,7 +21,7 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampleCompletion:
     """A prompt with its first and last completion; `after` is None if there is only one."""
 
     prompt: str
@@ -30,13 +30,13 @@ class Sample:
     steps: tuple[int, int]
 
 
-def samples(data: RunData) -> list[Sample]:
+def samples(data: RunData) -> list[SampleCompletion]:
     """Returns each prompt with its first and last completion."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for record in data.of("sample"):
         rows.setdefault(record["prompt"], []).append(record)
     return [
-        Sample(
+        SampleCompletion(
             prompt,
             asked[0]["completion"],
             asked[-1]["completion"] if asked[-1]["step"] != asked[0]["step"] else None,

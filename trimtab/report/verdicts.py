@@ -34,7 +34,7 @@ OTHER_ITEMS = "different items were measured before and after"
 
 
 @dataclass(frozen=True)
-class Change:
+class MeasuredChange:
     """One measured quantity before and after, and the paired test of the difference."""
 
     name: str
@@ -82,7 +82,7 @@ class Change:
         """Formats the evidence: the confidence interval of a loss, or the items that changed and the p-value.
 
         Example:
-            >>> Change("x", 12 / 14, 1.0, "share", items=14, test=PairedItemTest(2, 0, 14)).evidence()
+            >>> MeasuredChange("x", 12 / 14, 1.0, "share", items=14, test=PairedItemTest(2, 0, 14)).evidence()
             '+2 −0, p = 1'
         """
         if isinstance(self.test, PairedItemTest):
@@ -150,7 +150,7 @@ def _digits(value: float) -> int:
     return max(3, min(9, -math.floor(math.log10(abs(value)))))
 
 
-def changes(data: RunData) -> list[Change]:
+def changes(data: RunData) -> list[MeasuredChange]:
     """Returns every quantity measured at two steps, tested if possible: losses, exact answers, probe scores.
 
     All tests of a report are corrected together.
@@ -164,13 +164,13 @@ def changes(data: RunData) -> list[Change]:
     ]
 
 
-def _loss_changes(data: RunData) -> list[Change]:
+def _loss_changes(data: RunData) -> list[MeasuredChange]:
     rows = []
     for name in data.eval_names():
         pair = data.before_after("eval", name=name)
         if pair is None:
             continue
-        row = Change(f"{name} loss", pair[0]["loss"], pair[1]["loss"], "loss", "loss", _steps(pair))
+        row = MeasuredChange(f"{name} loss", pair[0]["loss"], pair[1]["loss"], "loss", "loss", _steps(pair))
         before, after = (record.get("units") for record in pair)
         if before and after:
             same = (before["unit"], before["tokens"]) == (after["unit"], after["tokens"])
@@ -181,18 +181,18 @@ def _loss_changes(data: RunData) -> list[Change]:
     return rows
 
 
-def _answer_changes(data: RunData) -> list[Change]:
+def _answer_changes(data: RunData) -> list[MeasuredChange]:
     pair = data.before_after("answers")
     if pair is None:
         return []
     shares = [record["exact"] / max(1, record["total"]) for record in pair]
     items = pair[0]["total"] if pair[0]["total"] == pair[1]["total"] else None
-    row = Change("exact answers", shares[0], shares[1], "share", "answers", _steps(pair), items)
+    row = MeasuredChange("exact answers", shares[0], shares[1], "share", "answers", _steps(pair), items)
     before, after = (record.get("right") for record in pair)
     return [_tested(row, before, after, same=_same_items(pair))]
 
 
-def _probe_changes(data: RunData) -> list[Change]:
+def _probe_changes(data: RunData) -> list[MeasuredChange]:
     """Changes of the probe over all items, then by kind."""
     pair = data.before_after("probe")
     if pair is None:
@@ -206,18 +206,18 @@ def _probe_changes(data: RunData) -> list[Change]:
     number = sum(items.get(kind, 0) for kind in kinds)
     if len(kinds) > 1 and all(kind in items for kind in kinds) and number:
         first, last = (sum(s[kind] * items[kind] for kind in kinds) / number for s in (before, after))
-        row = Change("probe: all", first, last, "share", "probe", _steps(pair), number)
+        row = MeasuredChange("probe: all", first, last, "share", "probe", _steps(pair), number)
         whole = ["".join(r[kind] for kind in kinds) if set(kinds) <= set(r) else None for r in results]
         rows.append(_tested(row, *whole, same=same))
     for kind in kinds:
-        row = Change(
+        row = MeasuredChange(
             f"probe: {kind}", before[kind], after[kind], "share", "probe", _steps(pair), items.get(kind)
         )
         rows.append(_tested(row, *(r.get(kind) for r in results), same=same))
     return rows
 
 
-def _tested(row: Change, before: str | None, after: str | None, *, same: bool) -> Change:
+def _tested(row: MeasuredChange, before: str | None, after: str | None, *, same: bool) -> MeasuredChange:
     """Adds the test of the results by item (one digit each), unless they are missing or of different items."""
     if before is None or after is None:
         return row
@@ -234,7 +234,7 @@ def _steps(pair: tuple[dict[str, Any], dict[str, Any]]) -> tuple[int, int]:
     return pair[0]["step"], pair[1]["step"]
 
 
-def first_label(rows: list[Change]) -> str:
+def first_label(rows: list[MeasuredChange]) -> str:
     """Returns the label of the first measurements: `before`, or their step if none was made before training."""
     first = min((row.steps[0] for row in rows), default=0)
     return "before" if first == 0 else f"step {first}"
@@ -244,10 +244,10 @@ def first_label(rows: list[Change]) -> str:
 class RunVerdict:
     """Changes grouped by outcome."""
 
-    gained: list[Change]
-    lost: list[Change]
-    unchanged: list[Change]
-    untested: list[Change]
+    gained: list[MeasuredChange]
+    lost: list[MeasuredChange]
+    unchanged: list[MeasuredChange]
+    untested: list[MeasuredChange]
 
     def explanation(self) -> str:
         """Explains the statistical tests in a few sentences; empty if nothing was measured twice."""
@@ -274,14 +274,14 @@ class RunVerdict:
         return " ".join(sentences)
 
 
-def verdict(rows: list[Change]) -> RunVerdict:
+def verdict(rows: list[MeasuredChange]) -> RunVerdict:
     """Groups changes by outcome.
 
     Example:
         >>> verdict(changes(read_run(Path("runs/demo")))).lost  # doctest: +SKIP
         []
     """
-    by_outcome: dict[str, list[Change]] = {outcome: [] for outcome in LABELS}
+    by_outcome: dict[str, list[MeasuredChange]] = {outcome: [] for outcome in LABELS}
     for row in rows:
         by_outcome[row.outcome].append(row)
     return RunVerdict(*by_outcome.values())

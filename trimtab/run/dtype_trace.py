@@ -16,7 +16,7 @@ NAMES = {getattr(torch, long): short for short, long in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Operation:
+class TracedOperation:
     """One kind of operation at one module."""
 
     module: str
@@ -44,7 +44,7 @@ class DtypeTrace(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[Operation, int] = {}
+        self.counts: dict[TracedOperation, int] = {}
         """Number of calls by operation, in the order of first calls."""
         self._modules = ModuleTracker()
 
@@ -62,7 +62,7 @@ class DtypeTrace(TorchDispatchMode):
         before, after = _dtypes_of((args, kwargs)), _dtypes_of(out)
         if before and after:
             innermost = max(self._modules.parents, key=lambda path: path.count("."))
-            operation = Operation(
+            operation = TracedOperation(
                 innermost.partition(".")[2],
                 bool(self._modules.is_bw),
                 func.overloadpacket.__name__,

@@ -46,7 +46,7 @@ SAMPLE_TOKENS = 48
 
 
 @dataclass
-class Evaluation:
+class Evaluator:
     """Evaluates a model: called with a step, it returns records."""
 
     decoder: Decoder
@@ -173,10 +173,10 @@ def build_evaluation(
     sets: Mapping[str, Sequence[Batch]],
     autocast: Callable[[], Any],
     during: During,
-) -> Evaluation:
-    """The evaluation that a recipe describes; arguments as the fields of `Evaluation`."""
+) -> Evaluator:
+    """The evaluation that a recipe describes; arguments as the fields of `Evaluator`."""
     asked = recipe.answers
-    return Evaluation(
+    return Evaluator(
         decoder,
         tokenizer,
         total_steps,
@@ -234,7 +234,7 @@ def evaluate_model(
         text: open_for_eval(text, opened.tokenizer, watcher, length, max_sequences, batch_size, cache_dir)
         for text in texts
     }
-    evaluation = Evaluation(
+    evaluation = Evaluator(
         opened.decoder,
         opened.tokenizer,
         total_steps=0,

@@ -23,11 +23,11 @@ from trimtab.plan import (
 )
 from trimtab.plan.solve import Progress, check_question, find_longest
 from trimtab.recipe import Recipe
-from trimtab.run.target import Target, check_method, named_recipe, plan_shape, shape_of_recipe
+from trimtab.run.target import PlanTarget, check_method, named_recipe, plan_shape, shape_of_recipe
 
 
 def answer(
-    target: Target, question: str, *, prices: Path | None = None, progress: Progress | None = None
+    target: PlanTarget, question: str, *, prices: Path | None = None, progress: Progress | None = None
 ) -> Answer:
     """The answer to one of `trimtab.plan.solve.QUESTIONS`.
 

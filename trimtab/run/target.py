@@ -42,7 +42,7 @@ NO_DATA = "your-data"
 
 
 @dataclass(frozen=True)
-class Target:
+class PlanTarget:
     """A recipe, the shape of its model and the device to plan for."""
 
     recipe: Recipe
@@ -69,7 +69,7 @@ def read_target(
     gpu: str | None = None,
     method: str | None = None,
     host_memory: str | None = None,
-) -> Target:
+) -> PlanTarget:
     """Resolves and plans a target by name.
 
     Args:
@@ -99,7 +99,7 @@ def named_recipe(target: str, overrides: Sequence[str] = (), method: str | None 
 
 def plan_recipe(
     recipe: Recipe, *, gpu: str | None = None, method: str | None = None, host_memory: str | None = None
-) -> Target:
+) -> PlanTarget:
     """Plans a recipe; the shapes of models in the catalogue are taken from there.
 
     Args:
@@ -119,7 +119,7 @@ def plan_recipe(
         shape, more = found
         notes += more
         prepared = prepare_shape(recipe, shape, device)
-    return Target(prepared.recipe, prepared.shape, device, prepared.plan, tuple(notes))
+    return PlanTarget(prepared.recipe, prepared.shape, device, prepared.plan, tuple(notes))
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:

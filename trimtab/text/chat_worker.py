@@ -125,7 +125,7 @@ def make_environment(max_chars: int, now: str | None = None) -> Any:
     return environment
 
 
-class Renderer:
+class TemplateRenderer:
     """A template, compiled on first use."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
@@ -250,7 +250,7 @@ def describe_error(error: Exception) -> dict[str, Any]:
     }
 
 
-def respond(renderer: Renderer, request: dict[str, Any]) -> dict[str, Any]:
+def respond(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, Any]:
     """Respond with {"texts": […]}, {"examples": […]} (each of which may be an error) or {"error": …, "remedy": …}."""
     import jinja2
 
@@ -297,7 +297,7 @@ def main() -> None:
     import jinja2  # noqa: F401 imported before the limits apply
 
     limit_host_memory(setup["limits"]["memory_bytes"])
-    renderer = Renderer(setup)
+    renderer = TemplateRenderer(setup)
     while (request := read_frame(stdin)) is not None:
         limit_cpu_time(setup["limits"]["seconds"])
         stdout.write(encode_frame(respond(renderer, request)))

@@ -19,12 +19,12 @@ _MAX_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimeSpread:
     """Seconds of a repeated operation: median, 10th and 90th percentile, and the number of repetitions.
 
     Example:
-        >>> Spread.of([(1.0, 2), (3.0, 1)])
-        Spread(median=1.0, low=1.0, high=3.0, count=3)
+        >>> TimeSpread.of([(1.0, 2), (3.0, 1)])
+        TimeSpread(median=1.0, low=1.0, high=3.0, count=3)
     """
 
     median: float
@@ -33,7 +33,7 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, measured: Iterable[tuple[float, int]]) -> Spread | None:
+    def of(cls, measured: Iterable[tuple[float, int]]) -> TimeSpread | None:
         """Computes the spread of (seconds, repetitions); None if there are none."""
         ordered = sorted(measured)
         count = sum(times for _, times in ordered)
@@ -63,14 +63,14 @@ class Measured:
 
     first_step: int
     last_step: int
-    step: Spread | None = None
+    step: TimeSpread | None = None
     """Time of an optimizer step, without evaluations and saves."""
     warm: bool = False
     """Whether `step` is measured on steps without one-time work; if not, the run was too short for that."""
-    evaluation: Spread | None = None
-    checkpoint: Spread | None = None
+    evaluation: TimeSpread | None = None
+    checkpoint: TimeSpread | None = None
     """Time until a checkpoint is on disk, for the saves that training waited for."""
-    checkpoint_stall: Spread | None = None
+    checkpoint_stall: TimeSpread | None = None
     """How long each save blocked training."""
     buckets: dict[str, int] | None = None
     """Tensor bytes at the peak of the measured step, by bucket."""
@@ -138,11 +138,11 @@ class Stopwatch:
         return Measured(
             self.first_step,
             last_step,
-            step=Spread.of(self._clean or self._others),
+            step=TimeSpread.of(self._clean or self._others),
             warm=self.warm,
-            evaluation=Spread.of(self._evaluations),
-            checkpoint=Spread.of(self._checkpoints),
-            checkpoint_stall=Spread.of(self._stalls),
+            evaluation=TimeSpread.of(self._evaluations),
+            checkpoint=TimeSpread.of(self._checkpoints),
+            checkpoint_stall=TimeSpread.of(self._stalls),
             buckets=self.buckets,
             **memory,
         )

@@ -73,7 +73,7 @@ def adamw8bit_step(
     determine the random bits of a bf16 weight's rounding; `stochastic_rounding=False` rounds to nearest. If `skip`, a
     0-dim bool tensor on the device, is true, nothing changes. `impl="triton_exact"` is bitwise identical to
     "reference" on the same GPU; "triton" fuses operations and executes two fifths of the instructions.
-    `table.Table` updates many tensors in one launch.
+    `table.ParameterTable` updates many tensors in one launch.
 
     Example:
         >>> import torch

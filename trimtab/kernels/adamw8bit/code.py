@@ -22,7 +22,7 @@ import torch
 from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TOP1, TOP2, peak
 
 
-class Code(Protocol):
+class QuantizationMap(Protocol):
     """A quantization map: 256 entries for the values of a block, scaled so that the largest is `peak`."""
 
     @property
@@ -97,16 +97,16 @@ class QuarticCode:
 
 
 @dataclass(frozen=True)
-class Format:
+class StateFormat:
     """The quantization maps of both moments; benchmarks also use others."""
 
-    first: Code
-    second: Code
+    first: QuantizationMap
+    second: QuantizationMap
     root: bool
     """Whether √v is stored instead of v."""
 
 
-DEFAULT_FORMAT = Format(
+DEFAULT_FORMAT = StateFormat(
     first=QuarticCode(signed=True, first=0, top=TOP1),
     second=QuarticCode(signed=False, first=FIRST_LEVEL, top=TOP2),
     root=True,

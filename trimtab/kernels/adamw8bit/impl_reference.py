@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from trimtab.kernels.adamw8bit import State8bit
-from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, Code, Format
+from trimtab.kernels.adamw8bit.code import DEFAULT_FORMAT, QuantizationMap, StateFormat
 from trimtab.kernels.adamw8bit.spec import BLOCK, CHUNK, GROUP, MULTIPLIER, TINY, grid
 from trimtab.kernels.adamw8bit.update import Snapshot
 from trimtab.kernels.stochastic_rounding import random_bits_at, round_with_, stochastic_round_
 
 
-def new_state(param: torch.Tensor, fmt: Format = DEFAULT_FORMAT) -> State8bit:
+def new_state(param: torch.Tensor, fmt: StateFormat = DEFAULT_FORMAT) -> State8bit:
     """Creates zero moments: zero scales, and the codes nearest to zero."""
     rows, _, blocks = grid(tuple(param.shape))
     codes1 = torch.full(param.shape, fmt.first.zero, dtype=torch.uint8, device=param.device)
@@ -53,7 +53,7 @@ def _unblock(x_RKB: torch.Tensor, columns: int) -> torch.Tensor:
 def _quantize(
     value_RKB: torch.Tensor,
     fraction_RKB: torch.Tensor,
-    code: Code,
+    code: QuantizationMap,
     codes_RC: torch.Tensor,
     scale_RK: torch.Tensor,
 ) -> None:
@@ -65,7 +65,9 @@ def _quantize(
     scale_RK.copy_(torch.where(largest_RK < TINY, 0.0, largest_RK))
 
 
-def _dequantize(codes_RC: torch.Tensor, scale_RK: torch.Tensor, code: Code, beta: float) -> torch.Tensor:
+def _dequantize(
+    codes_RC: torch.Tensor, scale_RK: torch.Tensor, code: QuantizationMap, beta: float
+) -> torch.Tensor:
     """β times the moment, in blocks."""
     unit_RK = (scale_RK * (1 / code.peak)).mul_(beta)
     # padded after decoding: code 0 does not decode to zero, and padding must not become a block's maximum
@@ -167,7 +169,7 @@ def adamw8bit_step(
     stochastic_rounding: bool = True,
     offset: int = 0,
     skip: torch.Tensor | None = None,
-    fmt: Format = DEFAULT_FORMAT,
+    fmt: StateFormat = DEFAULT_FORMAT,
 ) -> None:
     """See `trimtab.kernels.adamw8bit.adamw8bit_step`; benchmarks pass other maps as `fmt`."""
     assert param.is_contiguous(), param.stride()
@@ -206,11 +208,11 @@ def adamw8bit_step(
         kept.restore()
 
 
-def moments(state: State8bit, fmt: Format = DEFAULT_FORMAT) -> tuple[torch.Tensor, torch.Tensor]:
+def moments(state: State8bit, fmt: StateFormat = DEFAULT_FORMAT) -> tuple[torch.Tensor, torch.Tensor]:
     """Dequantized (m, v) in fp32, shape of the parameter."""
     rows, columns, _ = grid(tuple(state.codes1.shape))
 
-    def dequantize(codes: torch.Tensor, scale_RK: torch.Tensor, code: Code) -> torch.Tensor:
+    def dequantize(codes: torch.Tensor, scale_RK: torch.Tensor, code: QuantizationMap) -> torch.Tensor:
         if codes.numel() == 0:
             return torch.zeros(codes.shape, device=codes.device)
         value_RKB = _dequantize(codes.view(rows, columns), scale_RK, code, 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trimtab.kernels.adamw8bit import State8bit
-from trimtab.kernels.adamw8bit.table import Member, Table
+from trimtab.kernels.adamw8bit.table import Member, ParameterTable
 
 torch.library.define(
     "trimtab::adamw8bit_step_",
@@ -39,7 +39,7 @@ def _step(
     if param.numel() == 0:
         return
     member = Member(param, State8bit(codes1, scale1, codes2, scale2), param_index, offset)
-    Table([member], exact).step(
+    ParameterTable([member], exact).step(
         [grad], lr=[lr], weight_decay=[weight_decay], beta1=beta1, beta2=beta2, eps=eps, step=step, seed=seed,
         grad_scale=grad_scale, skip=skip, stochastic_rounding=stochastic_rounding,
     )  # fmt: skip

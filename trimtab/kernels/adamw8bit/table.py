@@ -87,11 +87,11 @@ def hashing_keys(seed: int, step: int, indices: np.ndarray) -> np.ndarray:
     return state
 
 
-class Table:
+class ParameterTable:
     """Parameters on one device and their states; `step` updates all that have a gradient.
 
     Example:
-        table = Table([Member(w, new_state(w), index=7)])
+        table = ParameterTable([Member(w, new_state(w), index=7)])
         table.step([w.grad], lr=[1e-3], weight_decay=[0.1], beta1=0.9, beta2=0.999, eps=1e-8, step=1)
     """
 

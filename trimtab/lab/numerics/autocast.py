@@ -20,7 +20,7 @@ from trimtab.facts.names import shortened
 from trimtab.lab.numerics.norms import NormRow, study_norms
 from trimtab.lab.study import NotSupported
 from trimtab.lab.study_step import Loss, Precision, StepSettings, StudyStep
-from trimtab.run.dtype_trace import NAMES, DtypeTrace, Operation
+from trimtab.run.dtype_trace import NAMES, DtypeTrace, TracedOperation
 
 DTYPES = ("bf16", "fp16")
 
@@ -62,7 +62,7 @@ class TracedModel:
     logits: str
     loss: str
     gradients: str
-    operations: tuple[tuple[Operation, int], ...]
+    operations: tuple[tuple[TracedOperation, int], ...]
     """(operation, count), in the order of execution."""
 
 

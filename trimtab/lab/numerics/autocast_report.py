@@ -9,7 +9,7 @@ from trimtab.lab.numerics.autocast import AutocastStudy, TracedModel
 from trimtab.lab.numerics.formats import FORMATS
 from trimtab.lab.numerics.norms import WIDTH, NormRow
 from trimtab.report.document import Document, Section, Table, Text
-from trimtab.run.dtype_trace import Operation
+from trimtab.run.dtype_trace import TracedOperation
 
 MOVES = ("_unsafe_view", "clone", "ones_like", "detach", "copy_")
 """Operations that compute nothing; views are left out too."""
@@ -98,7 +98,7 @@ def _stays_wide(decoder: TracedModel) -> bool:
     return bool(seen) and all(operation.output == "fp32" for operation in seen)
 
 
-def _computes(operation: Operation) -> bool:
+def _computes(operation: TracedOperation) -> bool:
     return not operation.is_view and operation.name not in MOVES
 
 

@@ -75,7 +75,8 @@ def unknown_keys(config: Mapping[str, Any], where: str = "config.json") -> list[
     """
     _, values, found = _described(config, where)
     known = HARMLESS | found.harmless
-    return [key for key in values.unread() if key in config and key not in known]
+    present = [key for key in values.unread() if key in config or key.partition(".")[0] in config]
+    return [key for key in present if key not in known]
 
 
 def _described(config: Mapping[str, Any], where: str) -> tuple[ModelShape, ConfigValues, Family]:

@@ -45,6 +45,27 @@ HARMLESS = frozenset(
     }
 )
 """Keys that affect neither parameters nor results, in all families. trimtab trains without `attention_dropout`."""
+ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
+"""Keys of config.json whose values are objects with RoPE settings."""
+_ROPE_KEYS = frozenset(
+    {
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "high_freq_factor",
+        "low_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+        "rope_theta",
+        "rope_type",
+        "truncate",
+        "type",
+    }
+)
+"""Keys of RoPE settings that `read_rope` and `check_supported` read for one kind of scaling or another."""
 MAX_LAYERS = 10_000
 """Maximum number of layers: a damaged file that declares a billion of them is rejected before they are built."""
 _MAX_CONFIG_BYTES = 64 * 2**20
@@ -92,8 +113,15 @@ class ConfigValues:
         return self.data.get(key)
 
     def unread(self) -> list[str]:
-        """Keys that have not been read."""
-        return [key for key in self.data if key not in self._read]
+        """Keys that have not been read, those inside of RoPE settings included."""
+        inner = [
+            f"{section}.{key}"
+            for section in ROPE_SECTIONS
+            if section in self._read and isinstance(self.data.get(section), dict)
+            for key in self.data[section]
+            if key not in _ROPE_KEYS
+        ]
+        return [key for key in self.data if key not in self._read] + inner
 
     @property
     def num_layers(self) -> int:
@@ -156,11 +184,13 @@ def check_supported(values: ConfigValues) -> None:
             f"{where}: rope_interleaved is true",
             "use a model without rope_interleaved: trimtab rotates the two halves of a head",
         )
-    rope = values.get("rope_parameters") or {}
-    partial = values.get("partial_rotary_factor") or (
-        rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    )
-    if partial not in (None, 1, 1.0):
+    stated = [values.get("partial_rotary_factor")]
+    for section in ROPE_SECTIONS:
+        settings = values.get(section)
+        if isinstance(settings, dict):
+            stated.append(settings.get("partial_rotary_factor"))
+    partial = next((share for share in stated if share not in (None, 1, 1.0)), None)
+    if partial is not None:
         raise ModelError(
             f"{where}: partial_rotary_factor is {partial}",
             "use a model without partial_rotary_factor: trimtab rotates all dimensions of a head",

@@ -30,8 +30,8 @@ def read_windows(config: ConfigValues) -> list[int | None]:
             f"{config.where}: layer_types names {unknown[0]!r}",
             f"use a model whose layers are {FULL} or {SLIDING}, which trimtab trains",
         )
-    window = None
-    if config.flag("use_sliding_window") and config.get("sliding_window") is not None:
+    window, stored = None, config.get("sliding_window")  # files without windows have a size, too
+    if config.flag("use_sliding_window") and stored is not None:
         window = config.integer("sliding_window", least=1)
     return [window if kind == SLIDING else None for kind in kinds]
 
@@ -52,6 +52,11 @@ def window_keys(shape: ModelShape) -> dict[str, Any]:
 
 
 def _describe(config: ConfigValues) -> ModelShape:
+    if config.flag("use_mrope"):  # files of Qwen2.5 have it, as false
+        raise ModelError(
+            f"{config.where}: use_mrope is true",
+            "use a model with use_mrope: false, the only kind that trimtab trains",
+        )
     return decoder_shape(config, qkv_bias=True, windows=read_windows(config))
 
 
