@@ -66,7 +66,7 @@ def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
     num_threads = threads() if device.kind == "cpu" else 1
     plan = make_plan(recipe, shape, resolve_recipe(recipe, shape, device, num_threads), device=device)
     check_embedding_learning_rate(plan)
-    return plan
+    return plan if shape.family in FAMILIES else dataclasses.replace(plan, time=plan.time.unvalidated())
 
 
 def read_target(
@@ -263,7 +263,7 @@ def _entry_notes(entry: CatalogueEntry) -> tuple[str, ...]:
 
 
 def _untrainable(name: str) -> str:
-    return f"trimtab cannot train {name} yet: memory is planned from its config, and predicted time is not validated"
+    return f"trimtab cannot train {name} yet: its memory is planned, and predicted times are not validated"
 
 
 def _has_config(path: Path) -> bool:
