@@ -51,6 +51,18 @@ def test_a_cpu_is_calibrated_within_its_time(tmp_path: Path, monkeypatch: pytest
     assert Calibration.from_dict(found.to_dict()) == found
 
 
+def test_a_cpu_without_bf16_instructions_measures_its_bf16_kernels_too() -> None:
+    """It only emulates bf16, so that times in fp32 do not tell times in bf16."""
+    run = calibrating._CalibrationRun(CPU, 1.0, lambda label, share: None)
+    run.rates = {"fp32": 1e11, "bf16": 2e10}
+    assert run._kernel_dtypes("fp32") == ["fp32", "bf16"]
+    assert run._kernel_dtypes("bf16") == ["bf16", "fp32"]
+    run.rates = {"fp32": 1e11}
+    assert run._kernel_dtypes("fp32") == ["fp32"], "bf16 that is ten times slower is not measured"
+    run.kind, run.rates = "cuda", {"bf16": 1e14, "fp16": 1e14, "fp32": 1e13}
+    assert run._kernel_dtypes("bf16") == ["bf16"]
+
+
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_state, "DISK_BYTES", 2**16)
 

@@ -27,6 +27,7 @@ from trimtab.plan.step_time import step_time
 from trimtab.plan.time import flops_per_token
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_recipe
+from trimtab.run.target import read_target
 
 WITH_EXPERTS = (
     "mistralai/Mixtral-8x7B-v0.1",
@@ -185,3 +186,14 @@ def test_time_of_a_step_follows_active_parameters(method: str) -> None:
     assert deepseek is not None
     assert math.isfinite(deepseek.seconds)
     assert {"mlp.dispatch", "mlp.combine", "rope"} <= {entry.name for entry in deepseek.operations}
+
+
+def test_times_of_untrainable_models_are_labelled() -> None:
+    experts = read_target("Qwen/Qwen3-30B-A3B", gpu="h200", method="lora").plan.time
+    assert experts.tokens_per_second is not None
+    assert not experts.validated
+    assert experts.basis == ("measured on an NVIDIA H200; not validated: trimtab cannot train this model yet")
+    assert experts.to_dict()["validated"] is False
+    assert read_target("Qwen/Qwen3-8B", gpu="h200", method="lora").plan.time.validated
+    unpublished = read_target("Qwen/Qwen3-8B", gpu="apple-m4-max-64gb", method="lora").plan.time
+    assert unpublished.basis == "no bf16 rate of Apple M4 Max is published"

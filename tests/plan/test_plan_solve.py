@@ -239,6 +239,24 @@ def test_the_fastest_is_the_fastest_of_those_that_fit() -> None:
         assert (job.batch * job.accumulation, fits(option.plan)) == (16, True)
 
 
+def test_pasted_answers_give_the_same_plan() -> None:
+    original = plan("recompute: block\nmlp_tiles: 4\n")
+    for solve in (solve_fastest, solve_batch_size, solve_max_seq_length):
+        answer = solve(original, planner)
+        pasted = planner(changed_recipe(original.recipe, answer.keys), GPU)
+        assert answer.plan is not None
+        assert pasted.to_dict() == answer.plan.to_dict()
+        assert solve(pasted, planner).keys.items() <= answer.keys.items(), "the memory keys are auto already"
+    gpus = [find_gpu(name) for name in ("h200", "t4", "rtx4090")]
+    for answer in (
+        solve_smallest_gpu(original, planner, gpus),
+        solve_cheapest(original, planner, [(gpu, 1.0, "mine") for gpu in gpus]),
+    ):
+        for option in answer.options:
+            again = planner(original.recipe, find_gpu(option.name))
+            assert again.to_dict() == option.plan.to_dict(), "as `--gpu NAME`"
+
+
 def test_without_rates_there_is_no_fastest() -> None:
     unknown = dataclasses.replace(GPU, name="an unmeasured GPU", sheet=None)
     with pytest.raises(ResourceError, match="the speed of an unmeasured GPU is not known; measure it with"):

@@ -153,3 +153,27 @@ def test_the_shipped_calibration_matches_the_records() -> None:
 
     assert maker.measured() == shipped_calibration()
     assert rates_of(H200, "bf16").basis == "measured on an NVIDIA H200"  # type: ignore[union-attr]
+
+
+def test_the_optimizer_takes_the_time_of_its_weights_dtype() -> None:
+    """On a CPU, bf16 weights are rounded stochastically: that takes ten times as long as the update of fp32 weights."""
+    rates = Calibration(
+        "a CPU",
+        {"fp32": 1e11},
+        2e10,
+        5e-6,
+        (
+            KernelSample(OperationKind.OPTIMIZER, "fp32", 0.0, 28e6, 1e-3, impl="adamw_torch"),
+            KernelSample(OperationKind.OPTIMIZER, "bf16", 0.0, 22e6, 10e-3, impl="adamw_torch"),
+        ),
+    )
+    cpu = dataclasses.replace(H200, kind="cpu", calibration=rates)
+    seconds = {}
+    for dtype in ("fp32", "bf16"):
+        job = dataclasses.replace(QWEN, optimizer="adamw_torch", weights_dtype=dtype, gradient_dtype=dtype)
+        step = step_time(job, cpu)
+        assert step is not None
+        [seconds[dtype]] = [operation.total for operation in step.operations if operation.name == "optimizer"]
+    elements = QWEN.trained.count
+    assert seconds["fp32"] == pytest.approx(elements * 28 / 28e6 * 1e-3, rel=0.01)
+    assert seconds["bf16"] > 9 * seconds["fp32"]

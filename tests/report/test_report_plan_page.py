@@ -13,6 +13,7 @@ from trimtab.plan import list_effects
 from trimtab.plan.detail import detailed_dict
 from trimtab.report.plan_page import render_plan, write_plan_page, write_table_page
 from trimtab.report.plan_panel import verdict
+from trimtab.report.plan_tables import table_notes
 from trimtab.report.timeline import draw_timeline
 from trimtab.run.target import read_target
 
@@ -73,7 +74,34 @@ def test_the_pages_of_plans_and_tables_are_written(
     text = (tmp_path / "table.html").read_text(encoding="utf-8")
     assert "✗ 16.0 GiB" in text
     assert "1.23 K tokens/s" in text
-    assert "&lt;no&gt;" in text
+    assert text.count("&lt;no&gt;") == 1, "a note under the table, whose cells stay narrow"
+    assert 'cell-none">–</span>' in text
+
+
+def test_tables_name_models_whose_times_are_not_validated(tmp_path: Path) -> None:
+    cell = {"method": "lora", "available": 2**33, "fits": True, "needed": 2**32, "tokens_per_second": 1.0}
+    cells = [
+        {**cell, "model": "dense", "gpu": "one", "validated": True},
+        {**cell, "model": "experts", "gpu": "one", "validated": False},
+        {**cell, "model": "untimed", "gpu": "one", "validated": False, "tokens_per_second": None},
+    ]
+    note = "trimtab cannot train experts yet: tokens/s are not validated."
+    assert table_notes(cells) == [note]
+    write_table_page(cells, tmp_path / "table.html")
+    assert note in (tmp_path / "table.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_wide_table_stays_on_the_page(browser: Any, tmp_path: Path, width: int) -> None:
+    common = {"model": "organization/a-model-with-a-name", "method": "lora", "available": 2**33}
+    problem = {"fits": False, "needed": None, "tokens_per_second": None, "problem": "a long sentence " * 20}
+    cell = {"fits": True, "needed": 2**34, "tokens_per_second": 1234.0}
+    cells = [{**common, **(cell if i else problem), "gpu": f"gpu-{i}-80gb"} for i in range(20)]
+    write_table_page(cells, tmp_path / "table.html")
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto((tmp_path / "table.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.browser

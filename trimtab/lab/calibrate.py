@@ -128,9 +128,7 @@ class _CalibrationRun:
         for group in copy_groups(self.device, free):
             self._measure(group)
         copy = self._best_copy()
-        kernels = [kernel_groups(self.device, training, free)]
-        if self.kind == "cpu" and training != "fp32":
-            kernels.append(kernel_groups(self.device, "fp32", free))
+        kernels = [kernel_groups(self.device, dtype, free) for dtype in self._kernel_dtypes(training)]
         products = [product_groups(self.device, dtype, rate, free) for dtype, rate in self.rates.items()]
         for group in _interleaved([*kernels, *products]):
             if time.perf_counter() - self.started > self.seconds and self._has_products():
@@ -164,6 +162,17 @@ class _CalibrationRun:
             for dtype, rate in rates.items()
             if self.kind == "cuda" or rate * SLOWEST > rates["fp32"]
         }
+
+    def _kernel_dtypes(self, training: str) -> list[str]:
+        """The dtypes of kernels other than matrix products, the training dtype first.
+
+        A CPU also runs the other of bf16 and fp32, even if it only emulates bf16: its kernels then take longer than in
+        fp32 although they move half the bytes, so that times in fp32 do not tell times in bf16.
+        """
+        if self.kind == "cuda":
+            return [training]
+        others = [dtype for dtype in ("fp32", "bf16") if dtype != training and dtype in self.rates]
+        return [training, *others]
 
     def _measure(self, group: ProbeGroup) -> None:
         self._report(group.label)

@@ -396,22 +396,33 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
     gradients = float(job.trained.gradient_bytes)
 
     def moving(
-        name: str, kind: OperationKind, phase: str, moved: float, count: int, impl: str = ""
+        name: str,
+        kind: OperationKind,
+        phase: str,
+        moved: float,
+        count: int,
+        impl: str = "",
+        dtype: str = "fp32",
     ) -> OperationTime:
         kernel = Kernel(kind, 0.0, moved)
-        seconds = rates.floor(kernel, "fp32") if floor else rates.seconds(kernel, "fp32", impl=impl)
+        seconds = rates.floor(kernel, dtype) if floor else rates.seconds(kernel, dtype, impl=impl)
         return OperationTime(name, kind, phase, count, seconds, 2)
 
     if job.accumulation > 1:
         yield moving("gradients", OperationKind.ADD, BACKWARD, 2.5 * gradients, job.accumulation - 1)
     if not job.in_backward:
         yield moving("gradient norm", OperationKind.NORM, UPDATE, gradients, 1)
-    moved = sum(
-        optim_spec.bytes_moved(job.optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype)
-        for parameter in job.trained.parameters
-    )
     impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
-    yield moving("optimizer", OperationKind.OPTIMIZER, UPDATE, float(moved), 1, impl)
+    moved_by_dtype: dict[
+        str, float
+    ] = {}  # bf16 weights are rounded stochastically, which takes longer on a CPU
+    for parameter in job.trained.parameters:
+        moved = optim_spec.bytes_moved(
+            job.optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype
+        )
+        moved_by_dtype[parameter.dtype] = moved_by_dtype.get(parameter.dtype, 0.0) + moved
+    for dtype, size in moved_by_dtype.items():
+        yield moving("optimizer", OperationKind.OPTIMIZER, UPDATE, size, 1, impl, dtype)
 
 
 def exposed_copies(job: Job, rates: Rates) -> float:

@@ -30,6 +30,8 @@ class Cell:
     available: int | None = None
     tokens_per_second: float | None = None
     """None if it does not fit or the GPU's rates are unknown."""
+    validated: bool = True
+    """Whether steps of such models were measured (`trimtab.plan.time.Time.validated`)."""
     longest: int | None = None
     """The longest sequence that fits, at most the model's positions; None if not requested."""
     problem: str = ""
@@ -40,7 +42,7 @@ class Cell:
         plain = {
             name: getattr(self, name) for name in ("model", "method", "gpu", "fits", "needed", "available")
         }
-        plain["tokens_per_second"] = self.tokens_per_second
+        plain |= {"tokens_per_second": self.tokens_per_second, "validated": self.validated}
         if self.longest is not None:
             plain["longest"] = self.longest
         return plain | ({"problem": self.problem} if self.problem else {})
@@ -96,5 +98,6 @@ def _cell(model: str, method: str, gpu: str, plan: Plan, longest: Callable[[Plan
         needed=plan.needed,
         available=limit,
         tokens_per_second=plan.time.tokens_per_second if fit else None,
+        validated=plan.time.validated,
         longest=None if longest is None else longest(plan),
     )

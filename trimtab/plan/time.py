@@ -54,6 +54,8 @@ class Time:
     low_seconds: float | None = None
     high_seconds: float | None = None
     """The range in which the run's time is expected."""
+    validated: bool = True
+    """Whether steps of such models were measured; False for families that cannot be trained yet."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -82,7 +84,14 @@ class Time:
             "tokens_per_second": self.tokens_per_second,
             "step": None if self.step is None else self.step.to_dict(),
             "basis": self.basis,
+            "validated": self.validated,
         }
+
+    def unvalidated(self) -> Time:
+        """Returns the same time, labelled as not validated."""
+        return dataclasses.replace(
+            self, validated=False, basis=f"{self.basis}; not validated: trimtab cannot train this model yet"
+        )
 
 
 def flops_per_token(job: Job) -> float:
@@ -179,6 +188,8 @@ def estimate(
 
 
 def _unknown(job: Job, device: DeviceFacts) -> str:
+    if device.sheet is not None:
+        return f"no {job.dtype} rate of {device.name} is published"
     if device.kind == "cpu":
         return f"the speed of {device.name} is not known; `trimtab plan --calibrate` measures it in a minute"
     return (

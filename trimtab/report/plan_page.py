@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.facts.units import format_bytes, format_rate, format_seconds
 from trimtab.report.html import figure_script, page_environment, policy, read_templates, write_html
 from trimtab.report.plan_panel import activations, highest_bytes, launch_bound, plan_rows, verdict
-from trimtab.report.plan_tables import AUTOMATIC, recipe_lines, signed_seconds
+from trimtab.report.plan_tables import AUTOMATIC, recipe_lines, signed_seconds, table_notes
 from trimtab.report.rundata import section
 from trimtab.report.summary import parameters
 from trimtab.report.timeline import draw_timeline
@@ -36,12 +36,16 @@ def write_table_page(cells: list[dict[str, Any]], target: Path) -> None:
     for cell in cells:
         rows.setdefault((cell["model"], cell["method"]), {})[cell["gpu"]] = _shown_cell(cell)
     listed = [{"model": model, "method": method, "cells": found} for (model, method), found in rows.items()]
-    longest = any("longest" in cell for cell in cells)
-    write_html(
-        _render("plan_table.html", [], title="Plans", gpus=gpus, rows=listed, longest=longest),
-        target,
-        option="--page",
+    page = _render(
+        "plan_table.html",
+        [],
+        title="Plans",
+        gpus=gpus,
+        rows=listed,
+        longest=any("longest" in cell for cell in cells),
+        notes=table_notes(cells),
     )
+    write_html(page, target, option="--page")
 
 
 def render_plan(plan: dict[str, Any], effects: list[dict[str, Any]]) -> str:
@@ -197,7 +201,7 @@ def _effect(effect: dict[str, Any]) -> dict[str, Any]:
 
 def _shown_cell(cell: dict[str, Any]) -> dict[str, Any]:
     if cell.get("problem"):
-        return {"kind": "none", "text": "–", "more": cell["problem"]}
+        return {"kind": "none", "text": "–", "more": ""}
     needed = format_bytes(cell["needed"], up=True)
     if not cell["fits"]:
         return {"kind": "no", "text": needed, "more": "minimum needed"}

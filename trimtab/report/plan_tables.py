@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -100,12 +101,21 @@ def table_view(cells: list[dict[str, Any]]) -> RenderableType:
         name = "" if model == last else model.rpartition("/")[2]
         last = model
         table.add_row(as_text(name), method, *(_cell(found[gpu]) for gpu in gpus))
-    problems = list(dict.fromkeys(cell["problem"] for cell in cells if cell.get("problem")))
     shown = "longest sequence" if any("longest" in cell for cell in cells) else "tokens/s"
     key = f"Peak memory and {shown}; ✗ is the minimum memory of a run that does not fit."
-    return Group(
-        table, Text(key, style="bright_black"), *(Text(f"– {plain(problem)}") for problem in problems)
+    return Group(table, Text(key, style="bright_black"), *(Text(plain(note)) for note in table_notes(cells)))
+
+
+def table_notes(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns notes on the cells of a table: the errors of those without a plan, and models that cannot be trained."""
+    untrained = dict.fromkeys(
+        cell["model"] for cell in cells if cell.get("tokens_per_second") and not cell.get("validated", True)
     )
+    notes = []
+    if untrained:
+        notes.append(f"trimtab cannot train {', '.join(untrained)} yet: tokens/s are not validated.")
+    problems = dict.fromkeys(cell["problem"] for cell in cells if cell.get("problem"))
+    return notes + [f"– {problem}" for problem in problems]
 
 
 def _cell(cell: dict[str, Any]) -> Text:

@@ -59,7 +59,14 @@ class PlanTarget:
 
 def plan_shape(recipe: Recipe, shape: ModelShape, device: DeviceFacts) -> Plan:
     """Plans a recipe from the model's shape alone, without reading files of the model."""
-    return prepare_shape(recipe, shape, device).plan
+    return _with_validation(prepare_shape(recipe, shape, device).plan)
+
+
+def _with_validation(plan: Plan) -> Plan:
+    """The plan; its times are labelled as not validated if no run of the model's family can be measured."""
+    if plan.shape.family in FAMILIES:
+        return plan
+    return dataclasses.replace(plan, time=plan.time.unvalidated())
 
 
 def read_target(
@@ -119,7 +126,8 @@ def plan_recipe(
         shape, more = found
         notes += more
         prepared = prepare_shape(recipe, shape, device)
-    return PlanTarget(prepared.recipe, prepared.shape, device, prepared.plan, tuple(notes))
+    plan = _with_validation(prepared.plan)
+    return PlanTarget(prepared.recipe, prepared.shape, device, plan, tuple(notes))
 
 
 def shape_of_recipe(recipe: Recipe) -> ModelShape:
@@ -254,7 +262,7 @@ def _entry_notes(entry: CatalogueEntry) -> tuple[str, ...]:
 
 
 def _untrainable(name: str) -> str:
-    return f"trimtab cannot train {name} yet: memory is planned from its config, and predicted time is not validated"
+    return f"trimtab cannot train {name} yet: its memory is planned, and predicted times are not validated"
 
 
 def _has_config(path: Path) -> bool:
