@@ -15,7 +15,7 @@ from trimtab.cli.bench_memory import memory
 from trimtab.cli.bench_report import report
 from trimtab.cli.bench_sizes import sizes
 from trimtab.cli.bench_step import step
-from trimtab.cli.studying import AsJson, AtOnce, ListCells, Minutes, Out, Remeasure, StudyDevice
+from trimtab.cli.studying import AsJson, AtOnce, Commit, ListCells, Minutes, Out, Remeasure, StudyDevice
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -37,6 +37,7 @@ def bench(
     ] = None,
     device: StudyDevice = "auto",
     at_once: AtOnce = None,
+    commit: Commit = None,
     out: Out = None,
     remeasure: Remeasure = False,
     as_json: AsJson = False,
@@ -86,6 +87,7 @@ def bench(
         minutes=minutes,
         listed=listed,
         at_once=at_once,
+        commit=commit,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
     )
