@@ -138,6 +138,10 @@ def check_no_options(context: typer.Context) -> None:
             f"remove --suite, or remove {study}",
         )
     option = {"listed": "list", "as_json": "json", "at_once": "at-once"}.get(given[0], given[0])
+    if given[0] in ("at_once", "commit") and study != "claims":
+        raise RecipeError(
+            f"--{option} before {study} belongs to --suite", f"{study} runs alone: remove --{option}"
+        )
     raise RecipeError(
         f"--{option} before {study} belongs to --suite",
         f"write it after the study: trimtab bench {study} --{option} …",
