@@ -292,6 +292,49 @@ def test_progress_on_a_terminal_shows_the_cell_and_the_time_left(monkeypatch: py
     assert (progress.done, progress.recorded) == (3, 1)
 
 
+def test_progress_of_preparations(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("trimtab.cli.study_progress.time.monotonic", lambda: clock[0])
+    plain, terminal = Console(file=StringIO(), width=100), Console(
+        file=StringIO(), force_terminal=True, width=100, color_system=None, legacy_windows=False,
+        _environ={"TERM": "xterm"},
+    )  # fmt: skip
+    for console in (plain, terminal):
+        with StudyProgress(3, console) as progress:
+            progress.preparing(0, 2, None)
+            clock[0] += 6.0
+            progress.preparing(1, 2, cell("measure", value=7))
+            if progress._bar is not None:
+                progress._bar.refresh()
+            one = cell("measure", value=1)
+            progress(0, 3, one, None)
+            progress(1, 3, one, made(H200, 1))
+            assert progress.left() == 12.0, "time of preparations counts"
+    assert "[compiled 1/2] sample measure 7" in plain.file.getvalue()
+    assert "compiling for 2 cells, 1 done" in terminal.file.getvalue()
+
+
+def test_sections_of_several_studies_name_their_study() -> None:
+    other = Measurement(
+        Cell("sizes", {"size": "small"}),
+        CellOutcome.FAILED,
+        {},
+        "why",
+        0.1,
+        H200,
+        "abc",
+        "2026-11-18T10:00:00",
+    )
+    alone, both = (build_report(found, "x") for found in ([made(H200, 1)], [made(H200, 1), other]))
+    assert [section.title for section in alone.sections] == ["Values"]
+    assert {section.title for section in both.sections} == {"sample: Values", "sizes: Values"}
+
+
+def test_the_commit_of_a_machine_without_git_is_recorded(tmp_path: Path) -> None:
+    study([cell("measure", value=1)], tmp_path, commit="0123456789")
+    assert json.loads((tmp_path / RECORDS).read_text())["commit"] == "0123456789"
+
+
 def test_counts_and_codes() -> None:
     found = [made(H200, 1), made(H200, 2, CellOutcome.OUT_OF_MEMORY), made(H200, 3, CellOutcome.TIMED_OUT)]
     assert count_outcomes(found) == "3 cells: 1 measured, 1 out of memory, 1 timed out"

@@ -144,6 +144,12 @@ def test_a_part_of_a_suite_has_no_report_yet(tmp_path: Path, capsys: pytest.Capt
             "--gpu is only for --list: a study measures this machine; add --list",
         ),
         (["--suite", "study", "--list", "--gpu", "h2000"], "h2000"),
+        (
+            ["--at-once", "3", "step"],
+            "--at-once before step belongs to --suite; step runs alone: remove --at-once",
+        ),
+        (["--at-once", "3", "claims"], "write it after the study: trimtab bench claims --at-once"),
+        (["--suite", "study", "--at-once", "0"], "--at-once 0 is too small; use at least 1"),
         (["--list", "sizes"], "write it after the study: trimtab bench sizes --list"),
         (["step", "--minutes", "nan"], "--minutes nan is not positive; give a number above 0"),
         (

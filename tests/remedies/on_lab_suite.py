@@ -46,6 +46,11 @@ case(
     lambda w, remedy: w.cli("bench", "sizes", "--list", "--device", "cpu"),
 )
 case(
+    "cli/bench.py:check_no_options: {} runs alone: remove --{}",
+    lambda w: w.cli("bench", "--at-once", "2", "sizes"),
+    lambda w, remedy: w.cli("bench", "sizes", "--list", "--device", "cpu"),
+)
+case(
     "cli/bench.py:list_for_gpu: add --list, or remove --gpu",
     lambda w: w.cli("bench", "--suite", "study", "--gpu", "h200"),
     lambda w, remedy: (

@@ -15,7 +15,7 @@ from trimtab.cli.bench_memory import memory
 from trimtab.cli.bench_report import report
 from trimtab.cli.bench_sizes import sizes
 from trimtab.cli.bench_step import step
-from trimtab.cli.studying import AsJson, AtOnce, ListCells, Minutes, Out, Remeasure, StudyDevice
+from trimtab.cli.studying import AsJson, AtOnce, Commit, ListCells, Minutes, Out, Remeasure, StudyDevice
 from trimtab.cli.verb import new_app
 
 app = new_app()
@@ -37,6 +37,7 @@ def bench(
     ] = None,
     device: StudyDevice = "auto",
     at_once: AtOnce = None,
+    commit: Commit = None,
     out: Out = None,
     remeasure: Remeasure = False,
     as_json: AsJson = False,
@@ -86,6 +87,7 @@ def bench(
         minutes=minutes,
         listed=listed,
         at_once=at_once,
+        commit=commit,
         command=f"trimtab bench --suite {suite}",
         title="Where the time and the memory of training go",
     )
@@ -136,6 +138,10 @@ def check_no_options(context: typer.Context) -> None:
             f"remove --suite, or remove {study}",
         )
     option = {"listed": "list", "as_json": "json", "at_once": "at-once"}.get(given[0], given[0])
+    if given[0] in ("at_once", "commit") and study != "claims":
+        raise RecipeError(
+            f"--{option} before {study} belongs to --suite", f"{study} runs alone: remove --{option}"
+        )
     raise RecipeError(
         f"--{option} before {study} belongs to --suite",
         f"write it after the study: trimtab bench {study} --{option} …",

@@ -9,6 +9,7 @@ import typer
 from trimtab.cli.studying import (
     AsJson,
     AtOnce,
+    Commit,
     ListCells,
     Minutes,
     Out,
@@ -51,6 +52,7 @@ def claims(
     seeds: Seeds = None,
     device: StudyDevice = "auto",
     at_once: AtOnce = None,
+    commit: Commit = None,
     out: Out = None,
     remeasure: Remeasure = False,
     minutes: Minutes = None,
@@ -69,7 +71,7 @@ def claims(
     arithmetic. A hypothesis is *confirmed*, *refuted* or *not detectable*: its smallest effect of interest is fixed
     in advance, and the 95 % confidence interval of the difference, paired by seed, must be entirely on one side of it.
 
-    On one CPU core all claims take about half an hour with the starter model; repeat an interrupted command to
+    On one CPU core all claims take about an hour with the starter model; repeat an interrupted command to
     continue.
 
         trimtab bench claims
@@ -97,4 +99,5 @@ def claims(
         listed=listed,
         cell_seconds=RUN_SECONDS,
         at_once=at_once,
+        commit=commit,
     )

@@ -35,9 +35,10 @@ class StudyProgress:
         self._moving = self.console.is_terminal and not self.console.is_dumb_terminal
         self._bar: Any = None
         self._task: Any = None
+        self._measures = False
+        """Whether the current cell is being measured, and does not come from a record."""
         self._began: float | None = None
-        """Start time of the current cell; None for a cell that has a record."""
-        self._spent = 0.0
+        """When the first measurement or preparation began."""
         self._measured = 0
 
     def __enter__(self) -> StudyProgress:
@@ -70,16 +71,16 @@ class StudyProgress:
         self.done = done
         name = plain(cell.name, keep_newlines=False)
         if measurement is None:
-            self._began = time.monotonic()
+            self._begin()
+            self._measures = True
             self._move(name)
             return
-        if self._began is None:
-            self.recorded += 1
-        else:
-            self._spent += time.monotonic() - self._began
+        if self._measures:
             self._measured += 1
             self._tell(done, name, measurement)
-        self._began = None
+        else:
+            self.recorded += 1
+        self._measures = False
         self._move(name)
 
     def preparing(self, done: int, total: int, cell: Cell | None) -> None:
@@ -88,6 +89,7 @@ class StudyProgress:
 
         from trimtab.report.plain import plain
 
+        self._begin()
         name = "" if cell is None else f" {plain(cell.name, keep_newlines=False)}"
         if self._moving:
             self._move(f"compiling for {total} cells, {done} done")
@@ -96,7 +98,13 @@ class StudyProgress:
 
     def left(self) -> float | None:
         """Estimates the remaining seconds from the mean of the cells so far; None before the first."""
-        return self._spent / self._measured * (self.total - self.done) if self._measured else None
+        if self._began is None or not self._measured:
+            return None
+        return (time.monotonic() - self._began) / self._measured * (self.total - self.done)
+
+    def _begin(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
 
     def _move(self, name: str) -> None:
         if self._bar is not None:

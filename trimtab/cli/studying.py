@@ -49,6 +49,10 @@ AtOnce = Annotated[
         "by its memory and the cores, 1 on a CPU.",
     ),
 ]
+Commit = Annotated[
+    str | None,
+    typer.Option(metavar="HASH", help="Commit of the code, for the records of a machine without git."),
+]
 StudyDevice = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or cuda:1 for the second GPU.")]
 
 DEFAULT_FOLDER = Path("lab")
@@ -89,6 +93,7 @@ def run_study(
     title: str | None = None,
     cell_seconds: float | None = None,
     at_once: int | None = None,
+    commit: str | None = None,
 ) -> None:
     """Measures the cells of a study, writes its report and prints it; exit code 1 if a cell failed.
 
@@ -107,6 +112,7 @@ def run_study(
         title: title of the report; the study's title by default.
         cell_seconds: time limit of one cell; ten minutes by default.
         at_once: processes for what times nothing; by default what the device permits.
+        commit: commit of the code, where git does not know it.
 
     Raises:
         RecipeError: `minutes` or `at_once` is not positive.
@@ -135,6 +141,7 @@ def run_study(
                 remeasure=remeasure,
                 cell_seconds=cell_seconds or CELL_SECONDS,
                 limit=limit,
+                commit=commit,
                 sharing=_sharing(chosen, device, progress),
             )
         except KeyboardInterrupt:

@@ -52,6 +52,8 @@ def build_report(measurements: Sequence[Measurement], command: str, title: str |
                 m for m in measurements if m.cell.study == name and m.machine.name == machine
             ]
             study_sections = find_study(name).sections(study_measurements) if study_measurements else []
+            if len(studies) > 1:
+                study_sections = [replace(one, title=f"{name}: {one.title}") for one in study_sections]
             sections += (
                 [_of_machine(section, machine) for section in study_sections]
                 if len(machines) > 1

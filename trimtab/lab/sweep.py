@@ -163,6 +163,8 @@ class _Sweep:
                     self.progress(len(self.known), len(self.cells), result.work.cell, None)
                     self._finish(result.work.cell, result.answer, result.seconds)
                 return
+            if result.answer["outcome"] == CellOutcome.TIMED_OUT.value and self.clock.remaining <= 0:
+                return
             finished += 1
             self._note_prepared(result)
             if sharing.preparing is not None:

@@ -76,7 +76,7 @@ FP32 = {"dtype": "fp32"}
 MIXED = {"dtype": "bf16", "weights_dtype": "fp32"}
 """On a GPU, unless the claim is about dtypes: full fp32 products take ten times as long there."""
 ON_CPU = Size(tokens=128, sequences=2, eval_sequences=24, documents=4000)
-ON_CUDA = Size(tokens=256, sequences=8, eval_sequences=64, documents=20_000)
+ON_CUDA = Size(tokens=256, sequences=8, eval_sequences=64, documents=12_000)
 
 
 def recipe(trial: Trial, model: str, folder: str, replayed: str) -> dict[str, Any]:
