@@ -18,13 +18,15 @@ from trimtab.facts.blocks import BlockShape
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError
 from trimtab.facts.operations import Kernel, OperationKind
+from trimtab.facts.phases import RunPhase
 from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.attention import Layout
 from trimtab.kernels.attention.choice import choose_attention
 from trimtab.model import Decoder, build, init_weights, read_shape, spec
 from trimtab.model.parts import LayerKernels
 from trimtab.model.spec_operations import Execution
-from trimtab.plan import make_plan
+from trimtab.plan import inference, make_plan
+from trimtab.plan.changes import reversals, savings
 from trimtab.plan.layers import declare_layer
 from trimtab.plan.make import job_of
 from trimtab.plan.rates import Rates
@@ -173,6 +175,37 @@ def test_the_plan_counts_each_layers_backend(monkeypatch: pytest.MonkeyPatch) ->
     written = json.loads(json.dumps(make_plan(recipe, shape, resolved, device=H200).to_dict()))
     shown = [value.partition(":")[0] for name, value in plan_rows(written) if name == "attention"]
     assert shown == ["sdpa_cudnn in layers 0, 2", "triton in layers 1, 3"]
+
+
+@pytest.mark.parametrize("device", [CPU, A100, H200], ids=lambda device: device.name)
+def test_evaluation_is_planned_with_its_own_backends(device: DeviceFacts) -> None:
+    """Training may be unpacked, evaluation is packed; on a CPU it then has masks."""
+    found = []
+    for packing in ("true", "false"):
+        text = f"model: x\ndata: {{train: y, eval_share: 0.1}}\nmax_seq_length: 64\npacking: {packing}\nprobe: false"
+        recipe = loads(text, ["prompts=[a, b]"])
+        resolved = resolve_recipe(recipe, alternating(), device, threads=1)
+        plan = make_plan(recipe, alternating(), resolved, device=device)
+        phases = [plan.phases.of(RunPhase.EVALUATION), plan.phases.of(RunPhase.GENERATION)]
+        assert all(phases)
+        found.append([phase.buckets for phase in phases if phase is not None])
+        expected = tuple(layer.packed for layer in resolved.attention.layers)
+        for change in (*reversals(plan), *savings(plan, plan.job)):
+            if change.name == "packing":
+                assert change.job.packed is (packing == "false")
+                assert change.job.for_evaluation().attention_backends == expected
+    assert found[0] == found[1]
+
+
+def test_a_mask_of_any_layer_is_planned_for_generation() -> None:
+    recipe = loads("model: x\ndata: {train: y}\nmax_seq_length: 64")
+    shape = alternating()
+    job = job_of(recipe, shape, CPU, resolve_recipe(recipe, shape, CPU, threads=1))
+    sizes = [
+        inference.total(inference.generation_tensors(job.changed(layer_attention=names), 8, 30, 10))
+        for names in (("varlen",) * 4, ("varlen", "varlen", "sdpa_flash", "varlen"))
+    ]
+    assert sizes[0] < sizes[1]
 
 
 def mixed_decoder(*names: str, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:

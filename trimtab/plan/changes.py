@@ -125,9 +125,13 @@ def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
 
 def _packed(plan: Plan, job: Job, on: bool) -> Job:
     """The job with or without packing, and the attention backends resolved for it."""
-    attention = tuple(layer.packed if on else layer.unpacked for layer in plan.resolved.attention.layers)
+    packed = tuple(layer.packed for layer in plan.resolved.attention.layers)
+    attention = packed if on else tuple(layer.unpacked for layer in plan.resolved.attention.layers)
     return job.changed(
-        packed=on, attention=attention[0], layer_attention=attention if len(set(attention)) > 1 else ()
+        packed=on,
+        attention=attention[0],
+        layer_attention=attention if len(set(attention)) > 1 else (),
+        evaluation_attention=packed if packed != attention else (),
     )
 
 

@@ -223,7 +223,7 @@ def _cache(job: Job, rows: int, tokens: int) -> Tensors:
 
 def _mask(job: Job, keys: int, *, padded: bool) -> Tensors:
     """The attention mask, for backends that read one and padded prompts; built for each layer."""
-    if job.attention not in attention_spec.MASKED or not padded:
+    if not padded or not any(impl in attention_spec.MASKED for impl in job.attention_backends):
         return []
     size = job.batch * job.tokens * (-(-keys // 8) * 8) * BYTES[job.dtype]
     return [Activation("mask", size, MemoryPart.INPUTS)]

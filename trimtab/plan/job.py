@@ -52,6 +52,9 @@ class Job:
     """How frozen weights are quantized; None if they are not."""
     layer_attention: tuple[str, ...] = ()
     """The attention backend of each layer, if they differ."""
+    evaluation_attention: tuple[str, ...] = ()
+    """The attention backend of each layer in evaluation, probe and generation, if they are not those of training:
+    evaluation always packs."""
     attended_share: float = 1.0
     """Share of the query–key pairs of a causal sequence that are within one document: less than 1 for sequences packed
     with several documents."""
@@ -77,6 +80,11 @@ class Job:
         """The attention backend of each layer."""
         assert not self.layer_attention or len(self.layer_attention) == self.shape.num_layers
         return self.layer_attention or (self.attention,) * self.shape.num_layers
+
+    def for_evaluation(self) -> Job:
+        """Returns the job of a forward pass over evaluation batches, which are packed."""
+        backends = self.evaluation_attention or self.attention_backends
+        return self.changed(packed=True, attention=backends[0], layer_attention=backends)
 
     @property
     def layer_policies(self) -> tuple[str, ...]:

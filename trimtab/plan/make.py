@@ -186,6 +186,7 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     precision, memory = resolved.precision, resolved.memory
     layers = resolved.attention.layers
     attention = tuple(backends.packed if recipe.packing else backends.unpacked for backends in layers)
+    packed = tuple(backends.packed for backends in layers)
     return Job(
         shape=shape,
         batch=recipe.per_device_train_batch_size,
@@ -202,6 +203,7 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
         loss_memory=resolved.loss.memory_bytes if memory is None else memory.loss_memory,
         attention=attention[0],
         layer_attention=attention if len(set(attention)) > 1 else (),
+        evaluation_attention=packed if packed != attention else (),
         device=device.kind,
         bf16=device.bf16,
         packed=recipe.packing,

@@ -205,13 +205,13 @@ class _Phases:
             yield self.make(phase, peak.buckets, peak.moment.describe(), parts=peak.parts)
 
     def without_gradients(self) -> Iterator[PhaseMemory]:
-        recipe, job = self.recipe, self.job
+        recipe, job = self.recipe, self.job.for_evaluation()
         if has_domain_set(recipe) or recipe.data.eval.general:
             note = f"{job.batch} × {job.tokens} tokens in one batch, per-token losses"
             yield self.forward_only(RunPhase.EVALUATION, inference.loss_tensors(job), note)
         if recipe.probe:
             tokens = min(PROBE_TOKENS, job.shape.max_positions)
-            texts = job.changed(batch=ROWS, tokens=tokens, packed=True)
+            texts = job.changed(batch=ROWS, tokens=tokens)
             note = f"{ROWS} texts of at most {tokens} tokens in one batch"
             yield self.forward_only(RunPhase.PROBE, inference.loss_tensors(texts), note)
         batches = [(len(recipe.prompts), self._prompt_tokens(), SAMPLE_TOKENS)] if recipe.prompts else []
