@@ -50,6 +50,8 @@ def measure(settings: dict[str, Any]) -> Any:
         child = subprocess.Popen(["sleep", "60"])
         Path(settings["pids"]).write_text(f"{os.getpid()} {child.pid}")
         time.sleep(60)
+    if do == "environment":
+        return {"value": os.environ.get(settings["name"])}
     if do == "time":
         return _timed(settings)
     if do == "fail first":

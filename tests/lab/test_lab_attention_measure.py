@@ -157,6 +157,7 @@ def test_retained_bytes_on_a_gpu_are_those_of_its_allocator(monkeypatch: pytest.
         memory_allocated=lambda: (log.append("read"), next(levels))[1],
     )
     monkeypatch.setattr(memory, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(memory, "synchronize", lambda device: cuda.synchronize())
     assert retained_bytes(lambda: log.append("run"), "cuda") == 256
     assert log == ["synchronize", "read", "run", "synchronize", "read"]
 

@@ -218,6 +218,13 @@ def test_processes_of_fresh_cells_start_before_the_first_is_timed(tmp_path: Path
     assert max(one.result["started"] for one in found) <= times(found[0])[0]
 
 
+@pytest.mark.usefixtures("known")
+def test_the_compiler_starts_no_processes_while_a_cell_is_timed(tmp_path: Path) -> None:
+    cells = [cell("environment", name="TORCH_WARM_POOL", fresh=fresh) for fresh in (False, True)]
+    lasting, fresh = run_sweep(cells, tmp_path, device="cpu", commit="abc")
+    assert (lasting.result["value"], fresh.result["value"]) == ("0", os.environ.get("TORCH_WARM_POOL"))
+
+
 def test_tuning_in_company_is_forgotten_and_earlier_tuning_is_not(tmp_path: Path) -> None:
     earlier, code = tmp_path / "ab" / "one.best_config", tmp_path / "ab" / "one.py"
     earlier.parent.mkdir()

@@ -242,7 +242,7 @@ def _compile(settings: Mapping[str, Any], speed: Speed) -> float:
 
 
 def _claims(settings: Mapping[str, Any], speed: Speed) -> float:
-    return 15.0 + 0.4 * settings["steps"] if speed.kind == "cpu" else 8.0 + 0.05 * settings["steps"]
+    return 10.0 + 0.15 * settings["steps"] if speed.kind == "cpu" else 8.0 + 0.05 * settings["steps"]
 
 
 def _concurrency(settings: Mapping[str, Any], speed: Speed) -> float:

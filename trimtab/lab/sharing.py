@@ -60,7 +60,7 @@ def shared_work(cells: Iterable[Cell]) -> list[SharedWork]:
         >>> from trimtab.lab.studies.step.cells import cells
         >>> timed = cells(device="cuda", sizes=["small"], contexts=[512], modes=["compiled"], parts=["both"])
         >>> [(work.prepares, round(work.nbytes / 2**30)) for work in shared_work(timed[:1])]
-        [(True, 5)]
+        [(True, 3)]
     """
     works = []
     for cell in cells:

@@ -19,6 +19,9 @@ from trimtab.facts.units import format_seconds
 from trimtab.lab.study import Cell, CellOutcome
 from trimtab.lab.worker import READY, answer_without_result
 
+QUIET = {"TORCH_WARM_POOL": "0"}
+"""Environment of a process that measures several cells: torch's compiler starts its processes when it compiles, and not
+whenever it is imported, as they would start while a cell is timed whose code is in the cache."""
 START_SECONDS = 300.0
 """Time limit of a worker's start, which imports torch; not part of a cell's time."""
 
@@ -155,7 +158,9 @@ class WorkerProcess:
         start = time.perf_counter()
         kills = oom_kills()
         if self._current is None:
-            self._current = self._next(function.partition(":")[0], ahead, min(start + START_SECONDS, end))
+            environment = {**({} if cell.fresh else QUIET), **self.environment}
+            module = function.partition(":")[0]
+            self._current = self._next(module, environment, ahead, min(start + START_SECONDS, end))
         worker = self._current
         line = worker.first
         if line == READY:
@@ -175,14 +180,14 @@ class WorkerProcess:
             self.stop()
         return answer, took
 
-    def _next(self, module: str, ahead: int, end: float) -> _Started:
+    def _next(self, module: str, environment: Mapping[str, str], ahead: int, end: float) -> _Started:
         """A worker that has imported a study's module."""
         if module != self._spare_module:
             self._drop_spares()
             self._spares = []
         if not self._spares:
             command = [sys.executable, "-m", "trimtab.lab.worker", self.device, module]
-            self._spares = [_Started(command, self.log, self.environment) for _ in range(1 + ahead)]
+            self._spares = [_Started(command, self.log, environment) for _ in range(1 + ahead)]
             self._spare_module = module
             if self._closed:
                 self._drop_spares()
