@@ -31,6 +31,7 @@ from trimtab.plan.job import Job
 from trimtab.plan.resolved import AttentionConfig, OptimizerConfig, PrecisionConfig, Resolved
 from trimtab.plan.what_if import effects
 from trimtab.recipe import Recipe, loads
+from trimtab.report.plan_panel import plan_rows
 
 QWEN = uniform_shape("qwen3", 151_936, 1024, 3072, 28, num_heads=16, num_kv_heads=8, head_dim=128,
                   tie_embeddings=True, qk_norm=True, max_positions=32_768)  # fmt: skip
@@ -402,3 +403,18 @@ def test_data_completes_a_plan_without_predicting_memory_again(monkeypatch: pyte
     monkeypatch.setattr("trimtab.plan.memory.predict", lambda job: pytest.fail("predicted a second time"))
     assert before.with_data(data) == complete
     assert before.to_dict() != complete.to_dict()
+
+
+def test_a_resumed_run_needs_the_time_of_its_remaining_steps() -> None:
+    data = DataFacts(sequences=1000, tokens=900_000, fill=0.88)
+    complete = plan(data=data)
+    steps, seconds = complete.data["steps"], complete.time.seconds
+    assert seconds is not None
+    resumed = plan().with_data(data, trained_steps=steps - 1)
+    assert resumed.time.seconds == pytest.approx(seconds / steps)
+    assert resumed.time.step == complete.time.step
+    assert (resumed.data, resumed.disk) == (complete.data, complete.disk), "of the whole run"
+    rows = dict(plan_rows(resumed.to_dict()))
+    assert "rest of run" in rows
+    assert "run" not in rows
+    assert "run" in dict(plan_rows(complete.to_dict()))

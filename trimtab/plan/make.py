@@ -62,12 +62,19 @@ class Plan:
         """Bytes on the device in the phase that needs the most: a training step, or for example evaluation."""
         return max(self.memory.needed, self.phases.peak.needed)
 
-    def with_data(self, data: DataFacts) -> Plan:
-        """Returns the plan with steps, time and disk for known data; the memory prediction is reused."""
+    def with_data(self, data: DataFacts, *, trained_steps: int = 0) -> Plan:
+        """Returns the plan with steps, time and disk for known data; the memory prediction is reused.
+
+        Args:
+            data: known facts about the packed data.
+            trained_steps: optimizer steps that a resumed run has already trained; the time is that of the others.
+        """
         return dataclasses.replace(
             self,
             data=plan_data.describe(self.recipe, data, self.num_devices),
-            **_with_data(self.recipe, self.job, self.resolved, self.device, data, self.num_devices),
+            **_with_data(
+                self.recipe, self.job, self.resolved, self.device, data, self.num_devices, trained_steps
+            ),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,6 +165,7 @@ def _with_data(
     device: DeviceFacts,
     data: DataFacts | None,
     num_devices: int,
+    trained_steps: int = 0,
 ) -> dict[str, Any]:
     """The parts of a plan that depend on the amount of data: disk and time."""
     steps = plan_data.total_steps(recipe, data, num_devices)
@@ -175,6 +183,7 @@ def _with_data(
         evaluation_tokens=plan_data.evaluation_tokens(recipe),
         checkpoints=disk.saving.saves or 0,
         checkpoint_bytes=disk.checkpoint_bytes,
+        trained_steps=trained_steps,
     )
     graphs = resolved.graphs.enabled
     time = plan_time.estimate(job, device, work, graphs=graphs, num_devices=num_devices)

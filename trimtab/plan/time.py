@@ -30,6 +30,18 @@ class Workload:
     """Per evaluation."""
     checkpoints: int = 0
     checkpoint_bytes: int = 0
+    trained_steps: int = 0
+    """Optimizer steps that a resumed run has already trained."""
+
+    @property
+    def remaining(self) -> float:
+        """Share of the steps that are not trained yet.
+
+        Example:
+            >>> Workload(steps=8, trained_steps=6).remaining
+            0.25
+        """
+        return max(0.0, 1.0 - self.trained_steps / self.steps) if self.steps else 1.0
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,8 @@ class Time:
     low_seconds: float | None = None
     high_seconds: float | None = None
     """The range in which the run's time is expected."""
+    trained_steps: int = 0
+    """Optimizer steps that were trained before: the run's seconds are those of the others."""
     validated: bool = True
     """Whether steps of such models were measured; False for families that cannot be trained yet."""
 
@@ -82,6 +96,7 @@ class Time:
             "evaluation_seconds": self.evaluation_seconds,
             "checkpoint_seconds": self.checkpoint_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "trained_steps": self.trained_steps,
             "step": None if self.step is None else self.step.to_dict(),
             "basis": self.basis,
             "validated": self.validated,
@@ -170,14 +185,16 @@ def estimate(
     time = Time(per_token, flops, rates.basis, step, tokens / step.seconds)
     if work.processed is None:
         return time
-    share = work.processed / tokens  # steps; the last step of an epoch counts by its sequences
-    evaluation = work.evaluations * forward_seconds(job, rates, work.evaluation_tokens)
+    # In steps; the last step of an epoch counts by its sequences.
+    share = work.remaining * work.processed / tokens
+    evaluation = work.remaining * work.evaluations * forward_seconds(job, rates, work.evaluation_tokens)
     checkpoints = None
     if rates.disk_write is not None:
-        checkpoints = work.checkpoints * work.checkpoint_bytes / rates.disk_write
+        checkpoints = work.remaining * work.checkpoints * work.checkpoint_bytes / rates.disk_write
     other_seconds = evaluation + (checkpoints or 0.0)
     return dataclasses.replace(
         time,
+        trained_steps=work.trained_steps,
         training_seconds=share * step.seconds,
         evaluation_seconds=evaluation,
         checkpoint_seconds=checkpoints,

@@ -175,5 +175,6 @@ def _planned(data: RunData) -> dict[str, str]:
     if disk.get("checkpoint_bytes"):
         rows["disk"] = f"{format_bytes(disk['checkpoint_bytes'])} per checkpoint"
     if time.get("seconds"):
-        rows["time predicted"] = f"{format_seconds(time['seconds'])} ({time['basis']})"
+        steps = f" from step {time['trained_steps']} on" if time.get("trained_steps") else ""
+        rows["time predicted"] = f"{format_seconds(time['seconds'])}{steps} ({time['basis']})"
     return rows

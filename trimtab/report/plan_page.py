@@ -110,7 +110,8 @@ def _tiles(plan: dict[str, Any]) -> dict[str, str]:
     if time.get("tokens_per_second"):
         found["tokens per second"] = format_rate(time["tokens_per_second"])
     if time.get("seconds"):
-        found["total run time"] = format_seconds(time["seconds"])
+        name = "remaining run time" if time.get("trained_steps") else "total run time"
+        found[name] = format_seconds(time["seconds"])
     if disk.get("total_bytes"):
         found["disk"] = format_bytes(disk["total_bytes"])
     return found

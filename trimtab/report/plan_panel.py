@@ -327,7 +327,7 @@ def _times(time: dict[str, Any]) -> list[tuple[str, str]]:
         ]
         rows.append(
             (
-                "run",
+                "rest of run" if time.get("trained_steps") else "run",
                 f"about {format_seconds(time['seconds'])}"
                 + (f", including {' and '.join(parts)}" if parts else ""),
             )

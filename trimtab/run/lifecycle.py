@@ -329,7 +329,7 @@ def _plan_with_data(
     resumed: bool,
 ) -> Plan:
     """The plan for the opened data, which the view shows; raises if the disk or the number of steps is too small."""
-    plan = prepared.plan.with_data(opened.facts)
+    plan = prepared.plan.with_data(opened.facts, trained_steps=checkpoint.step if checkpoint else 0)
     free = shutil.disk_usage(folder.path).free + folder.checkpoint_bytes()
     check_disk(plan.disk, free, str(folder.path), resumed=resumed)
     if checkpoint is not None:
