@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,35 @@ def test_tuning_in_company_is_forgotten_and_earlier_tuning_is_not(tmp_path: Path
         code.write_text("")
         (tmp_path / "ab" / "two.best_config").write_text("{}")
     assert sorted(path.name for path in earlier.parent.iterdir()) == ["one.best_config", "one.py"]
+
+
+def test_preparations_end_while_others_change_the_cache(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def compile_kernels(number: int) -> None:
+        count = 0
+        while not ended.is_set():
+            count += 1
+            temporary = tmp_path / f"{number}{count % 9}" / f"tmp.{count}"  # as Triton writes its cache
+            temporary.mkdir(parents=True)
+            temporary.with_name("kernel.best_config").write_text("{}")
+            temporary.rmdir()
+
+    def prepare_several() -> None:
+        for _ in range(50):
+            with without_tuning(tmp_path):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        compiling = [pool.submit(compile_kernels, number) for number in range(2)]
+        preparing = [pool.submit(prepare_several) for _ in range(2)]
+        try:
+            for one in preparing:
+                one.result()
+        finally:
+            ended.set()
+        for one in compiling:
+            one.result()
 
 
 def test_what_is_timed_is_never_shared() -> None:
