@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -27,6 +28,7 @@ from trimtab.lab.studies.step.cells import cells as step
 from trimtab.lab.study import Cell, CellOutcome, Measurement
 from trimtab.lab.suite import suite_cells
 from trimtab.lab.sweep import LOG, PREPARED, RECORDS, Sharing, TimeLimit, run_sweep
+from trimtab.lab.worker_process import WorkerProcess
 
 H200 = DeviceFacts("NVIDIA H200", "cuda", 139 * GIB, free_bytes=138 * GIB, capability=(9, 0))
 
@@ -200,6 +202,25 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
         run(cells, tmp_path)
     assert ended(files)
     assert not (tmp_path / RECORDS).exists()
+
+
+@pytest.mark.usefixtures("known")
+def test_a_process_that_is_ready_as_its_worker_is_closed_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = WorkerProcess("cpu", tmp_path / LOG)
+    start_next, began = worker._next, time.monotonic()
+
+    def start_and_close(*arguments: Any) -> Any:
+        started = start_next(*arguments)
+        worker.close()
+        return started
+
+    monkeypatch.setattr(worker, "_next", start_and_close)
+    sleeping = cell("sleep", pids=str(tmp_path / "pids"))
+    answer, _ = worker.measure("sample_study:measure", sleeping, 30.0, math.inf)
+    assert answer["outcome"] == CellOutcome.FAILED.value
+    assert time.monotonic() - began < 25
 
 
 @pytest.mark.usefixtures("known")
