@@ -56,9 +56,8 @@ def run(
     cells: list[Cell], folder: Path, at_once: int = 3, budget: int = 10, **options: Any
 ) -> list[Measurement]:
     told = options.pop("preparing", None)
-    return run_sweep(
-        cells, folder, device="cpu", commit="abc", sharing=Sharing(at_once, budget, told), **options
-    )
+    options = {"commit": "abc", **options}
+    return run_sweep(cells, folder, device="cpu", sharing=Sharing(at_once, budget, told), **options)
 
 
 def ended(files: Sequence[Path]) -> bool:
@@ -169,6 +168,18 @@ def test_preparations_come_first_and_their_findings_are_in_the_result(
     assert [words[:2] for words in again] == [(0, 1), (1, 1)]
     assert third[0].result["compile_seconds"] == 2.5, "the seconds with an empty cache remain"
     assert len((tmp_path / PREPARED).read_text().splitlines()) == 2
+
+
+@pytest.mark.usefixtures("known")
+def test_other_code_has_its_own_preparations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[Any] = []
+    one = cell("time", value=0, prepare=1, seconds_compiled=2.5)
+    for commit, seconds in (("abc", 2.5), ("def", 3.5)):
+        (tmp_path / RECORDS).unlink(missing_ok=True)
+        monkeypatch.setenv("SAMPLE_COMPILE_SECONDS", str(seconds))
+        (found,) = run([one], tmp_path, commit=commit, preparing=lambda *words: again.append(words[:2]))
+        assert found.result["compile_seconds"] == seconds
+    assert again == [(0, 1), (1, 1)] * 2
 
 
 @pytest.mark.usefixtures("known")
@@ -340,4 +351,4 @@ def test_the_study_takes_about_twenty_minutes_of_an_h200() -> None:
 def test_damaged_lines_of_preparations_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / PREPARED).write_text('{"cell": "torn\n' + json.dumps({"cell": "x"}) + "\n")
     machine = sweep._machine("cpu", {"device": "a CPU", "versions": {}})
-    assert sweep._read_prepared(tmp_path / PREPARED, machine) == ({}, set())
+    assert sweep._read_prepared(tmp_path / PREPARED, machine, "abc") == ({}, set())
