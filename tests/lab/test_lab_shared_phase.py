@@ -162,12 +162,14 @@ def test_preparations_come_first_and_their_findings_are_in_the_result(
     second = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
     assert (again, second[0].result["compile_seconds"]) == ([], 2.5)
     (tmp_path / RECORDS).unlink()
-    monkeypatch.setattr(sweep, "_boot", lambda: "another")
     monkeypatch.setenv("SAMPLE_CACHED", "1")
-    third = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
-    assert [words[:2] for words in again] == [(0, 1), (1, 1)]
-    assert third[0].result["compile_seconds"] == 2.5, "the seconds with an empty cache remain"
-    assert len((tmp_path / PREPARED).read_text().splitlines()) == 2
+    for number, boot in enumerate(("another", "", ""), start=1):  # empty: the system does not tell
+        monkeypatch.setattr(sweep, "_boot", lambda boot=boot: boot)
+        third = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
+        assert [words[:2] for words in again] == [(0, 1), (1, 1)] * number
+        assert third[0].result["compile_seconds"] == 2.5, "the seconds with an empty cache remain"
+        assert len((tmp_path / PREPARED).read_text().splitlines()) == 1 + number
+        (tmp_path / RECORDS).unlink()
 
 
 @pytest.mark.usefixtures("known")

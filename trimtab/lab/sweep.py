@@ -262,10 +262,10 @@ class _Sweep:
 def _read_prepared(path: Path, machine: Machine, commit: str) -> tuple[dict[str, dict[str, Any]], set[str]]:
     """(what preparations of this commit on this machine have found, the cells whose code is still in the caches).
 
-    A machine that starts anew may have lost its caches: its cells are prepared again. So are those of other code, which
-    has a cache of its own.
+    A machine that starts anew may have lost its caches: its cells are prepared again, also where that is not known. So
+    are those of other code, which has a cache of its own.
     """
-    records = read_records(path, "cell", "machine", "commit").values()
+    records, boot = read_records(path, "cell", "machine", "commit").values(), _boot()
     mine = [
         one
         for one in records
@@ -273,7 +273,7 @@ def _read_prepared(path: Path, machine: Machine, commit: str) -> tuple[dict[str,
     ]
     return (
         {record["cell"]: record["found"] for record in mine},
-        {record["cell"] for record in mine if record["boot"] == _boot()},
+        {record["cell"] for record in mine if boot and record["boot"] == boot},
     )
 
 
