@@ -238,6 +238,7 @@ class Loaded:
         try:
             step = build_step_of(self.decoder, prepared, self.batch)
             times = self._times(step, warm_up=3 if resolved.graphs.enabled else 1)
+            peak = torch.cuda.max_memory_allocated() if self.cuda else None
         except torch.OutOfMemoryError:
             return {"failed": "out of memory"}
         finally:
@@ -248,7 +249,7 @@ class Loaded:
         return {
             "median_ms": 1e3 * statistics.median(times),
             "times_ms": [round(1e3 * seconds, 3) for seconds in times],
-            "peak_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
+            "peak_bytes": peak,
         }
 
     def _times(self, step: Any, warm_up: int) -> list[float]:
