@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -310,6 +311,20 @@ def _line(record: dict[str, Any]) -> str:
     return f"{record['job']} {record['limit'] / 2**30:.2f} GiB {record['setting']}: {ms}"
 
 
+def of_one_commit(records: Iterable[dict[str, Any]], commit: str | None) -> list[dict[str, Any]]:
+    """The records of a commit, by default the one that was measured last: what another one chose may differ.
+
+    Example:
+        >>> first, second = {"commit": "abc", "time": "2026-01-01"}, {"commit": "def", "time": "2026-01-02"}
+        >>> of_one_commit([second, first], None) == [second]
+        True
+    """
+    every = list(records)
+    if commit is None and every:
+        commit = max(every, key=lambda one: one["time"])["commit"]
+    return [one for one in every if one["commit"] == commit]
+
+
 def verdicts(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For each job and limit: the chosen setting, the fastest other one that ran, and the ratio of their times."""
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -379,7 +394,9 @@ def main(words: list[str] | None = None) -> int:
         name = "cpu" if options.tiny else file_name(torch.cuda.get_device_name())
         options.out = options.out or RESULTS / f"chosen-settings-{name}.jsonl"
         unfinished = run(options)
-    found = verdicts(list(read_records(options.out, "job", "limit", "setting").values()))
+    found = verdicts(
+        of_one_commit(read_records(options.out, "job", "limit", "setting").values(), options.commit)
+    )
     print(table(found), end="")
     beaten = [one for one in found if one["ratio"] is not None and one["ratio"] > BEATEN]
     unmeasured = [one for one in found if one["ratio"] is None]

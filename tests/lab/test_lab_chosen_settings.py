@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def test_a_tiny_model_is_measured_and_a_second_call_repeats_nothing(
     assert any(one["predicted_added_ms"] > 0 for one in records if one["chosen"])
     assert chosen_settings.main(words) == 0
     assert out.read_text().splitlines() == lines
+
+    # What another commit chose or measured does not count.
+    earlier = [{**one, "commit": "old", "time": "2000-01-01", "setting": "old"} for one in records]
+    out.write_text("".join(json.dumps(one) + "\n" for one in (*earlier, *records)))
+    capsys.readouterr()
+    assert chosen_settings.main(["--table", str(out)]) == 0
+    assert "old" not in capsys.readouterr().out
 
 
 def test_the_peak_is_that_of_the_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
