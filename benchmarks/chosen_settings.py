@@ -15,11 +15,11 @@ import argparse
 import functools
 import gc
 import multiprocessing
-import os
 import statistics
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -33,7 +33,7 @@ from benchmarks.end_to_end.jobs import Job as Model
 from trimtab.adapt import recompute, set_dequantized_copies
 from trimtab.adapt.spec_recompute import OFFLOADING, POLICIES, sort_policies
 from trimtab.data import Batch
-from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.devices import DeviceFacts, host_cores
 from trimtab.lab.records import append_record, checkout_commit, file_name, provenance, read_records
 from trimtab.lab.timing import time_once
 from trimtab.lab.training_step import build_step, build_step_of
@@ -189,17 +189,21 @@ def plan_jobs(models: list[Model], root: Path, device: str, others: int) -> list
         folder = world.model_folder(root, model.model, device)
         recipe = recipe_of(model, folder, world.adapter_folder(root, model.model), device, None)
         jobs.append((model, recipe, folder, prepare(build_recipe(recipe))))
-    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, LIMITS * len(jobs))) as pool:
+    if not jobs:
+        return []
+    # Unlike multiprocessing's own pool, this one raises if one of its processes is killed.
+    processes, spawn = min(host_cores(), LIMITS * len(jobs)), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
         waiting = []
         for model, recipe, folder, unlimited in jobs:
             number = (others + 1) // 2 if is_long(unlimited) else others
             call = functools.partial(candidates, recipe, unlimited, model.name, number)
             job = unlimited.plan.job.changed(dequantized_layers=0)
             every = limits(job, unlimited.device, unlimited.plan.memory.needed)
-            waiting.append((model, recipe, folder, unlimited, pool.map_async(call, every, chunksize=1)))
+            waiting.append((model, recipe, folder, unlimited, pool.map(call, every)))
         return [
-            Measured(model, recipe, folder, unlimited, [one for found in result.get() for one in found])
-            for model, recipe, folder, unlimited, result in waiting
+            Measured(model, recipe, folder, unlimited, [one for found in results for one in found])
+            for model, recipe, folder, unlimited, results in waiting
         ]
 
 

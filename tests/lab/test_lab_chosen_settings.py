@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,18 @@ def test_a_tiny_model_is_measured_and_a_second_call_repeats_nothing(
     capsys.readouterr()
     assert chosen_settings.main(["--table", str(out)]) == 0
     assert "old" not in capsys.readouterr().out
+
+
+def end_process(*words: Any) -> list[chosen_settings.Candidate]:
+    os._exit(1)
+
+
+def test_a_killed_process_ends_the_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_settings.plan_jobs([], tmp_path, "cpu", 1) == []
+    monkeypatch.setattr(chosen_settings, "LIMITS", 2)
+    monkeypatch.setattr(chosen_settings, "candidates", end_process)
+    with pytest.raises(BrokenProcessPool):
+        chosen_settings.plan_jobs(list(chosen_settings.TINY), tmp_path, "cpu", 1)
 
 
 def test_the_peak_is_that_of_the_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
