@@ -15,10 +15,11 @@ import argparse
 import functools
 import gc
 import multiprocessing
-import os
 import statistics
 import sys
 import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -32,7 +33,7 @@ from benchmarks.end_to_end.jobs import Job as Model
 from trimtab.adapt import recompute, set_dequantized_copies
 from trimtab.adapt.spec_recompute import OFFLOADING, POLICIES, sort_policies
 from trimtab.data import Batch
-from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.devices import DeviceFacts, host_cores
 from trimtab.lab.records import append_record, checkout_commit, file_name, provenance, read_records
 from trimtab.lab.timing import time_once
 from trimtab.lab.training_step import build_step, build_step_of
@@ -188,17 +189,21 @@ def plan_jobs(models: list[Model], root: Path, device: str, others: int) -> list
         folder = world.model_folder(root, model.model, device)
         recipe = recipe_of(model, folder, world.adapter_folder(root, model.model), device, None)
         jobs.append((model, recipe, folder, prepare(build_recipe(recipe))))
-    with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, LIMITS * len(jobs))) as pool:
+    if not jobs:
+        return []
+    # Unlike multiprocessing's own pool, this one raises if one of its processes is killed.
+    processes, spawn = min(host_cores(), LIMITS * len(jobs)), multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
         waiting = []
         for model, recipe, folder, unlimited in jobs:
             number = (others + 1) // 2 if is_long(unlimited) else others
             call = functools.partial(candidates, recipe, unlimited, model.name, number)
             job = unlimited.plan.job.changed(dequantized_layers=0)
             every = limits(job, unlimited.device, unlimited.plan.memory.needed)
-            waiting.append((model, recipe, folder, unlimited, pool.map_async(call, every, chunksize=1)))
+            waiting.append((model, recipe, folder, unlimited, pool.map(call, every)))
         return [
-            Measured(model, recipe, folder, unlimited, [one for found in result.get() for one in found])
-            for model, recipe, folder, unlimited, result in waiting
+            Measured(model, recipe, folder, unlimited, [one for found in results for one in found])
+            for model, recipe, folder, unlimited, results in waiting
         ]
 
 
@@ -238,6 +243,7 @@ class Loaded:
         try:
             step = build_step_of(self.decoder, prepared, self.batch)
             times = self._times(step, warm_up=3 if resolved.graphs.enabled else 1)
+            peak = torch.cuda.max_memory_allocated() if self.cuda else None
         except torch.OutOfMemoryError:
             return {"failed": "out of memory"}
         finally:
@@ -248,7 +254,7 @@ class Loaded:
         return {
             "median_ms": 1e3 * statistics.median(times),
             "times_ms": [round(1e3 * seconds, 3) for seconds in times],
-            "peak_bytes": torch.cuda.max_memory_allocated() if self.cuda else None,
+            "peak_bytes": peak,
         }
 
     def _times(self, step: Any, warm_up: int) -> list[float]:
@@ -307,6 +313,20 @@ def run(options: argparse.Namespace) -> int:
 def _line(record: dict[str, Any]) -> str:
     ms = f"{record['median_ms']:.1f} ms" if "median_ms" in record else record["failed"]
     return f"{record['job']} {record['limit'] / 2**30:.2f} GiB {record['setting']}: {ms}"
+
+
+def of_one_commit(records: Iterable[dict[str, Any]], commit: str | None) -> list[dict[str, Any]]:
+    """The records of a commit, by default the one that was measured last: what another one chose may differ.
+
+    Example:
+        >>> first, second = {"commit": "abc", "time": "2026-01-01"}, {"commit": "def", "time": "2026-01-02"}
+        >>> of_one_commit([second, first], None) == [second]
+        True
+    """
+    every = list(records)
+    if commit is None and every:
+        commit = max(every, key=lambda one: one["time"])["commit"]
+    return [one for one in every if one["commit"] == commit]
 
 
 def verdicts(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -378,7 +398,9 @@ def main(words: list[str] | None = None) -> int:
         name = "cpu" if options.tiny else file_name(torch.cuda.get_device_name())
         options.out = options.out or RESULTS / f"chosen-settings-{name}.jsonl"
         unfinished = run(options)
-    found = verdicts(list(read_records(options.out, "job", "limit", "setting").values()))
+    found = verdicts(
+        of_one_commit(read_records(options.out, "job", "limit", "setting").values(), options.commit)
+    )
     print(table(found), end="")
     beaten = [one for one in found if one["ratio"] is not None and one["ratio"] > BEATEN]
     unmeasured = [one for one in found if one["ratio"] is None]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import chosen_settings
 from tests.plan.plan_jobs import H200, QLORA
@@ -77,3 +81,42 @@ def test_a_tiny_model_is_measured_and_a_second_call_repeats_nothing(
     assert any(one["predicted_added_ms"] > 0 for one in records if one["chosen"])
     assert chosen_settings.main(words) == 0
     assert out.read_text().splitlines() == lines
+
+    # What another commit chose or measured does not count.
+    earlier = [{**one, "commit": "old", "time": "2000-01-01", "setting": "old"} for one in records]
+    out.write_text("".join(json.dumps(one) + "\n" for one in (*earlier, *records)))
+    capsys.readouterr()
+    assert chosen_settings.main(["--table", str(out)]) == 0
+    assert "old" not in capsys.readouterr().out
+
+
+def end_process(*words: Any) -> list[chosen_settings.Candidate]:
+    os._exit(1)
+
+
+def test_a_killed_process_ends_the_planning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_settings.plan_jobs([], tmp_path, "cpu", 1) == []
+    monkeypatch.setattr(chosen_settings, "LIMITS", 2)
+    monkeypatch.setattr(chosen_settings, "candidates", end_process)
+    with pytest.raises(BrokenProcessPool):
+        chosen_settings.plan_jobs(list(chosen_settings.TINY), tmp_path, "cpu", 1)
+
+
+def test_the_peak_is_that_of_the_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that is not there: its allocator counts only these steps."""
+    monkeypatch.setattr(chosen_settings, "LIMITS", 2)
+    (job,) = chosen_settings.plan_jobs(list(chosen_settings.TINY), tmp_path, "cpu", 1)
+    loaded = chosen_settings.Loaded(job.model, job.unlimited, job.folder)
+    loaded.cuda, peaks = True, [0]
+
+    def time_once(step: Any, device: str) -> float:
+        peaks[0] = 123
+        return 0.1
+
+    monkeypatch.setattr(chosen_settings, "time_once", time_once)
+    for name in ("synchronize", "empty_cache", "set_per_process_memory_fraction"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.__setitem__(0, 1))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[0])
+    assert loaded.measure(job.candidates[0])["peak_bytes"] == 123

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from trimtab.lab.studies.step.cells import cells as step
 from trimtab.lab.study import Cell, CellOutcome, Measurement
 from trimtab.lab.suite import suite_cells
 from trimtab.lab.sweep import LOG, PREPARED, RECORDS, Sharing, TimeLimit, run_sweep
+from trimtab.lab.worker_process import WorkerProcess
 
 H200 = DeviceFacts("NVIDIA H200", "cuda", 139 * GIB, free_bytes=138 * GIB, capability=(9, 0))
 
@@ -53,9 +56,8 @@ def run(
     cells: list[Cell], folder: Path, at_once: int = 3, budget: int = 10, **options: Any
 ) -> list[Measurement]:
     told = options.pop("preparing", None)
-    return run_sweep(
-        cells, folder, device="cpu", commit="abc", sharing=Sharing(at_once, budget, told), **options
-    )
+    options = {"commit": "abc", **options}
+    return run_sweep(cells, folder, device="cpu", sharing=Sharing(at_once, budget, told), **options)
 
 
 def ended(files: Sequence[Path]) -> bool:
@@ -160,12 +162,26 @@ def test_preparations_come_first_and_their_findings_are_in_the_result(
     second = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
     assert (again, second[0].result["compile_seconds"]) == ([], 2.5)
     (tmp_path / RECORDS).unlink()
-    monkeypatch.setattr(sweep, "_boot", lambda: "another")
     monkeypatch.setenv("SAMPLE_CACHED", "1")
-    third = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
-    assert [words[:2] for words in again] == [(0, 1), (1, 1)]
-    assert third[0].result["compile_seconds"] == 2.5, "the seconds with an empty cache remain"
-    assert len((tmp_path / PREPARED).read_text().splitlines()) == 2
+    for number, boot in enumerate(("another", "", ""), start=1):  # empty: the system does not tell
+        monkeypatch.setattr(sweep, "_boot", lambda boot=boot: boot)
+        third = run(cells[:1], tmp_path, preparing=lambda *words: again.append(words))
+        assert [words[:2] for words in again] == [(0, 1), (1, 1)] * number
+        assert third[0].result["compile_seconds"] == 2.5, "the seconds with an empty cache remain"
+        assert len((tmp_path / PREPARED).read_text().splitlines()) == 1 + number
+        (tmp_path / RECORDS).unlink()
+
+
+@pytest.mark.usefixtures("known")
+def test_other_code_has_its_own_preparations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[Any] = []
+    one = cell("time", value=0, prepare=1, seconds_compiled=2.5)
+    for commit, seconds in (("abc", 2.5), ("def", 3.5)):
+        (tmp_path / RECORDS).unlink(missing_ok=True)
+        monkeypatch.setenv("SAMPLE_COMPILE_SECONDS", str(seconds))
+        (found,) = run([one], tmp_path, commit=commit, preparing=lambda *words: again.append(words[:2]))
+        assert found.result["compile_seconds"] == seconds
+    assert again == [(0, 1), (1, 1)] * 2
 
 
 @pytest.mark.usefixtures("known")
@@ -202,6 +218,25 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("known")
+def test_a_process_that_is_ready_as_its_worker_is_closed_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = WorkerProcess("cpu", tmp_path / LOG)
+    start_next, began = worker._next, time.monotonic()
+
+    def start_and_close(*arguments: Any) -> Any:
+        started = start_next(*arguments)
+        worker.close()
+        return started
+
+    monkeypatch.setattr(worker, "_next", start_and_close)
+    sleeping = cell("sleep", pids=str(tmp_path / "pids"))
+    answer, _ = worker.measure("sample_study:measure", sleeping, 30.0, math.inf)
+    assert answer["outcome"] == CellOutcome.FAILED.value
+    assert time.monotonic() - began < 25
+
+
+@pytest.mark.usefixtures("known")
 def test_an_error_of_the_sweep_itself_is_raised(tmp_path: Path) -> None:
     def broken(*words: Any) -> None:
         raise DataError("the disk is full")
@@ -234,6 +269,35 @@ def test_tuning_in_company_is_forgotten_and_earlier_tuning_is_not(tmp_path: Path
         code.write_text("")
         (tmp_path / "ab" / "two.best_config").write_text("{}")
     assert sorted(path.name for path in earlier.parent.iterdir()) == ["one.best_config", "one.py"]
+
+
+def test_preparations_end_while_others_change_the_cache(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def compile_kernels(number: int) -> None:
+        count = 0
+        while not ended.is_set():
+            count += 1
+            temporary = tmp_path / f"{number}{count % 9}" / f"tmp.{count}"  # as Triton writes its cache
+            temporary.mkdir(parents=True)
+            temporary.with_name("kernel.best_config").write_text("{}")
+            temporary.rmdir()
+
+    def prepare_several() -> None:
+        for _ in range(50):
+            with without_tuning(tmp_path):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        compiling = [pool.submit(compile_kernels, number) for number in range(2)]
+        preparing = [pool.submit(prepare_several) for _ in range(2)]
+        try:
+            for one in preparing:
+                one.result()
+        finally:
+            ended.set()
+        for one in compiling:
+            one.result()
 
 
 def test_what_is_timed_is_never_shared() -> None:
@@ -289,4 +353,4 @@ def test_the_study_takes_about_twenty_minutes_of_an_h200() -> None:
 def test_damaged_lines_of_preparations_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / PREPARED).write_text('{"cell": "torn\n' + json.dumps({"cell": "x"}) + "\n")
     machine = sweep._machine("cpu", {"device": "a CPU", "versions": {}})
-    assert sweep._read_prepared(tmp_path / PREPARED, machine) == ({}, set())
+    assert sweep._read_prepared(tmp_path / PREPARED, machine, "abc") == ({}, set())

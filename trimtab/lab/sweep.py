@@ -146,7 +146,7 @@ class _Sweep:
 
     def share(self, sharing: Sharing) -> None:
         """The first phase: several processes at once."""
-        self.prepared, current = _read_prepared(self.folder / PREPARED, self.machine)
+        self.prepared, current = _read_prepared(self.folder / PREPARED, self.machine, self.commit)
         works = [
             work
             for work in shared_work(cell for cell in self.cells if cell.key not in self.known)
@@ -191,7 +191,13 @@ class _Sweep:
         self.prepared[key] = found
         append_record(
             self.folder / PREPARED,
-            {"cell": key, "machine": self.machine.name, "boot": _boot(), "found": found},
+            {
+                "cell": key,
+                "machine": self.machine.name,
+                "commit": self.commit,
+                "boot": _boot(),
+                "found": found,
+            },
         )
 
     def measure_alone(self) -> list[Measurement]:
@@ -253,16 +259,21 @@ class _Sweep:
         self.progress(done or len(self.known), len(self.cells), cell, measurement)
 
 
-def _read_prepared(path: Path, machine: Machine) -> tuple[dict[str, dict[str, Any]], set[str]]:
-    """(what preparations on this machine have found, the cells whose code is still in the caches).
+def _read_prepared(path: Path, machine: Machine, commit: str) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """(what preparations of this commit on this machine have found, the cells whose code is still in the caches).
 
-    A machine that starts anew may have lost its caches: its cells are prepared again.
+    A machine that starts anew may have lost its caches: its cells are prepared again, also where that is not known. So
+    are those of other code, which has a cache of its own.
     """
-    records = read_records(path, "cell", "machine").values()
-    mine = [one for one in records if one["machine"] == machine.name and {"boot", "found"} <= one.keys()]
+    records, boot = read_records(path, "cell", "machine", "commit").values(), _boot()
+    mine = [
+        one
+        for one in records
+        if (one["machine"], one["commit"]) == (machine.name, commit) and {"boot", "found"} <= one.keys()
+    ]
     return (
         {record["cell"]: record["found"] for record in mine},
-        {record["cell"] for record in mine if record["boot"] == _boot()},
+        {record["cell"] for record in mine if boot and record["boot"] == boot},
     )
 
 

@@ -162,6 +162,9 @@ class WorkerProcess:
             module = function.partition(":")[0]
             self._current = self._next(module, environment, ahead, min(start + START_SECONDS, end))
         worker = self._current
+        if self._closed:  # perhaps before the assignment above, where `close` does not find it
+            worker.kill()
+            return answer_without_result(CellOutcome.FAILED, "the sweep was stopped"), 0.0
         line = worker.first
         if line == READY:
             start = time.perf_counter()
