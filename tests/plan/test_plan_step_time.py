@@ -151,7 +151,16 @@ def test_the_host_bounds_eager_steps() -> None:
 def test_the_shipped_calibration_matches_the_records() -> None:
     from benchmarks import shipped_calibration as maker
 
-    assert maker.measured() == shipped_calibration()
+    # The last bits of a sum of floats depend on Python's version.
+    made, shipped = maker.measured(), shipped_calibration()
+    assert shipped is not None
+    seconds = [[sample.seconds for sample in one.samples] for one in (made, shipped)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
+    without = [
+        dataclasses.replace(one, samples=tuple(dataclasses.replace(s, seconds=0.0) for s in one.samples))
+        for one in (made, shipped)
+    ]
+    assert without[0] == without[1]
     assert rates_of(H200, "bf16").basis == "measured on an NVIDIA H200"  # type: ignore[union-attr]
 
 
