@@ -322,7 +322,7 @@ def changed_files(w: World, rows: list[Any]) -> None:
 
 
 case(
-    "data/resume_checks.py:Manifest.check: restore the files, or start a new run",
+    "data/resume_checks.py:CorpusManifest.check: restore the files, or start a new run",
     lambda w: changed_files(w, GOOD),
     lambda w, remedy: (changed_files(w, MORE), w.train(max_steps=1)),
 )

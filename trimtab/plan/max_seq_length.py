@@ -97,7 +97,8 @@ def largest_fitting(job_of: Callable[[int], Job], device: DeviceFacts, budget: i
 def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLength:
     """Returns the longest sequence that fits, with recomputation, tiles, loss chunks and offloading as needed.
 
-    The model's maximum positions are not taken into account, and no memory is left free for prediction errors.
+    The model's maximum positions are not taken into account. The memory that searches leave free for prediction errors
+    stays free (`memory_search.SLACK`); `trimtab plan --solve max_seq_length` also answers without it.
 
     Args:
         job: the training job; its length, policies, tiles and dequantized copies are ignored.
@@ -117,7 +118,7 @@ def find_max_seq_length(job: Job, device: DeviceFacts, limit: int) -> MaxSeqLeng
         >>> find_max_seq_length(job, gpu, 24 * 10**9).tokens > 100_000
         True
     """
-    tokens = longest_tokens(job, device, limit)
+    tokens = longest_tokens(job, device, limit, slack=True)
     if tokens == 0:
         return MaxSeqLength(0, None)
     setting, _ = memory_search.find_setting(
