@@ -47,6 +47,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--seconds", type=float, default=1e9, help="approximate time of the command")
     made.add_argument("--case-seconds", type=float, default=240, help="time limit of each part of a case")
     made.add_argument("--at-once", type=int, help="processes at the same time (8 on a GPU)")
+    made.add_argument(
+        "--profile-above", type=float, metavar="SHARE", help="profile cases whose step time is off by more"
+    )
     made.add_argument("--commit", help="the measured commit, if this is no git checkout")
     made.add_argument("--calibration-seconds", type=float, help="time for the calibration")
     made.add_argument("--no-calibration", action="store_true", help="use the existing calibration")
@@ -81,6 +84,7 @@ def main(words: list[str] | None = None) -> int:
         finish=finish,
         at_once=options.at_once or AT_ONCE[options.device],
         case_seconds=options.case_seconds,
+        profile_above=options.profile_above,
         until=began + options.seconds,
     ).run(missing(path, chosen(options), same, retry=options.retry_failed))
     if stopped:

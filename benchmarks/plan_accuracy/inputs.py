@@ -69,11 +69,12 @@ def _write_documents(path: Path, case: Case, sequences: int) -> None:
 
 
 def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
-    """The recipe of a case, with one step more than measured: the run is stopped before it saves a checkpoint."""
+    """The recipe of a case, with two steps more than measured: one can be profiled, and the run is stopped before it
+    saves a checkpoint."""
     folder, init = model_folder(root, case.model, device)
     measured = steps_of(case)
     steps = measured.total
-    sequences = (steps + 1) * case.rows * int(case.options.get("accumulation", 1))
+    sequences = (steps + 2) * case.rows * int(case.options.get("accumulation", 1))
     return {
         "model": {"name": str(folder), "init": init},
         "data": {
@@ -82,7 +83,7 @@ def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, An
             "num_proc": 1,
         },
         "output_dir": str(output),
-        "max_steps": steps + 1,
+        "max_steps": steps + 2,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
         "logging_steps": measured.together,

@@ -123,6 +123,8 @@ class Rounds:
     """Processes that exist at the same time."""
     case_seconds: float = 240.0
     """A process without progress for this long is stopped, and its case recorded as failed."""
+    profile_above: float | None = None
+    """Cases whose step time is off by more than this share are profiled too."""
     until: float = float("inf")
     """The end of the command's time, by `time.monotonic`."""
     workers: list[Worker] = field(default_factory=list)
@@ -153,7 +155,7 @@ class Rounds:
 
     def _start(self, waiting: list[Case]) -> None:
         """Starts processes for cases that can be finished in the remaining time."""
-        order = {"device": self.device, "work": str(self.work)}
+        order = {"device": self.device, "work": str(self.work), "profile_above": self.profile_above}
         timed = sum(timed_seconds(worker.case) for worker in self.workers)
         for case in list(waiting):
             if len(self.workers) >= self.at_once:

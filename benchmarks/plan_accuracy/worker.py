@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import torch
 from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.plan_accuracy.cases import Case
 from benchmarks.plan_accuracy.durations import steps_of
@@ -30,11 +31,17 @@ from benchmarks.plan_accuracy.rounds import Moment
 from trimtab import launch
 from trimtab.facts.errors import TrimtabError
 from trimtab.lab.contests import first_line
+from trimtab.lab.profile_data import LONGEST_NAME, Profile
+from trimtab.lab.profiles import summarize
 from trimtab.lab.records import append_record
+from trimtab.lab.timing import synchronize
 from trimtab.plan.reserved import reserved_memory
 from trimtab.recipe import Recipe, build
 from trimtab.report import LiveView
 from trimtab.run.prepare import prepare
+
+PROFILED = 40
+"""Kernels of a profile that are recorded."""
 
 
 class Enough(BaseException):
@@ -73,10 +80,43 @@ class PausingView(LiveView):
         self.wait(Moment.PLANNED, needs=plan["memory"]["needed"])
 
 
+class ProfiledStep:
+    """Profiles the step after the measured ones."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        cuda = device.startswith("cuda")
+        self.profiler = profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU])
+        synchronize(device)
+        self.profiler.start()
+        self.began = time.perf_counter()
+
+    def end(self) -> Profile:
+        """The profile of what ran since the start."""
+        synchronize(self.device)
+        seconds = time.perf_counter() - self.began
+        self.profiler.stop()
+        return summarize(
+            self.profiler.events() or (), cuda=self.device.startswith("cuda"), host_seconds=seconds
+        )
+
+
 def run(
-    case: Case, root: Path, device: str, wait: Callable[..., float] = lambda moment, **facts: 0.0
+    case: Case,
+    root: Path,
+    device: str,
+    wait: Callable[..., float] = lambda moment, **facts: 0.0,
+    profile_above: float | None = None,
 ) -> dict[str, Any]:
-    """Train a case; returns predictions, measurements and choices. `wait` is called at each moment."""
+    """Train a case; returns predictions, measurements and choices.
+
+    Args:
+        case: the case.
+        root: the folder of models, data and runs.
+        device: cpu or cuda.
+        wait: called at each moment; returns the seconds waited.
+        profile_above: one more step is profiled if the predicted step time is off by more than this share.
+    """
     folder = root / "runs" / re.sub(r"[^a-z0-9.]+", "-", case.name)
     shutil.rmtree(folder, ignore_errors=True)
     recipe = build(recipe_of(case, root, folder, device))
@@ -84,32 +124,37 @@ def run(
     steps = steps_of(case)
     measured: dict[str, Any] = {}
     waited = 0.0
+    profiled: ProfiledStep | None = None
 
     def after_step(step: int) -> None:
-        nonlocal waited
+        nonlocal waited, profiled
         if step == steps.together * steps.warm_up:
             waited = wait(Moment.WARM)
+        if profiled is not None:
+            measured["profile"] = profile_record(profiled.end())
+            raise Enough
         if step >= steps.total:
             measured.update(memory_of(device))
+            measured.update(step_times(metrics(folder), steps.together, steps.warm_up, waited))
             wait(Moment.MEASURED)
-            raise Enough
+            seconds = predicted(read_json(folder / "plan.json"))["step_seconds"]
+            if not is_off(seconds, measured["step_seconds"], profile_above):
+                raise Enough
+            profiled = ProfiledStep(device)
 
     with PausingView(wait) as view:
         started = time.perf_counter()
         with contextlib.suppress(Enough):
             launch.train(recipe, view, after_step=after_step)
         seconds = time.perf_counter() - started
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = metrics(folder)
     peak = next(row for row in rows if row["kind"] == "memory" and row["when"] == "peak")
     buckets = ("weights", "gradients", "optimizer", "activations", "other")
     measured |= {
         "allocated": sum(peak[bucket] for bucket in buckets),
         "buckets": {bucket: peak[bucket] for bucket in buckets},
-        **step_times(rows, steps.together, steps.warm_up, waited),
     }
-    plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    choices = json.loads((folder / "choices.json").read_text(encoding="utf-8"))
+    plan, choices = read_json(folder / "plan.json"), read_json(folder / "choices.json")
     prediction = predicted(plan)
     if prediction["reserved"] is None and device.startswith("cuda"):
         prediction |= predict_reserved(recipe)
@@ -117,6 +162,43 @@ def run(
     kept = ("dtype", "weights_dtype", "gradient_dtype", "graphs", "compile", "memory", "loss", "optimizer")
     chosen = {key: choices[key] for key in kept if key in choices}
     return {"predicted": prediction, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
+
+
+def is_off(predicted_seconds: float | None, seconds: float | None, share: float | None) -> bool:
+    """Whether a predicted time is known, and its error exceeds `share`.
+
+    Example:
+        >>> is_off(1.05, 1.0, 0.03), is_off(1.05, 1.0, None), is_off(None, 1.0, 0.03)
+        (True, False, False)
+    """
+    if share is None or not predicted_seconds or not seconds:
+        return False
+    return abs(predicted_seconds / seconds - 1) > share
+
+
+def profile_record(found: Profile) -> dict[str, Any]:
+    """A profile for the record: milliseconds in all, and of the longest kernels."""
+    kernels = [
+        {"name": entry.name[:LONGEST_NAME], "kind": entry.kind.value, "count": entry.count}
+        | {"ms": round(1e3 * entry.seconds, 4)}
+        for entry in found.entries[:PROFILED]
+    ]
+    totals = {"busy": found.busy_seconds, "span": found.span_seconds, "host": found.host_seconds}
+    return {f"{name}_ms": round(1e3 * value, 3) for name, value in totals.items()} | {
+        "launches": found.calls,
+        "kernels": kernels,
+    }
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """All records of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object from a file."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def memory_of(device: str) -> dict[str, int]:
@@ -146,7 +228,10 @@ def main(words: list[str]) -> int:
     order = json.loads(line)
     case, record = Case.parse(order["case"]), {"case": order["case"]}
     try:
-        record |= run(case, Path(order["work"]), order["device"], Pauses(results, sys.stdin).wait)
+        pauses = Pauses(results, sys.stdin)
+        record |= run(
+            case, Path(order["work"]), order["device"], pauses.wait, profile_above=order["profile_above"]
+        )
     except torch.OutOfMemoryError as error:
         record["failed"] = f"out of memory: {first_line(error)}"
     except TrimtabError as error:

@@ -308,7 +308,7 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "out.jsonl"
     words = ["--device", "cpu", "--list", "cpu", "--work", str(tmp_path / "work"), "--out", str(path)]
-    words += ["--calibration-seconds", "2", "--commit", "abc"]
+    words += ["--calibration-seconds", "2", "--commit", "abc", "--profile-above", "0"]
     assert sweep.main([*words, "--only", "qwen3"]) == 0
     assert sweep.main([*words, "--at-once", "2"]) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -324,6 +324,8 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert line["measured"]["step_seconds"] > 0
             assert line["measured"]["process"] > line["measured"]["allocated"]
             assert {"commit", "device", "versions", "time"} <= set(line)
+            profile = line["measured"]["profile"]
+            assert profile["kernels"][0]["ms"] <= profile["busy_ms"] <= profile["host_ms"]
     assert not list((tmp_path / "work" / "runs").iterdir())
 
 
@@ -344,3 +346,4 @@ def test_a_stopped_case_writes_no_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert not (folder / "checkpoints").exists()
     kinds = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert kinds.count("train") == 6
+    assert "profile" not in found["measured"]
