@@ -61,6 +61,9 @@ class Calibration:
     launch_seconds: float
     """Host time to launch one operation in eager mode; on a CPU the overhead of one operator."""
     samples: tuple[KernelSample, ...] = ()
+    host_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Host time in eager mode: per declared launch of a training method (full, lora, nf4, int8), and per updated chunk
+    of an optimizer; empty if it was not measured."""
     to_host: float | None = None
     """Bytes per second from the device to pinned host memory; None on a CPU."""
     from_host: float | None = None

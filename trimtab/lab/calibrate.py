@@ -22,7 +22,7 @@ from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError, is_out_of_memory
 from trimtab.facts.operations import OperationKind
-from trimtab.lab.launch_overhead import launch_seconds
+from trimtab.lab.launch_overhead import host_seconds, launch_seconds
 from trimtab.lab.machine_state import clock_warnings, disk_rates, host_link, load_warnings
 from trimtab.lab.probes import Probe, ProbeGroup
 from trimtab.lab.probes_kernels import copy_groups, kernel_groups
@@ -120,7 +120,8 @@ class _CalibrationRun:
         self.rates = self._estimate_rates()
         training = "bf16" if self.device.bf16 else "fp32"
         self._report("launch overhead")
-        launch = launch_seconds(self.device, training)
+        host = host_seconds(self.device, training) if self.kind == "cuda" else {}
+        launch = host["full"] if host else launch_seconds(self.device, training)
         self._report("disk")
         write, read = self._disk(folder)
         to_host, from_host = host_link() if self.kind == "cuda" else (None, None)
@@ -129,7 +130,10 @@ class _CalibrationRun:
             self._measure(group)
         copy = self._best_copy()
         kernels = [kernel_groups(self.device, dtype, free) for dtype in self._kernel_dtypes(training)]
-        products = [product_groups(self.device, dtype, rate, free) for dtype, rate in self.rates.items()]
+        products = [
+            product_groups(self.device, dtype, rate, free, brief=self.kind == "cuda" and dtype != training)
+            for dtype, rate in self.rates.items()
+        ]
         for group in _interleaved([*kernels, *products]):
             if time.perf_counter() - self.started > self.seconds and self._has_products():
                 self.left_out += 1
@@ -143,6 +147,7 @@ class _CalibrationRun:
             copy=copy,
             launch_seconds=launch,
             samples=tuple(self.samples),
+            host_seconds=host,
             to_host=to_host,
             from_host=from_host,
             disk_write=write,

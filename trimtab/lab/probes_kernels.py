@@ -33,23 +33,35 @@ from trimtab.lab.probes_products import torch_dtype
 from trimtab.model.spec import embedding_bytes_moved
 from trimtab.optim import OPTIMIZERS, build
 from trimtab.optim import spec as optim_spec
+from trimtab.plan.step_time import CAST
 
-ROWS = {"cuda": ((4096, 4096), (2048, 1024), (16384, 4096)), "cpu": ((512, 1024), (256, 256), (2048, 576))}
+ROWS = {
+    "cuda": ((4096, 4096), (2048, 1024), (16384, 4096), (8192, 2048), (4096, 576)),
+    "cpu": ((512, 1024), (256, 256), (2048, 576)),
+}
 """(N, C) of norms, additions and embeddings."""
-GATES = {"cuda": ((4096, 14336), (2048, 3072), (16384, 8192)), "cpu": ((512, 1536), (256, 512), (1024, 3072))}
+GATES = {
+    "cuda": ((4096, 14336), (2048, 3072), (16384, 8192), (4096, 1536)),
+    "cpu": ((512, 1536), (256, 512), (1024, 3072)),
+}
 """(N, I) of gated activations; I is the intermediate size."""
 HEADS = {
-    "cuda": ((2, 2048, 32, 8, 128), (4, 1024, 16, 8, 128), (1, 8192, 32, 8, 128), (4, 2048, 32, 8, 64)),
+    "cuda": (
+        (2, 2048, 32, 8, 128), (4, 2048, 32, 8, 64), (4, 1024, 16, 8, 128), (8, 512, 9, 3, 64), (1, 8192, 32, 8, 128),
+        (1, 16384, 14, 2, 64),
+    ),
     "cpu": ((1, 512, 9, 3, 64), (4, 128, 4, 2, 32), (1, 1024, 8, 4, 64)),
-}
+}  # fmt: skip
 """(B, T, H, K, D) of RoPE and attention."""
-LONG_HEADS = {"cuda": ((1, 32768, 32, 8, 128),), "cpu": ((1, 2048, 2, 1, 64),)}
+LONG_HEADS = {"cuda": ((1, 32768, 32, 8, 128), (1, 65536, 8, 2, 64)), "cpu": ((1, 2048, 2, 1, 64),)}
 """(B, T, H, K, D) of attention alone."""
 WEIGHTS = {
     "cuda": ((4096, 4096), (1024, 1024), (14336, 4096)),
     "cpu": ((1024, 1024), (512, 256), (1536, 576)),
 }
 """(rows, width) of quantized weights."""
+CASTS = {"cuda": ((4096, 4096), (1024, 1024), (576, 576)), "cpu": ((512, 512), (64, 64))}
+"""(rows, columns) of gradients that are cast to fp32."""
 LOSSES = {
     "cuda": ((4096, 1024, 151_936), (4096, 4096, 128_256), (4096, 2048, 49_152), (16384, 1024, 151_936)),
     "cpu": ((128, 256, 8192), (512, 256, 4096), (64, 256, 49_152)),
@@ -83,6 +95,7 @@ def kernel_groups(device: DeviceFacts, dtype: str, free_bytes: int) -> Iterator[
             for sizes in (*HEADS[kind], *LONG_HEADS[kind])
         ],
         [_group("addition", blocks.add_probes, choices, *sizes) for sizes in ROWS[kind]],
+        [_group("gradient cast", _casts, choices, *sizes) for sizes in CASTS[kind]],
         [_group("dequantization", _dequantize, choices, *sizes) for sizes in WEIGHTS[kind]],
         [_group("embedding", _embedding, choices, *sizes) for sizes in ROWS[kind]],
         [_group("loss", _loss, choices, *sizes) for sizes in LOSSES[kind]],
@@ -110,6 +123,22 @@ def _copy(device: str, nbytes: int) -> list[Probe]:
     target = torch.empty_like(source)
     run = partial(target.copy_, source)
     return [Probe(OperationKind.COPY, "uint8", 0.0, 2.0 * nbytes, run, impl="copy", dims=(nbytes,))]
+
+
+def _casts(choices: KernelChoices, rows: int, columns: int) -> list[Probe]:
+    gradient = choices.random(rows, columns).bfloat16()
+    return [
+        Probe(
+            OperationKind.COPY,
+            choices.dtype,
+            0.0,
+            rows * columns * float(BYTES["bf16"] + BYTES["fp32"]),
+            gradient.float,
+            backward=True,
+            impl=CAST,
+            dims=(rows, columns),
+        )
+    ]
 
 
 def _dequantize(choices: KernelChoices, rows: int, width: int) -> list[Probe]:

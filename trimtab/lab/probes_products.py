@@ -27,7 +27,9 @@ WIDTHS = {
     "cuda": (
         (4096, 4096), (2048, 2048), (1024, 1024), (14336, 4096), (4096, 14336), (3072, 1024), (1024, 3072),
         (8192, 2048), (2048, 8192), (1024, 4096), (512, 2048), (2048, 1024), (1024, 2048), (16, 4096), (4096, 16),
-        (16, 1024), (1024, 16), (576, 576), (1536, 576), (576, 1536), (8192, 8192), (28672, 8192), (8192, 28672),
+        (16, 1024), (1024, 16), (576, 576), (1536, 576), (576, 1536), (4864, 896), (896, 4864), (128, 896),
+        (8960, 1536), (1536, 8960), (6144, 2048), (2048, 6144), (16, 2048), (2048, 16), (8192, 8192), (28672, 8192),
+        (8192, 28672),
     ),
     "cpu": (
         (1024, 1024), (576, 576), (256, 256), (1536, 576), (576, 1536), (3072, 1024), (1024, 3072), (2048, 2048),
@@ -35,6 +37,8 @@ WIDTHS = {
     ),
 }  # fmt: skip
 """(n, k) of layers of models from 0.1 to 70 B parameters, and of adapters of rank 16."""
+BRIEF = 6
+"""Number of products in dtypes other than the training dtype."""
 LONGEST_SECONDS = {"cuda": 0.02, "cpu": 0.03}
 """Estimated seconds of one product; longer ones are skipped."""
 SLOWEST = 10.0
@@ -66,7 +70,9 @@ def probe_rate(kind: str, dtype: str) -> float:
     return 2.0 * size**3 / min(times[1:])
 
 
-def product_groups(device: DeviceFacts, dtype: str, rate: float, free_bytes: int) -> Iterator[ProbeGroup]:
+def product_groups(
+    device: DeviceFacts, dtype: str, rate: float, free_bytes: int, *, brief: bool = False
+) -> Iterator[ProbeGroup]:
     """Groups of one dtype, the most informative first.
 
     Args:
@@ -74,10 +80,11 @@ def product_groups(device: DeviceFacts, dtype: str, rate: float, free_bytes: int
         dtype: fp32, tf32, bf16 or fp16.
         rate: from `probe_rate`.
         free_bytes: free memory of the device; larger groups are skipped.
+        brief: only the first sizes, for a dtype in which nothing is trained by default.
     """
     kind = device.kind
-    for m in TOKENS[kind]:
-        for n, k in WIDTHS[kind]:
+    for m in TOKENS[kind][: 1 if brief else None]:
+        for n, k in WIDTHS[kind][: BRIEF if brief else None]:
             nbytes = (m * k + n * k + m * n) * BYTES["fp32" if dtype == "tf32" else dtype] * 2
             if 2.0 * m * n * k / rate > LONGEST_SECONDS[kind] or nbytes > free_bytes // 4:
                 continue

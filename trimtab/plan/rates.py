@@ -23,6 +23,10 @@ INTERPOLATED = (OperationKind.PRODUCT, OperationKind.ATTENTION, OperationKind.LO
 """Kinds whose efficiency depends on their dimensions and not only on the amount of work."""
 NEIGHBOURS = 4
 """Number of samples from which an efficiency is interpolated."""
+METHODS = ("full", "lora", "nf4", "int8")
+"""Training methods that differ in the host time of a launch."""
+COMPILED_SHARE = 0.7
+"""Host time of compiled layers relative to eager ones."""
 BEST = 1.25
 """The largest efficiency: kernels with their input in cache exceed the roofline of device memory."""
 
@@ -110,6 +114,20 @@ class Rates:
         """Returns the minimum seconds of a kernel by the data sheet, or else by the best measured rates."""
         flops, copy = self.ceilings or (self._rate(dtype), self.copy)
         return max(kernel.flops / flops if kernel.kind in INTERPOLATED else 0.0, kernel.moved / copy)
+
+    def host_seconds(self, name: str, *, compiled: bool = False) -> float:
+        """Returns the host time per launch of a training method, or per updated chunk of an optimizer.
+
+        Example:
+            >>> rates = Rates({"bf16": 1e14}, 1e12, Calibration("a GPU", {"bf16": 1e14}, 1e12, 0.0), launch=5e-5)
+            >>> rates.host_seconds("full"), rates.host_seconds("adamw_8bit")
+            (5e-05, 0.0)
+        """
+        if not self.launch:
+            return 0.0
+        methods = dict.fromkeys(METHODS, self.launch)
+        seconds = (methods | self.measured.host_seconds).get(name, 0.0)
+        return COMPILED_SHARE * seconds if compiled else seconds
 
     def _rate(self, dtype: str) -> float:
         return self.flops.get(dtype) or max(self.flops.values())

@@ -1,7 +1,8 @@
 """Time of an optimizer step, operation by operation: the declared kernels at the rates of a device. No torch.
 
 A step takes the sum of its kernels' times on the device. Copies to and from the host overlap with computation and
-count only as far as they take longer; without CUDA graphs a step takes at least the time to launch all kernels.
+count only as far as they take longer. The host needs time to launch kernels: without CUDA graphs a step takes at least
+as long as all launches, and with them the update, which is not captured, at least as long as its own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.adapt.spec_recompute import OFFLOADING, recomputed_operations, saved_under
+from trimtab.adapt.targets import EMBEDDING
+from trimtab.facts.calibration import Calibration
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.dtypes import BYTES
-from trimtab.facts.operations import Kernel, Operation, OperationKind, PassCost, total_bytes
+from trimtab.facts.operations import Gradient, Kernel, Operation, OperationKind, PassCost, total_bytes
+from trimtab.kernels.adamw8bit.spec import CHUNK
 from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.linear_cross_entropy.schedule import schedule
@@ -28,6 +32,10 @@ from trimtab.plan.rates import Rates
 
 FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
 """Phases of a step."""
+CAST = "cast"
+"""Implementation of a `COPY` that writes a gradient in another dtype."""
+IN_BACKWARD = "optim_in_backward"
+"""Key of the host time per parameter of an optimizer that runs in the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ class StepTime:
     exposed_copies: float
     """Seconds of copies to and from the host that computation does not hide."""
     host_seconds: float
-    """Host time to launch all kernels; 0 with CUDA graphs."""
+    """Host time of all launches outside CUDA graphs."""
     basis: str
     """A description of the source of the rates."""
 
@@ -127,16 +135,22 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
 
 def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
     """Predict the time of one optimizer step at known rates."""
-    operations = [*_microbatch(job, rates), *update_times(job, rates)]
+    passes, update = list(_microbatch(job, rates)), list(update_times(job, rates))
+    operations = [*passes, *update]
     floor = sum(
         operation.total
         for operation in [*_microbatch(job, rates, floor=True), *update_times(job, rates, floor=True)]
     )
-    device = sum(operation.total for operation in operations)
-    launches = sum(operation.count * operation.launches for operation in operations)
     copies = job.accumulation * exposed_copies(job, rates)
-    host = 0.0 if graphs else launches * rates.launch
-    seconds = max(device + copies + (launches * rates.gap if graphs else 0.0), host)
+    in_passes = sum(operation.total for operation in passes) + copies
+    in_update = sum(operation.total for operation in update)
+    launches = sum(operation.count * operation.launches for operation in passes)
+    host = _update_host_seconds(job, rates)
+    if graphs:
+        seconds = in_passes + launches * rates.gap + max(in_update, host)
+    else:
+        host += launches * rates.host_seconds(_method(job), compiled=job.compiled)
+        seconds = max(in_passes + in_update, host)
     low, high = rates.spread
     return StepTime(
         seconds,
@@ -148,6 +162,50 @@ def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
         host,
         rates.basis,
     )
+
+
+def _method(job: Job) -> str:
+    """The training method, as a key of `Calibration.host_seconds`."""
+    if job.quantization is not None:
+        return job.quantization.kind
+    return "full" if job.lora is None else "lora"
+
+
+def _update_host_seconds(job: Job, rates: Rates) -> float:
+    """Host time of optimizers that update each parameter on its own."""
+    chunks = updated_chunks(job)
+    per_chunk = rates.host_seconds(job.optimizer)
+    if job.in_backward:
+        per_chunk += rates.host_seconds(IN_BACKWARD)
+    return chunks * per_chunk
+
+
+def updated_chunks(job: Job) -> int:
+    """Returns the number of chunks of parameters that an optimizer updates one after another.
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> updated_chunks(Job(tiny, batch=1, tokens=128, accumulation=1, dtype="fp32", weights_dtype="fp32",
+        ...                    gradient_dtype="fp32", optimizer="adamw_torch", attention="sdpa_flash", device="cpu"))
+        21
+    """
+    size = CHUNK[job.device]
+    return sum(-(-parameter.count // size) for parameter in job.trained.parameters)
+
+
+def declared_launches(job: Job) -> int:
+    """Returns the declared kernel launches of forward and backward passes, recomputation included.
+
+    Example:
+        >>> from trimtab.facts.shapes import uniform_shape
+        >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
+        >>> declared_launches(Job(tiny, batch=1, tokens=128, accumulation=1, dtype="fp32", weights_dtype="fp32",
+        ...                       gradient_dtype="fp32", optimizer="adamw_8bit", attention="sdpa_flash", device="cpu"))
+        145
+    """
+    unknown = Rates({job.dtype: 1.0}, 1.0, Calibration("", {job.dtype: 1.0}, 1.0, 0.0))
+    return sum(operation.count * operation.launches for operation in _microbatch(job, unknown, floor=True))
 
 
 def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
@@ -275,6 +333,7 @@ def _layer_times(
             work = _backward_work(operation, block, fused)
             if work is not None:
                 yield timed(operation, BACKWARD, count, work, backward=True)
+    yield from _parameter_gradient_times(block, timer)
     yield from _accumulation_times(block, timer, fused)
     yield from _tile_sum_times(job, timer, block, tiles)
 
@@ -306,6 +365,27 @@ def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> P
         for kernel in work.kernels or (Kernel(operation.kind, work.flops, work.moved),)
     )
     return PassCost.of(*kernels, launches=sum(work.launches for work in passes))
+
+
+def _parameter_gradient_times(block: DeclaredBlock, timer: _Timer) -> Iterator[OperationTime]:
+    """Times to sum the gradients of biases over all tokens, and to cast gradients to the dtype that stores them."""
+    for operation in block.operations:
+        for gradient in operation.gradients:
+            if gradient.name.endswith(".bias"):
+                read = float(max(activation.nbytes for activation in operation.outputs))
+                seconds = timer.kernel_seconds(
+                    Kernel(OperationKind.ADD, 0.0, read), timer.job.dtype, "", True
+                )
+                yield OperationTime(gradient.name, OperationKind.ADD, BACKWARD, 1, seconds, 1)
+            if gradient.stored_bytes != gradient.computed_bytes:
+                yield _cast_time(f"{gradient.name}.grad_cast", gradient, timer)
+
+
+def _cast_time(name: str, gradient: Gradient, timer: _Timer) -> OperationTime:
+    """Time to cast a gradient to the dtype in which it is accumulated."""
+    moved = float(gradient.computed_bytes + gradient.stored_bytes)
+    seconds = timer.kernel_seconds(Kernel(OperationKind.COPY, 0.0, moved), timer.job.dtype, CAST, True)
+    return OperationTime(name, OperationKind.COPY, BACKWARD, 1, seconds, 1)
 
 
 def _accumulation_times(block: DeclaredBlock, timer: _Timer, fused: bool) -> Iterator[OperationTime]:
@@ -355,12 +435,32 @@ def _outside_block_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
     yield simple("embed_tokens", OperationKind.EMBEDDING, FORWARD, 2.0 * stream)
     if job.trained.trains_embedding:
         table = shape.vocab_size * shape.hidden_size * BYTES[job.weights_dtype]
-        yield simple("embed_tokens", OperationKind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 4)
+        yield simple("embed_tokens", OperationKind.EMBEDDING, BACKWARD, 2.0 * stream + 2.0 * table, 12)
     norm = model_spec.final_norm(shape, run)
     for phase, work in ((FORWARD, norm.forward), (BACKWARD, norm.backward)):
         seconds = timer.pass_seconds(norm, work, backward=phase == BACKWARD)
         yield OperationTime(norm.name, norm.kind, phase, times, seconds, 1)
     yield loss_time(job, timer.rates, times, floor=timer.floor)
+    for time in _head_gradient_times(job, timer):
+        yield _scale_count(time, times)
+
+
+def _head_gradient_times(job: Job, timer: _Timer) -> Iterator[OperationTime]:
+    """Times of the gradients of embedding and head outside their own passes: the head's is scaled by the weights of the
+    tokens, the embedding's is cast, and the two are added if the matrices are tied."""
+    trained = job.trained
+    embedding = trained.module_gradient(EMBEDDING)
+    if embedding is not None and embedding.stored_bytes != embedding.computed_bytes:
+        yield _cast_time("embed_tokens.grad_cast", embedding, timer)
+    head = trained.head_gradient_bytes
+    if head:
+        scale = Kernel(OperationKind.ADD, 0.0, 2.0 * head)
+        seconds = timer.kernel_seconds(scale, job.gradient_dtype, "", True)
+        yield OperationTime("lm_head.grad_scale", OperationKind.ADD, BACKWARD, 1, seconds, 1)
+        if trained.tied:
+            total = Kernel(OperationKind.ADD, 0.0, 3.0 * head)
+            seconds = timer.kernel_seconds(total, job.gradient_dtype, "", True)
+            yield OperationTime("lm_head.grad_sum", OperationKind.ADD, BACKWARD, 1, seconds, 1)
 
 
 def loss_time(

@@ -85,6 +85,11 @@ class TrainableParameters:
         weight = self._by_name.get(f"{module}.weight")
         return 0 if weight is None else nbytes(weight.gradient_dtype, weight.count)
 
+    def module_gradient(self, module: str) -> Gradient | None:
+        """Returns the gradient of a fully trained module's weight; None if it is frozen."""
+        weight = self._by_name.get(f"{module}.weight")
+        return None if weight is None else weight.gradient
+
     @cached_property
     def head_gradient_bytes(self) -> int:
         """Bytes of the head's gradient, or of the embedding's gradient if tied."""
