@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,8 @@ GRACE_SECONDS = 15.0
 """Running cases are stopped this long after the end of the command's time; the next call repeats them."""
 CONTEXT_BYTES = 2**30
 """GPU memory of a process before it allocates any tensor, rounded up."""
+LOG_LINES, LINE_LENGTH = 30, 300
+"""Lines that the record of a process that died keeps after the error in its log, and of the log's end; their length."""
 
 
 class Moment(IntEnum):
@@ -87,8 +90,9 @@ class Worker:
             self.process.wait()
             self.moment = Moment.ENDED
             if self.record is None:
-                how = f"stopped after {case_seconds:.0f} s" if stalled else self._ending()
-                self.record = {"case": self.case.name, "failed": how}
+                log = self.log.read_text(errors="replace").strip().splitlines()
+                how = ending(self.process.returncode, log) if ended else f"stopped after {case_seconds:.0f} s"
+                self.record = {"case": self.case.name, "failed": how, "log": excerpt(log)}
 
     def close(self) -> None:
         """Ends the process and removes its files."""
@@ -99,10 +103,6 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()
         self.folder.cleanup()
-
-    def _ending(self) -> str:
-        last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
-        return f"the process ended with {self.process.returncode}: {''.join(last)[:300]}"
 
     def _send(self, order: Any) -> None:
         assert self.process.stdin is not None
@@ -211,6 +211,46 @@ class Rounds:
         worker.close()
         assert worker.record is not None
         self.finish(worker.record)
+
+
+def ending(returncode: int, log: Sequence[str]) -> str:
+    """How a process ended that recorded no result: its exit code or signal, and the error in its log.
+
+    Example:
+        >>> ending(-6, ["loading", "terminate called", "  what():  uc >= 0", "frame #0: reset"])
+        'the process ended with SIGABRT: what():  uc >= 0'
+    """
+    how = str(returncode) if returncode >= 0 else _signal_name(-returncode)
+    return f"the process ended with {how}: {''.join(log[_error_line(log) :][:1]).strip()[:LINE_LENGTH]}"
+
+
+def excerpt(log: Sequence[str]) -> list[str]:
+    """The error in a log with the lines after it, and the last lines.
+
+    Example:
+        >>> excerpt(["loading", "  what():  uc >= 0", "frame #0: reset"])
+        ['  what():  uc >= 0', 'frame #0: reset']
+    """
+    start, last = _error_line(log), max(len(log) - LOG_LINES, 0)
+    kept = sorted({*range(start, min(start + LOG_LINES, len(log))), *range(max(last, start), len(log))})
+    return [log[i][:LINE_LENGTH] for i in kept]
+
+
+def _error_line(log: Sequence[str]) -> int:
+    """The index of the line that explains an error: an abort in C++ is explained by a line "what():" before the C++
+    stack, which faulthandler's stacks of all threads follow. The last line if there is none."""
+    for word in ("what():", "error"):
+        for i, line in enumerate(log):
+            if word in line.lower():
+                return i
+    return max(len(log) - 1, 0)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def stable_reading(read: Callable[[], int], seconds: float = 5.0) -> int:

@@ -8,6 +8,7 @@ It waits for a line on its standard input before it loads weights, before the ti
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import re
@@ -74,6 +75,12 @@ class PausingView(LiveView):
     def __init__(self, wait: Callable[..., float]) -> None:
         super().__init__(console=Console(quiet=True))
         self.wait = wait
+        self.messages: list[str] = []
+        """What the run said, such as that a CUDA graph could not be captured, which makes steps slower."""
+
+    def message(self, text: str) -> None:
+        """Keeps the message."""
+        self.messages.append(text)
 
     def plan(self, plan: dict[str, Any]) -> None:
         """Reports the memory that the run needs."""
@@ -161,7 +168,8 @@ def run(
     shutil.rmtree(folder, ignore_errors=True)
     kept = ("dtype", "weights_dtype", "gradient_dtype", "graphs", "compile", "memory", "loss", "optimizer")
     chosen = {key: choices[key] for key in kept if key in choices}
-    return {"predicted": prediction, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
+    found = {"predicted": prediction, "measured": measured, "chosen": chosen, "run_s": round(seconds, 2)}
+    return {**found, "messages": view.messages} if view.messages else found
 
 
 def is_off(predicted_seconds: float | None, seconds: float | None, share: float | None) -> bool:
@@ -253,4 +261,5 @@ def clean_up(device: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # prints the stacks of all threads if C++ aborts the process
     sys.exit(main(sys.argv[1:]))

@@ -181,7 +181,8 @@ def test_the_process_has_what_becomes_free_at_its_end(
 def test_a_case_without_progress_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fake_rounds(tmp_path, monkeypatch, "time.sleep(60)", case_seconds=0.3)
     assert not made.run(LISTS["cpu"][:1])
-    assert made.found == [{"case": LISTS["cpu"][0].name, "failed": "stopped after 0 s"}]  # type: ignore[attr-defined]
+    (found,) = made.found  # type: ignore[attr-defined]
+    assert found == {"case": LISTS["cpu"][0].name, "failed": "stopped after 0 s", "log": []}
 
 
 def test_the_end_of_the_time_leaves_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +300,44 @@ def test_a_worker_that_dies_is_recorded_and_the_others_continue(
     found = read_records(path, "case")
     assert set(found) == {case.name for case in LISTS["cpu"]}
     assert found["tiny-qwen3-0.6b full 2x64"]["failed"] == "the process ended with 1: killed"
+    assert found["tiny-qwen3-0.6b full 2x64"]["log"] == ["killed"]
     assert sum("failed" in one for one in found.values()) == 1
     assert sweep.main([*words, "--seconds", "0"]) == 1, "nothing is left to run, one has failed"
+
+
+ABORTED = """
+import faulthandler, os
+faulthandler.enable()
+print("capture_error_mode\\nterminate called after throwing an instance of 'c10::Error'")
+print("  what():  uc >= 0 INTERNAL ASSERT FAILED")
+for n in range(25):
+    print(f"frame #{n}: here", flush=True)
+os.abort()
+"""
+
+
+def test_the_record_of_an_aborted_process_has_its_error_and_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fake_rounds(tmp_path, monkeypatch, ABORTED)
+    made.run(LISTS["cpu"][:1])
+    (found,) = made.found  # type: ignore[attr-defined]
+    assert found["failed"] == "the process ended with SIGABRT: what():  uc >= 0 INTERNAL ASSERT FAILED"
+    assert found["log"][0].strip() == "what():  uc >= 0 INTERNAL ASSERT FAILED"
+    assert found["log"][25] == "frame #24: here"
+    assert "Fatal Python error: Aborted" in found["log"]
+    assert any("most recent call first" in line for line in found["log"]), "the Python stack"
+
+
+def test_an_excerpt_of_a_long_log_has_the_error_and_the_end() -> None:
+    log = [*map(str, range(100)), "RuntimeError: full", *map(str, range(100, 200)), "x" * 1000]
+    found = rounds.excerpt(log)
+    assert found[0] == "RuntimeError: full"
+    assert found[: rounds.LOG_LINES] == log[100 : 100 + rounds.LOG_LINES]
+    assert found[rounds.LOG_LINES : -1] == log[-rounds.LOG_LINES : -1]
+    assert len(found[-1]) == rounds.LINE_LENGTH
+    assert rounds.excerpt([]) == []
+    assert rounds.ending(-250, []) == "the process ended with signal 250: "
 
 
 @pytest.mark.slow
@@ -327,6 +364,20 @@ def test_three_tiny_cases_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             profile = line["measured"]["profile"]
             assert profile["kernels"][0]["ms"] <= profile["busy_ms"] <= profile["host_ms"]
     assert not list((tmp_path / "work" / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_a_record_has_what_the_run_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    train = worker.launch.train
+
+    def saying(recipe: Any, view: Any, **settings: Any) -> Any:
+        view.message("CUDA graph capture failed")
+        return train(recipe, view, **settings)
+
+    monkeypatch.setattr(worker.launch, "train", saying)
+    found = worker.run(LISTS["cpu"][0], tmp_path, "cpu")
+    assert "CUDA graph capture failed" in found["messages"]
 
 
 @pytest.mark.slow

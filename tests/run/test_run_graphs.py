@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -290,6 +291,75 @@ def test_a_step_that_synchronizes_falls_back_to_eager_with_a_message(later: bool
     pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
     assert pools <= {(0, 0)}, pools
     after = Graphs(MicrobatchLoss(ours, device, nullcontext, packing=True), parameters_of(ours), device)
+    run_steps(after, steps)
+    assert len(after._captured) == 2
+
+
+class OutOfMemory(MicrobatchLoss):
+    """Runs out of memory while it is captured, in the forward or the backward pass: within a limit, as a run's."""
+
+    later = backward = False
+
+    def inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        allowed = torch.cuda.memory_reserved() + 2**30
+        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties().total_memory)
+        return super().inputs(batch)
+
+    def compute(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        gradients = any(parameter.grad is not None for parameter in self.decoder.parameters())
+        fails = torch.cuda.is_current_stream_capturing() and gradients == self.later
+        if fails and not self.backward:
+            exceed_limit()
+        loss = super().compute(inputs)
+        if fails and self.backward:
+            loss.register_hook(lambda gradient: exceed_limit())
+        return loss
+
+
+def exceed_limit() -> None:
+    torch.empty(2**32, dtype=torch.uint8, device="cuda")
+
+
+@pytest.fixture
+def restored_limit() -> Iterator[None]:
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.usefixtures("restored_limit")
+@pytest.mark.parametrize("kind", ["selective", "pointwise", "offload"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("later", [False, True], ids=["the first graph", "the second"])
+def test_out_of_memory_in_a_capture_falls_back_to_eager(later: bool, backward: bool, kind: str) -> None:
+    """CUDA does not reject such a capture (unless offloading has begun to use other streams): torch ends it, and the
+    graph's destructor, rather than we, drops its reference to the memory pool."""
+    device = torch.device("cuda")
+    ours, theirs = made(kind), made(kind)
+    said: list[str] = []
+    loss = OutOfMemory(ours, device, nullcontext, packing=True)
+    loss.later, loss.backward = later, backward
+    graphs = Graphs(loss, parameters_of(ours), device, resources=StepResources(ours), on_event=said.append)
+    eager = eager_graphs(theirs, MicrobatchLoss(theirs, device, nullcontext, packing=True))
+    steps, stream = range(WARM_UP + 2), torch.cuda.current_stream()
+    assert all(map(torch.equal, run_steps(graphs, steps), run_steps(eager, steps)))
+    assert graphs.failed
+    assert not graphs._captured
+    assert len(said) == 1
+    assert said[0].startswith("CUDA graph capture failed, and steps run eagerly: CUDA out of memory")
+    assert torch.cuda.current_stream() == stream
+    del graphs, eager, loss
+    gc.collect()
+    torch.cuda.empty_cache()
+    pools = {segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()}
+    assert pools <= {(0, 0)}, pools
+    after = Graphs(
+        MicrobatchLoss(ours, device, nullcontext, packing=True),
+        parameters_of(ours),
+        device,
+        resources=StepResources(ours),
+    )
     run_steps(after, steps)
     assert len(after._captured) == 2
 

@@ -14,6 +14,8 @@ them again takes about as long as an eager step.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trimtab.facts.errors import release_frames
 from trimtab.facts.phases import During, RunPhase, no_phase
 
 WARM_UP = 2
@@ -100,6 +103,8 @@ class Graphs:
         self._shapes: dict[str, torch.Size] = {}
         """Input shapes of the largest microbatch seen before a capture: the shapes that are captured."""
         self._pool: Any = None
+        self._begun = False
+        """Whether the last capture began."""
         self._stream: torch.cuda.Stream | None = None
         self._captured: dict[bool, _CapturedGraph] = {}
 
@@ -138,11 +143,7 @@ class Graphs:
         for parameter in self.parameters.values():
             parameter.grad = None
         self._captured.clear()
-        if self.failed:
-            self._release_pool()
-        self._pool = None
-        self._free_workspaces()
-        torch.cuda.empty_cache()
+        self._free_pool()
 
     def _make_room(self) -> None:
         """Free the graphs for an eager microbatch within a captured step; copy the gradients out of their pool."""
@@ -152,29 +153,42 @@ class Graphs:
             self.parameters[name].grad = gradient.to(self.device)
         self._gradients_from_graph = False
 
-    def _abandon(self, before: dict[str, torch.Tensor | None]) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, before: dict[str, torch.Tensor | None]) -> None:
         """After a failed capture: restore the gradients from before it, and do not try to capture again."""
         for name, parameter in self.parameters.items():
             parameter.grad = before[name]
         self.failed = True
-        self._clean_up()
+        self._discard(graph)
+        if not self._captured:  # otherwise the other graph uses the pool until it is released
+            self._free_pool()
 
-    def _clean_up(self) -> None:
-        """After a failed capture: torch's allocator still considers it active (2.11), and does not free the
-        memory allocated for it (2.13 too). If torch has already cleaned up, the call raises."""
+    def _discard(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Drop a failed capture's reference to the memory pool, exactly once.
+
+        The destructor of a graph drops the reference if torch has ended the capture. That is so unless CUDA itself
+        rejected the capture: running out of memory and Ctrl-C do not affect CUDA. A reference that is dropped twice
+        makes the destructor throw, which aborts the process.
+        """
+        if _is_ended(graph):
+            graph.reset()
+            return
+        begun = self._begun
+        # torch 2.13 has already stopped allocating to the pool, torch 2.11 has not.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._pool)
-        if self._captured:
-            return  # the other graph uses the same pool until it is released
-        self._release_pool()
+            begun = True
+        # The destructor of a capture that has not ended drops no reference in torch 2.13; later versions may. It
+        # never runs: neither it nor torch's allocator of pinned memory, which keeps a pointer to the graph, can fail.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        if begun:
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(self._index, self._pool)
+
+    def _free_pool(self) -> None:
+        """Free the memory of the pool, to which no graph refers any longer."""
         self._pool = None
         self._free_workspaces()
         torch.cuda.empty_cache()
-
-    def _release_pool(self) -> None:
-        """Release the graphs' pool after a failed capture; the other graphs are already released."""
-        with suppress(RuntimeError):
-            torch._C._cuda_releasePool(self._index, self._pool)
 
     @property
     def _index(self) -> int:
@@ -221,19 +235,22 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         before = {name: parameter.grad for name, parameter in self.parameters.items()}
         failure = ""
+        self._begun = False
         try:
             loss = self._capture(graph, static, factor)
         except RuntimeError as error:  # an out-of-memory error is one too
             failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+            release_frames(error)  # they reference tensors in the graph's memory pool
+            gc.collect()  # tensors in reference cycles; offloaded ones return buffers whose events are cleared below
         except BaseException:
             # A second Ctrl-C, or no host memory left: the run ends, but torch must end the capture.
             with suppress(RuntimeError):
-                self._abandon(before)
+                self._abandon(graph, before)
             raise
         if self.resources is not None:
             self.resources.clear_copy_events()
         if failure:
-            self._abandon(before)
+            self._abandon(graph, before)
             self.on_event(f"CUDA graph capture failed, and steps run eagerly: {failure}")
             return None
         gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
@@ -241,13 +258,41 @@ class Graphs:
         return self._captured[first]
 
     def _capture(self, graph: torch.cuda.CUDAGraph, static: Inputs, factor: torch.Tensor) -> torch.Tensor:
-        # Other threads (a checkpoint being written) may continue their work.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self.loss.compute(static)
-            (loss * factor).backward()
-            if self.resources is not None:
-                self.resources.wait_for_copies()
+        first_error: BaseException | None = None
+        try:
+            # Other threads (a checkpoint being written) may continue their work. The outer context restores the
+            # current stream: torch.cuda.graph does not if ending the capture fails.
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                self._begun = True
+                try:
+                    loss = self.loss.compute(static)
+                    (loss * factor).backward()
+                    if self.resources is not None:
+                        self.resources.wait_for_copies()
+                except BaseException as error:
+                    first_error = error
+                    raise
+        except RuntimeError as error:
+            if first_error is None or first_error is error:
+                raise
+            raise first_error from None  # what failed, rather than that the capture could not be ended after it
+        finally:
+            first_error = None  # its traceback references this frame
         return loss.detach()
+
+
+def _is_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether torch has ended the capture of a graph, whatever was raised in it."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _num_elements(shapes: dict[str, torch.Size]) -> int:
