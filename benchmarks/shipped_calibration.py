@@ -2,19 +2,25 @@
 
     python -m benchmarks.shipped_calibration
 
-Kernels were timed individually (`kernels-h200.jsonl`); matrix products and additions are from profiles of whole
-training steps (`step-profiles-h200.txt`), at the clock rate under load. A machine's own calibration
-(`trimtab plan --calibrate`) has the same format and takes precedence.
+Kernels were timed individually (`kernels-h200.jsonl`) and within whole training steps, at the clock rate under load
+(`step-profiles-h200.txt`, and the profiles of the development list of `benchmarks.plan_accuracy`). Where a kernel has
+samples from training steps, they are the ones that ship.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.plan_accuracy import table
+from benchmarks.plan_accuracy.cases import Case
+from benchmarks.plan_accuracy.replan import H200, job_of, prepare_case
+from benchmarks.step_samples import merged, samples_of
 from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.files import write_json
 from trimtab.facts.operations import Kernel, OperationKind
@@ -22,8 +28,11 @@ from trimtab.kernels.attention import spec as attention_spec
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.kernels.rope import spec as rope_spec
 from trimtab.optim import spec as optim_spec
+from trimtab.optim.spec import BY_CHUNKS
+from trimtab.plan.device_rates import rates_of
 
 RESULTS = Path(__file__).parent / "results"
+STEPS = RESULTS / "plan-accuracy-development-nvidia-h200.jsonl"
 TARGET = Path(__file__).parents[1] / "trimtab/facts/catalogue/calibrations/nvidia-h200.json"
 MEMORY_BOUND = {
     "rms_norm": OperationKind.NORM,
@@ -141,7 +150,7 @@ def _profiled_attention(profiles: dict[str, dict[str, tuple[int, float]]]) -> It
             work = attention_spec.flops(pairs, H, D, backward=backward)
             yield KernelSample(
                 OperationKind.ATTENTION, "bf16", float(work), float(moved), ms / layers / 1e3, backward, "sdpa_cudnn",
-                (pairs // (B * T), D),
+                (pairs // (B * T), D, B * T * H),
             )  # fmt: skip
 
 
@@ -155,14 +164,51 @@ def _loss_product_ms(rows: dict[str, tuple[int, float]]) -> float:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the file, first without the samples of training steps: planning those steps reads it."""
+    write_json(TARGET, from_kernels().to_dict())
     calibration = measured()
     write_json(TARGET, calibration.to_dict())
     print(f"{len(calibration.samples)} samples in {TARGET}")
 
 
 def measured() -> Calibration:
-    """Build the calibration from the records."""
+    """Build the calibration from all records."""
+    base = from_kernels()
+    in_steps = merged(from_steps(base))
+    covered = {_kind(sample) for sample in in_steps}
+    kept = [sample for sample in base.samples if _kind(sample) not in covered]
+    products = [sample for sample in base.samples if sample.kind is OperationKind.PRODUCT]
+    return dataclasses.replace(
+        base,
+        samples=(*kept, *products, *in_steps),
+        host_seconds=HOST,
+        source=f"{base.source}, {STEPS.name}",
+    )
+
+
+def _kind(sample: KernelSample) -> tuple[OperationKind, str, bool, str]:
+    return sample.kind, sample.dtype, sample.backward, sample.impl
+
+
+def from_steps(base: Calibration) -> Iterator[KernelSample]:
+    """Samples from the profiled steps of the development list, without those with thousands of small launches."""
+    rates = rates_of(dataclasses.replace(H200, calibration=base), "bf16")
+    assert rates is not None
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, record in table.read(STEPS).items():
+            case = Case.parse(name)
+            profile = record.get("measured", {}).get("profile")
+            if not profile or case.options.get("optim") in BY_CHUNKS or "in_backward" in case.options:
+                continue
+            prepared = prepare_case(case, root)
+            job = job_of(case, prepared, root)
+            seconds = record["measured"]["step_seconds"] if prepared.resolved.graphs.enabled else None
+            yield from samples_of(profile, job, rates, seconds)
+
+
+def from_kernels() -> Calibration:
+    """Build the calibration from individually timed kernels, and from the profiles in text form."""
     rows = [json.loads(line) for line in (RESULTS / "kernels-h200.jsonl").read_text().splitlines()]
     ceilings = max((row["ceilings"] for row in rows), key=lambda one: one["matmul_flops_per_s"])
     flops, copy = ceilings["matmul_flops_per_s"], ceilings["copy_bytes_per_s"]
@@ -204,6 +250,7 @@ def measured() -> Calibration:
 LAUNCH = 6.5e-5
 """Host seconds per kernel of an eager step: 294.2 ms (build-h200.jsonl, Llama-8B 2×2048 eager) over the 4569 kernels of
 the same step (step-profiles-h200.txt)."""
+HOST: dict[str, float] = {}
 LINK = 55e9
 """Bytes per second each way, pinned."""
 
@@ -243,10 +290,8 @@ def _attention_sample(case: str, impl: str, seconds: float, flops: float, backwa
     H, K = (int(heads), int(heads)) if "/" not in heads else map(int, heads.split("/"))
     moved = attention_spec.bytes_moved(B, T, T, H, K, int(D), "bf16", backward=backward)
     pairs = flops / ((10 if backward else 4) * H * int(D))
-    visible = max(round(pairs / (B * T)), 1)
-    return KernelSample(
-        OperationKind.ATTENTION, "bf16", flops, float(moved), seconds, backward, impl, (visible, int(D))
-    )
+    dims = max(round(pairs / (B * T)), 1), int(D), B * T * H
+    return KernelSample(OperationKind.ATTENTION, "bf16", flops, float(moved), seconds, backward, impl, dims)
 
 
 def _profiles(text: str) -> dict[str, dict[str, tuple[int, float]]]:

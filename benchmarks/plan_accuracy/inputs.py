@@ -68,10 +68,12 @@ def _write_documents(path: Path, case: Case, sequences: int) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def recipe_of(case: Case, root: Path, output: Path, device: str) -> dict[str, Any]:
+def recipe_of(
+    case: Case, root: Path, output: Path, device: str, *, model: tuple[Path, str] | None = None
+) -> dict[str, Any]:
     """The recipe of a case, with two steps more than measured: one can be profiled, and the run is stopped before it
     saves a checkpoint."""
-    folder, init = model_folder(root, case.model, device)
+    folder, init = model or model_folder(root, case.model, device)
     measured = steps_of(case)
     steps = measured.total
     sequences = (steps + 2) * case.rows * int(case.options.get("accumulation", 1))

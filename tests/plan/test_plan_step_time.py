@@ -43,11 +43,16 @@ def test_a_line_has_no_negative_overhead() -> None:
 
 
 def test_interpolated_efficiencies_are_within_the_samples() -> None:
-    samples = (((512, 128), 0.3), ((4096, 128), 0.6), ((4096, 64), 0.5))
-    assert interpolate(samples, (64, 128)) == 0.3
-    assert interpolate(samples, (10**6, 128)) == 0.6
-    assert 0.3 < interpolate(samples, (1024, 128)) < 0.6
-    assert interpolate(samples, (4096, 80)) == 0.5
+    samples = (((512, 128, 64), 0.3), ((4096, 128, 64), 0.6), ((4096, 64, 64), 0.5))
+    for dims, least, most in (
+        ((64, 128, 64), 0.3, 0.4),
+        ((10**6, 128, 64), 0.5, 0.6),
+        ((1024, 128, 64), 0.3, 0.6),
+    ):
+        assert least < interpolate(samples, dims) < most
+    assert interpolate(samples, (4096, 64, 64)) == 0.5
+    assert interpolate((*samples, samples[0]), samples[0][0]) == 0.3
+    assert interpolate((*samples, (samples[0][0], 0.5)), samples[0][0]) == pytest.approx(0.4)
 
 
 def test_the_most_similar_samples_are_used() -> None:

@@ -37,6 +37,8 @@ from trimtab.model.spec_operations import (
     weight_cast,
 )
 
+UNBIASED = ".unbiased"
+"""Suffix of a product's name before its bias is added."""
 SMALL_PRODUCT = 3
 """Kernel launches of a product with an adapter's A or B: the factor is cast and scaled, and partial sums are
 reduced."""
@@ -276,7 +278,7 @@ def _factors(linear: Linear, run: Execution) -> tuple[Gradient, ...]:
 
 def _unbiased(linear: Linear, y: Activation) -> Activation:
     """The product before its bias is added, if there is one."""
-    return dataclasses.replace(y, name=f"{y.name}.unbiased") if linear.bias else y
+    return dataclasses.replace(y, name=f"{y.name}{UNBIASED}") if linear.bias else y
 
 
 def _adapter_forward(layers: Sequence[_Layer], run: Execution) -> list[Kernel]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trimtab.facts.operations import OperationKind
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class KernelSample:
     impl: str = ""
     """The implementation, if there are several (`triton`, `reference`, `sdpa_flash`, …)."""
     dims: tuple[int, ...] = ()
-    """For a matrix product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size);
-    for the loss: (tokens, vocabulary, hidden size). For other kinds, sizes that only distinguish samples."""
+    """For a matrix product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size,
+    queries of all heads); for the loss: (tokens, vocabulary, hidden size). For other kinds, sizes that only distinguish samples."""
 
 
 @dataclass(frozen=True)

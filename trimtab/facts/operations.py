@@ -121,7 +121,8 @@ class Kernel:
     moved: float
     """Minimum bytes read from and written to memory."""
     dims: tuple[int, ...] = ()
-    """For a product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size)."""
+    """For a product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size,
+    queries of all heads)."""
     impl: str = ""
     """The backend of attention, which may differ between layers."""
 

@@ -12,8 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.lab.timing import synchronize

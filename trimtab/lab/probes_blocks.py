@@ -176,7 +176,7 @@ def attention_probes(choices: KernelChoices, B: int, T: int, H: int, K: int, D: 
             partial(attention, layout=ready, impl=impl),
             inputs,
             (forward, backward),
-            dims=(pairs // (B * T), D),
+            dims=(pairs // (B * T), D, B * T * H),
         )
     return probes
 

@@ -158,7 +158,7 @@ def _attend(
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
     if impl in attention_spec.SKIPS_DOCUMENTS:
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), N))
-    visible = (max(pairs // N, 1), D)
+    visible = (max(pairs // N, 1), D, N * H)
     scratch = attention_spec.scratch_bytes(impl, B, T, T, H, H, D, run.dtype)
     each = q.nbytes + k.nbytes + v.nbytes + o.nbytes
     reads = frozenset({q.name, k.name, v.name})

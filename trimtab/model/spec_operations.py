@@ -368,7 +368,7 @@ def add_attention(
     pairs = B * attention_spec.visible_pairs(T, T, mixer.window)
     if impl in attention_spec.SKIPS_DOCUMENTS:
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), B * T))
-    visible = (max(pairs // (B * T), 1), D)
+    visible = (max(pairs // (B * T), 1), D, B * T * H)
     sizes = (B, T, T, H, K, D)
     scratch = 0
     if run.device == "cuda" or impl == "triton" or impl not in attention_spec.TILED:

@@ -13,10 +13,10 @@ from trimtab.plan.rates import Rates
 
 SHIPPED = "nvidia-h200"
 """The device whose measurements ship with the package; its efficiencies are used for unmeasured devices."""
-GAP = 7.6e-7
+GAP = 4e-7
 """Device seconds between two kernels of a CUDA graph: 35.8 − 34.7 ms over 1472 kernels and 237.8 − 234.3 ms over 4569
 (benchmarks/results/step-profiles-h200.txt)."""
-TINY = 2.6e-6
+TINY = 7.5e-7
 """Device seconds of a kernel that casts, scales or adds a small tensor: 1.42 ms over 448, 1.14 ms over 512."""
 BORROWED_RANGE = (0.8, 1.6)
 """The range around an estimate for an unmeasured device, as factors: its kernels may reach a larger or smaller

@@ -21,6 +21,8 @@ from trimtab.facts.operations import Kernel, OperationKind
 
 INTERPOLATED = (OperationKind.PRODUCT, OperationKind.ATTENTION, OperationKind.LOSS)
 """Kinds whose efficiency depends on their dimensions and not only on the amount of work."""
+ATTENTION_SCALE = (1.0, 4.0, 1.0)
+"""Head sizes that differ by a factor of 2 are as far apart as 16 times as many keys: other kernels compute them."""
 NEIGHBOURS = 4
 """Number of samples from which an efficiency is interpolated."""
 METHODS = ("full", "lora", "nf4", "int8")
@@ -156,7 +158,8 @@ class Rates:
             model = self._models[key] = self._model(*key)
         if isinstance(model, RooflineFit):
             return model.seconds(roofline)
-        return roofline / interpolate(model, kernel.dims)
+        scale = ATTENTION_SCALE if kernel.kind is OperationKind.ATTENTION else (1.0, 1.0, 1.0)
+        return roofline / interpolate(model, kernel.dims, scale)
 
     def _model(
         self, kind: OperationKind, dtype: str, impl: str, backward: bool, compute_bound: bool
@@ -230,51 +233,34 @@ class Rates:
         return pairs
 
 
-def interpolate(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """Returns an efficiency interpolated along the first of two dimensions, or by distance in three.
+def interpolate(
+    samples: Efficiencies, dims: tuple[int, ...], scale: tuple[float, ...] = (1.0, 1.0, 1.0)
+) -> float:
+    """Returns the mean efficiency of the nearest samples, weighted by inverse squared distance.
 
-    Distances are between logarithms. Beyond the last sample the efficiency is constant.
+    Distances are between logarithms of dimensions, times `scale`; samples of the kernel's own dimensions are averaged.
 
     Example:
         >>> interpolate((((1024, 1024, 1024), 0.5), ((4096, 4096, 4096), 0.9)), (4096, 4096, 4096))
         0.9
-        >>> round(interpolate((((512, 128), 0.4), ((2048, 128), 0.6)), (1024, 128)), 3)
-        0.5
+        >>> round(interpolate((((1024, 1024, 1024), 0.5), ((4096, 4096, 4096), 0.9)), (2048, 2048, 2048)), 3)
+        0.7
     """
     assert all(len(sample_dims) == len(dims) for sample_dims, _ in samples), (
         "samples of one kind have the same dimensions"
     )
-    return _interpolate_length(samples, dims) if len(dims) == 2 else _interpolate_distance(samples, dims)
-
-
-def _interpolate_length(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """Interpolates between the neighbours in length, among samples with the most similar head size."""
-    length, head = dims
-    distance = min(abs(math.log(sample_dims[1] / head)) for sample_dims, _ in samples)
-    candidates = sorted(
-        (sample_dims[0], efficiency)
+    distances = sorted(
+        (
+            sum(
+                (s * math.log(max(a, 1) / max(b, 1))) ** 2
+                for s, a, b in zip(scale, dims, sample_dims, strict=True)
+            ),
+            efficiency,
+        )
         for sample_dims, efficiency in samples
-        if abs(math.log(sample_dims[1] / head)) < distance + 1e-9
     )
-    below = [pair for pair in candidates if pair[0] <= length]
-    above = [pair for pair in candidates if pair[0] >= length]
-    if not below or not above:
-        return (below[-1] if below else above[0])[1]
-    (shorter, first), (longer, last) = below[-1], above[0]
-    if shorter == longer:
-        return first
-    share = math.log(length / shorter) / math.log(longer / shorter)
-    return first + share * (last - first)
-
-
-def _interpolate_distance(samples: Efficiencies, dims: tuple[int, ...]) -> float:
-    """The mean of the nearest samples, weighted by inverse squared distance."""
-    distances = []
-    for sample_dims, efficiency in samples:
-        squared = sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(dims, sample_dims, strict=True))
-        distances.append((squared, efficiency))
-    distances.sort()
-    if distances[0][0] < 1e-6:
-        return distances[0][1]
+    same = [efficiency for squared, efficiency in distances if squared < 1e-6]
+    if same:
+        return sum(same) / len(same)
     weights = [(1 / squared, efficiency) for squared, efficiency in distances[:NEIGHBOURS]]
     return sum(w * e for w, e in weights) / sum(w for w, _ in weights)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from trimtab.adapt.spec_linears import UNBIASED
 from trimtab.adapt.spec_recompute import OFFLOADING, recomputed_operations, saved_under
 from trimtab.adapt.targets import EMBEDDING
 from trimtab.facts.calibration import Calibration
@@ -34,6 +35,10 @@ FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "upda
 """Phases of a step."""
 CAST = "cast"
 """Implementation of a `COPY` that writes a gradient in another dtype."""
+BIAS = "bias gradient"
+"""Implementation of an `ADD` that sums a bias's gradient over all tokens."""
+FROZEN = " frozen"
+"""Suffix of a norm's implementation if its weight has no gradient."""
 IN_BACKWARD = "optim_in_backward"
 """Key of the host time per parameter of an optimizer that runs in the backward pass."""
 
@@ -135,11 +140,11 @@ def step_time(job: Job, device: DeviceFacts, *, graphs: bool = False) -> StepTim
 
 def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
     """Predict the time of one optimizer step at known rates."""
-    passes, update = list(_microbatch(job, rates)), list(update_times(job, rates))
+    passes, update = list(microbatch_times(job, rates)), list(update_times(job, rates))
     operations = [*passes, *update]
     floor = sum(
         operation.total
-        for operation in [*_microbatch(job, rates, floor=True), *update_times(job, rates, floor=True)]
+        for operation in [*microbatch_times(job, rates, floor=True), *update_times(job, rates, floor=True)]
     )
     copies = job.accumulation * exposed_copies(job, rates)
     in_passes = sum(operation.total for operation in passes) + copies
@@ -205,7 +210,9 @@ def declared_launches(job: Job) -> int:
         145
     """
     unknown = Rates({job.dtype: 1.0}, 1.0, Calibration("", {job.dtype: 1.0}, 1.0, 0.0))
-    return sum(operation.count * operation.launches for operation in _microbatch(job, unknown, floor=True))
+    return sum(
+        operation.count * operation.launches for operation in microbatch_times(job, unknown, floor=True)
+    )
 
 
 def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
@@ -249,7 +256,10 @@ class _Timer:
                         kernel, self.job.quantization.kind, self.job.quantization.impl, backward
                     )
             else:
-                total += self.kernel_seconds(kernel, operation.dtype, self._impl(kernel), backward)
+                impl = self._impl(kernel)
+                if backward and kernel.kind is OperationKind.NORM and not operation.gradients:
+                    impl += FROZEN
+                total += self.kernel_seconds(kernel, operation.dtype, impl, backward)
         # Launches beyond the listed kernels are casts and sums of small tensors.
         if not self.floor and work.kernels:
             total += max(work.launches - len(work.kernels), 0) * self.rates.tiny
@@ -263,7 +273,7 @@ class _Timer:
         return self.job.pointwise if pointwise else ""
 
 
-def _microbatch(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
+def microbatch_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[OperationTime]:
     """Times of all microbatches of a step."""
     timer = _Timer(job, rates, floor)
     yield from _outside_block_times(job, timer)
@@ -314,6 +324,7 @@ def _layer_times(
     for operations, count in halves:
         for operation in operations:
             yield timed(operation, FORWARD, count, _fused_work(operation, fused, backward=False))
+            yield from _bias_times(operation, count, timer)
     if not block.differentiates:
         return
     for operation in recomputed_operations(block, policy):
@@ -367,15 +378,24 @@ def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> P
     return PassCost.of(*kernels, launches=sum(work.launches for work in passes))
 
 
+def _bias_times(operation: Operation, count: int, timer: _Timer) -> Iterator[OperationTime]:
+    """Times to add biases to the outputs of products that do not include them: quantized ones and those with adapters."""
+    for result in operation.results:
+        if result.activation.name.endswith(UNBIASED):
+            moved = 2.0 * result.activation.nbytes
+            seconds = timer.kernel_seconds(Kernel(OperationKind.ADD, 0.0, moved), operation.dtype, "", False)
+            name = f"{result.activation.name.removesuffix(UNBIASED)}.bias_sum"
+            yield OperationTime(name, OperationKind.ADD, FORWARD, count, seconds, 1)
+
+
 def _parameter_gradient_times(block: DeclaredBlock, timer: _Timer) -> Iterator[OperationTime]:
     """Times to sum the gradients of biases over all tokens, and to cast gradients to the dtype that stores them."""
     for operation in block.operations:
         for gradient in operation.gradients:
             if gradient.name.endswith(".bias"):
                 read = float(max(activation.nbytes for activation in operation.outputs))
-                seconds = timer.kernel_seconds(
-                    Kernel(OperationKind.ADD, 0.0, read), timer.job.dtype, "", True
-                )
+                work = Kernel(OperationKind.ADD, 0.0, read)
+                seconds = timer.kernel_seconds(work, timer.job.dtype, BIAS, True)
                 yield OperationTime(gradient.name, OperationKind.ADD, BACKWARD, 1, seconds, 1)
             if gradient.stored_bytes != gradient.computed_bytes:
                 yield _cast_time(f"{gradient.name}.grad_cast", gradient, timer)
@@ -511,15 +531,16 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
     if job.accumulation > 1:
         yield moving("gradients", OperationKind.ADD, BACKWARD, 2.5 * gradients, job.accumulation - 1)
     if not job.in_backward:
-        yield moving("gradient norm", OperationKind.NORM, UPDATE, gradients, 1)
+        dtype = job.trained.parameters[0].gradient_dtype
+        yield moving("gradient norm", OperationKind.NORM, UPDATE, gradients, 1, dtype=dtype)
     impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
     moved_by_dtype: dict[
         str, float
     ] = {}  # bf16 weights are rounded stochastically, which takes longer on a CPU
     for parameter in job.trained.parameters:
-        moved = optim_spec.bytes_moved(
-            job.optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype
-        )
+        # The 8-bit kernel takes as long with bf16 gradients as with fp32 ones: arithmetic limits it.
+        gradient_dtype = "fp32" if impl == "triton" else parameter.gradient_dtype
+        moved = optim_spec.bytes_moved(job.optimizer, parameter.dims, parameter.dtype, gradient_dtype)
         moved_by_dtype[parameter.dtype] = moved_by_dtype.get(parameter.dtype, 0.0) + moved
     for dtype, size in moved_by_dtype.items():
         yield moving("optimizer", OperationKind.OPTIMIZER, UPDATE, size, 1, impl, dtype)
