@@ -25,7 +25,7 @@ from trimtab.kernels.stochastic_rounding import spec as rounding_spec
 from trimtab.optim import AdamW8bit, OptimizerInBackward
 
 HYPER: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
-SHAPES = [(3, 512), (7, 300), (33, 5), (4097,), (2, 2, 257), (1, 1), (16,), (0,)]
+SHAPES = [(3, 512), (7, 300), (33, 5), (4097,), (2, 2, 257), (1, 1), (16,), (0,), (9, 8), (40, 576), (5, 712)]
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -237,6 +237,27 @@ def test_nan_propagates(device: str, triton_on: Any) -> None:
     assert param.isnan().sum() <= 2
 
 
+def test_launches_of_a_table() -> None:
+    """Rows of any length have full blocks without idle lanes, and a launch for the blocks that end rows."""
+    shapes = [(16, 896), (8, 4864), (300,), (16, 576), (40, 8), (4, 1001), (64, 896)]
+    twins = Twins(shapes, "bf16", "cpu", False, small=301)
+    with interpreted(impl_triton, rounding_triton):
+        twins.step(gradients(shapes, 1, "fp32", "cpu"))
+    assert twins.table is not None
+    launches = {(k.kind, k.width, k.aligned): len(k.tiles) for k in twins.table.launches}
+    # a program has 16 tiles of 512 elements: 32 blocks of 256, 64 of 128, 128 of 64
+    assert launches == {
+        ("full", 256, True): 2 + 1 + 6,
+        ("last", 128, True): 1 + 1,
+        ("all", 256, True): 5,
+        ("", 0, False): 1,
+        ("last", 64, True): 1,
+        ("all", 8, True): 1,
+        ("full", 256, False): 1,
+        ("last", 256, False): 1,
+    }
+
+
 @settings(max_examples=12, deadline=None)
 @given(rows=st.integers(1, 5), columns=st.integers(1, 700), offset=st.sampled_from([0, 8, 2**32 - 256]))
 def test_any_shape(rows: int, columns: int, offset: int) -> None:
@@ -305,17 +326,22 @@ def test_compiles_for_every_chip(chip: int) -> None:
     import triton.language as tl
 
     config = spec.configuration(chip)
-    for weight, grad, whole, width in (
-        (tl.uint16, tl.uint16, True, 256),
-        (tl.float32, tl.float32, True, 256),
-        (tl.uint16, tl.float32, False, 256),
-        (tl.float32, tl.float32, True, 16),
-        (tl.uint16, tl.uint16, False, 64),
+    for weight, grad, part, width, aligned in (
+        (tl.uint16, tl.uint16, "all", 256, True),
+        (tl.float32, tl.float32, "all", 256, True),
+        (tl.uint16, tl.float32, "full", 256, True),
+        (tl.uint16, tl.float32, "last", 64, True),
+        (tl.uint16, tl.float32, "last", 256, True),
+        (tl.uint16, tl.float32, "full", 256, False),
+        (tl.uint16, tl.float32, "last", 256, False),
+        (tl.float32, tl.float32, "all", 8, True),
+        (tl.uint16, tl.uint16, "last", 64, False),
     ):
         fixed: dict[str, Any] = {
             "WEIGHT": weight,
             "GRAD": grad,
-            "WHOLE": whole,
+            "PART": part,
+            "ALIGNED": aligned,
             "STOCHASTIC": True,
             "EXACT": False,
         }
@@ -330,7 +356,9 @@ def test_compiles_for_every_chip(chip: int) -> None:
         )
         assert compiled.shared <= SHARED_LIMIT[chip]
         assert not compiled.spills
-        if whole:
+        if aligned:
+            narrow = re.findall(r"(?:ld|st)\.global\S*\.[bsu](?:8|16)\b.*", compiled.ptx)
+            assert len(narrow) == 1, "only the skip flag is loaded alone"
             wide = re.search(r"ld\.global\.v4|cp\.async\.cg\S* \[.*\], \[.*\], 0x10", compiled.ptx)
             assert wide, "loads are 16 bytes wide"
     fixed = {
@@ -351,8 +379,8 @@ def test_the_exact_kernel_fuses_nothing() -> None:
     from triton.compiler import ASTSource
 
     kernel = impl_triton._step8_kernel
-    fixed: dict[str, Any] = {"WEIGHT": tl.float32, "GRAD": tl.float32, "WHOLE": True, "STOCHASTIC": True}
-    fixed |= {"EXACT": True, "ASM": True, "B": 4, "E": 256, "TIMES": 8, "STAGES": 1}
+    fixed: dict[str, Any] = {"WEIGHT": tl.float32, "GRAD": tl.float32, "PART": "all", "ALIGNED": True}
+    fixed |= {"STOCHASTIC": True, "EXACT": True, "ASM": True, "B": 4, "E": 256, "TIMES": 8, "STAGES": 1}
     types = {n: "constexpr" if n in fixed else signature(kernel, fixed)[n] for n in kernel.arg_names}
     options = {"enable_fp_fusion": False}
     compiled = triton.compile(

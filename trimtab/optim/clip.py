@@ -52,8 +52,10 @@ def global_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         if device.type == "cpu":
             norms += [norm for grad in same for norm in _norms_on_cpu(grad)]
         else:
-            norms.append(torch.stack(torch._foreach_norm(same, 2.0, torch.float32)))
-    all_norms = torch.cat([norm.to(first_device, non_blocking=True) for norm in norms])
+            found = torch._foreach_norm(same, 2.0, torch.float32)
+            norms.append(torch.stack(found) if len(found) > 1 else found[0].view(1))
+    together = [norm.to(first_device, non_blocking=True) for norm in norms]
+    all_norms = torch.cat(together) if len(together) > 1 else together[0]
     # a CPU sums sequentially: thousands of row norms are combined in fp64, which is free
     dtype = torch.float64 if first_device.type == "cpu" else torch.float32
     return torch.linalg.vector_norm(all_norms, dtype=dtype).float()

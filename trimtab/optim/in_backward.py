@@ -90,8 +90,9 @@ class OptimizerInBackward:
         """Updates a weight if its gradient is finite; other weights may have been updated already."""
         norm = global_norm([param]).to(param.device)
         self.norms[name] = norm
-        skip: torch.Tensor | None = ~norm.isfinite()
-        skip = skip if now["skip"] is None else now["skip"] | ~norm.isfinite()
+        # NaN unless the norm is finite: two launches, where `~isfinite()` takes five
+        skip: torch.Tensor | None = (norm - norm) != 0
+        skip = skip if now["skip"] is None else now["skip"] | skip
         if param.device.type == "cpu":
             if bool(skip):
                 return

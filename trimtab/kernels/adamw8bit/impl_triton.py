@@ -5,15 +5,15 @@ are fused with sums, and roots and quotients are the hardware's: the same values
 place, in two fifths of the instructions. The maths, and what was tried: README.md.
 """
 
-# B blocks of a program, E elements of a block: 256, or fewer where rows are short; a record describes a tensor, a tile
-# is the work of a program
+# B blocks of a program, E elements of a block: 256, or fewer where blocks are short; a record describes a tensor, a
+# tile is the work of a program; PART and E: spec.parts
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trimtab.kernels.adamw8bit.spec import FIRST_LEVEL, GRID, TINY, TOP1, TOP2, peak
+from trimtab.kernels.adamw8bit.spec import BLOCK, FIRST_LEVEL, GRID, TINY, TOP1, TOP2, peak
 from trimtab.kernels.stochastic_rounding.impl_triton import hashed_word
 
 PEAK1 = tl.constexpr(peak(TOP1))
@@ -28,6 +28,7 @@ TWICE1 = tl.constexpr(2.0 * TOP1)
 TWICE2 = tl.constexpr(2.0 * FIRST_LEVEL)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 ONE = tl.constexpr(0x3F800000)
+WIDTH = tl.constexpr(BLOCK)
 
 
 @triton.jit
@@ -168,19 +169,33 @@ def _bf16_bits(value, word, STOCHASTIC: tl.constexpr):  # type: ignore[no-untype
 
 
 @triton.jit
-def _blocks_of(first, num_blocks, columns, B: tl.constexpr, E: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Index, first element and valid elements of B blocks, [B, 1]; 0 after the last block."""
-    block = first + tl.arange(0, B)[:, None].to(tl.int64)
-    inside = block < num_blocks
-    if WHOLE:  # rows of whole blocks: block i begins at element E · i
-        start = first * E + tl.arange(0, B)[:, None] * E
-        length = tl.where(inside, E, 0)
+def _number_of_blocks(all_blocks, columns, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Number of a tensor's blocks in a part. It fits into 32 bits, where a division is short, except for "all"."""
+    if PART == "all":
+        return all_blocks
     else:
-        per_row = (columns + (E - 1)) // E
-        left = (block % per_row) * E
-        start = (block // per_row) * columns + left
-        length = tl.where(inside, columns - left, 0)
-    return block, start, length
+        full = (columns - 1) // WIDTH
+        rows = all_blocks.to(tl.int32) // (full + 1)
+        return rows * full if PART == "full" else rows
+
+
+@triton.jit
+def _blocks_of(first, num_blocks, columns, B: tl.constexpr, E: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Place of the scale, first element and number of elements of B blocks, [B, 1]; 0 elements after the last block."""
+    if PART == "all":  # block i begins at element E · i
+        block = first + tl.arange(0, B)[:, None].to(tl.int64)
+        inside = block < num_blocks
+        return block, first * E + tl.arange(0, B)[:, None] * E, tl.where(inside, E, 0)
+    else:
+        block = first.to(tl.int32) + tl.arange(0, B)[:, None]
+        inside = block < num_blocks
+        full = (columns - 1) // WIDTH
+        if PART == "full":
+            row = (block.to(tl.uint32) // full.to(tl.uint32)).to(tl.int32)
+            place, length = block - row * full, tl.where(inside, E, 0)
+        else:
+            row, place, length = block, full, tl.where(inside, columns - full * WIDTH, 0)
+        return row.to(tl.int64) * (full + 1) + place, row.to(tl.int64) * columns + place * WIDTH, length
 
 
 @triton.jit
@@ -202,9 +217,9 @@ def _live(live_ptr, number, tensor, one_grad, one_key, one_hyper):  # type: igno
 def _step8_kernel(  # type: ignore[no-untyped-def]
     tile_ptr, record_ptr, live_ptr, number, one_grad, one_key, one_hyper, scale_ptr, skip_ptr,
     beta1, beta2_root, rest1, rest2_root, correction, eps,
-    WEIGHT: tl.constexpr, GRAD: tl.constexpr, WHOLE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    EXACT: tl.constexpr, ASM: tl.constexpr, B: tl.constexpr, E: tl.constexpr, TIMES: tl.constexpr,
-    STAGES: tl.constexpr,
+    WEIGHT: tl.constexpr, GRAD: tl.constexpr, PART: tl.constexpr, ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr, EXACT: tl.constexpr, ASM: tl.constexpr,
+    B: tl.constexpr, E: tl.constexpr, TIMES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tensors with 8-bit moments. Record: weight, codes1, scale1, codes2, scale2, blocks, columns, offset."""
     if skip_ptr is not None:  # noqa: SIM102  (decided at compile time, the next one not)
@@ -220,20 +235,22 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
     codes1_ptr = tl.load(record + 1).to(tl.pointer_type(tl.uint8))
     codes2_ptr = tl.load(record + 3).to(tl.pointer_type(tl.uint8))
     grad_ptr = grad_address.to(tl.pointer_type(GRAD))
-    if WHOLE:  # the compiler cannot know the alignment of addresses from a table: with this it loads 16 bytes at once
+    columns = tl.load(record + 6).to(tl.int32)
+    if ALIGNED:  # the compiler cannot know the alignment of addresses from a table: with this it loads 16 bytes at once
         weight_ptr, grad_ptr = tl.multiple_of(weight_ptr, 16), tl.multiple_of(grad_ptr, 16)
         codes1_ptr, codes2_ptr = tl.multiple_of(codes1_ptr, 16), tl.multiple_of(codes2_ptr, 16)
+        columns = tl.multiple_of(columns, 8)
     scale1_ptr = tl.load(record + 2).to(tl.pointer_type(tl.float32))
     scale2_ptr = tl.load(record + 4).to(tl.pointer_type(tl.float32))
-    num_blocks, columns, offset = tl.load(record + 5), tl.load(record + 6), tl.load(record + 7)
+    num_blocks, offset = _number_of_blocks(tl.load(record + 5), columns, PART), tl.load(record + 7)
     grad_scale = tl.load(scale_ptr)
     factor1, factor2 = grad_scale * rest1, grad_scale * rest2_root
     across = tl.arange(0, E)[None, :]
     times = tl.minimum(TIMES, tl.cdiv(num_blocks - (tile >> 32), B))
     for i in tl.range(0, times, num_stages=STAGES):
-        block, start, length = _blocks_of((tile >> 32) + i * B, num_blocks, columns, B, E, WHOLE)
+        block, start, length = _blocks_of((tile >> 32) + i * B, num_blocks, columns, B, E, PART)
         inside = length > 0
-        mask = inside if WHOLE else across < length
+        mask = across < length if PART == "last" else inside
         index = start + across
         weight_at, codes1_at, codes2_at = weight_ptr + index, codes1_ptr + index, codes2_ptr + index
         scale1_at, scale2_at = scale1_ptr + block, scale2_ptr + block
@@ -249,7 +266,9 @@ def _step8_kernel(  # type: ignore[no-untyped-def]
         first = square1 * tl.abs(square1) * unit1 + grad * factor1
         decayed, scaled_grad = square2 * square2 * unit2, grad * factor2
         second = decayed * decayed + scaled_grad * scaled_grad
-        if not WHOLE:  # elements past the end of a row do not decode to zero, and must not be the maximum
+        if (
+            PART == "last"
+        ):  # elements past the end of a row do not decode to zero, and must not be the maximum
             second = tl.where(mask, second, 0.0)
         root = tl.sqrt_rn(second) if EXACT else tl.sqrt(second)
 

@@ -41,6 +41,9 @@ CASES: tuple[tuple[int, ...], ...] = (
     (33, 5),  # rows shorter than a block
     (700, 16),  # the same, filling a narrow block
     (130, 96),
+    (9, 8),  # rows of one group
+    (40, 576),  # whole groups, the last block filling a narrower one
+    (21, 712),  # the same, not filling it
     (4097,),  # one dimension
     (3, 4, 257),  # three dimensions
     (1, 1),
@@ -73,9 +76,41 @@ def width(columns: int) -> int:
 
     Example:
         >>> width(4096), width(16), width(5), width(100)
-        (256, 16, 16, 128)
+        (256, 16, 8, 128)
     """
-    return min(BLOCK, max(MIN_WIDTH, 1 << (max(columns, 1) - 1).bit_length()))
+    return min(BLOCK, max(GROUP, 1 << (max(columns, 1) - 1).bit_length()))
+
+
+class Part(NamedTuple):
+    """The blocks of a parameter that one launch updates."""
+
+    kind: str
+    """All blocks ("all") where rows are whole blocks of this width; otherwise the blocks of 256 before the last one of
+    each row ("full"), or the last ones ("last")."""
+    blocks: int
+    """Blocks per row."""
+    width: int
+    """Width of a block in the kernel."""
+
+
+def parts(columns: int) -> list[Part]:
+    """Parts of a parameter with rows of `columns` elements, each with a launch of its own.
+
+    No lane of the full blocks is idle, and the short block that ends a row is as narrow as it can be. With one launch
+    for both, of blocks of 256, a quarter of the lanes would be idle for rows of 576 elements.
+
+    Example:
+        >>> [tuple(part) for part in parts(1024)], [tuple(part) for part in parts(16)]
+        ([('all', 4, 256)], [('all', 1, 16)])
+        >>> [tuple(part) for part in parts(576)], [tuple(part) for part in parts(100)]
+        ([('full', 2, 256), ('last', 1, 64)], [('last', 1, 128)])
+    """
+    narrowest = width(columns)
+    if columns % narrowest == 0:
+        return [Part("all", columns // narrowest, narrowest)]
+    full = (columns - 1) // BLOCK
+    last = Part("last", 1, width(columns - full * BLOCK))
+    return [Part("full", full, BLOCK), last] if full else [last]
 
 
 def peak(top: int) -> float:
@@ -130,10 +165,6 @@ def flops(shape: tuple[int, ...]) -> int:
 
 SMALL_TILE = 1024
 """Elements per program for tensors with fp32 moments."""
-
-
-MIN_WIDTH = 16
-"""Minimum width of a block."""
 
 
 class Configuration(NamedTuple):

@@ -20,7 +20,16 @@ import torch
 import triton.language as tl
 
 from trimtab.kernels.adamw8bit import State8bit, impl_triton
-from trimtab.kernels.adamw8bit.spec import BLOCK, SMALL_TILE, Configuration, configuration, grid, width
+from trimtab.kernels.adamw8bit.spec import (
+    BLOCK,
+    GROUP,
+    SMALL_TILE,
+    Configuration,
+    Part,
+    configuration,
+    grid,
+    parts,
+)
 from trimtab.kernels.launching import capability_of, check_device
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.uint16, torch.float16: tl.float16}
@@ -50,28 +59,34 @@ class Member:
         return [*addresses, *[0] * (5 - len(addresses)), count, columns, self.offset]
 
     def is_aligned(self) -> bool:
-        """Whether all blocks are full and rows begin at multiples of 16 bytes, so that loads need no masks."""
+        """Whether rows begin at multiples of 16 bytes and consist of whole groups of 8, so that a group is loaded at
+        once."""
         aligned = all(
             t.data_ptr() % 16 == 0 for t in (self.param, self.state[0], self.state[2 % len(self.state)])
         )
-        columns = grid(tuple(self.param.shape))[1]
-        return self.is_8bit and aligned and columns % width(columns) == 0
+        return self.is_8bit and aligned and grid(tuple(self.param.shape))[1] % GROUP == 0
 
-    def width(self) -> int:
-        """Width of a block in the kernel."""
-        return width(grid(tuple(self.param.shape))[1]) if self.is_8bit else 0
+    def parts(self) -> list[Part | None]:
+        """Parts of an 8-bit tensor, each updated by a launch; one launch (None) updates all of another tensor."""
+        return [*parts(grid(tuple(self.param.shape))[1])] if self.is_8bit else [None]
+
+    def tiles(self, part: Part | None, size: int) -> np.ndarray:
+        """First block of a part (or element) of each program; `size` of them per program."""
+        rows = grid(tuple(self.param.shape))[0]
+        return np.arange(0, self.param.numel() if part is None else rows * part.blocks, size, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tensors of one launch: the same kind, dtypes and alignment."""
+    """Tensors of one launch: the same kind, dtypes and alignment, and the same part of each."""
 
-    is_8bit: bool
     weight: torch.dtype
     grad: torch.dtype
-    whole: bool
+    aligned: bool
+    kind: str
+    """The kind of part, "" for tensors with fp32 moments."""
     width: int
-    """Width of a block."""
+    """Width of a block, 0 for tensors with fp32 moments."""
     tiles: torch.Tensor
 
 
@@ -174,14 +189,14 @@ class ParameterTable:
         place = (launch.tiles, self.records, live, len(self.members), *one)
         programs = (len(launch.tiles),)
         types = {"WEIGHT": TYPES[launch.weight], "GRAD": TYPES[launch.grad]}
-        if not launch.is_8bit:
+        if not launch.width:
             impl_triton._step32_kernel[programs](*place, **hyper, **types, SIZE=SMALL_TILE)
             return
         _, times, warps, stages = self.config
         hyper = dict(hyper)
         root = math.sqrt(hyper.pop("beta2"))
         impl_triton._step8_kernel[programs](
-            *place, **hyper, **types, beta2_root=root, WHOLE=launch.whole,
+            *place, **hyper, **types, beta2_root=root, PART=launch.kind, ALIGNED=launch.aligned,
             ASM=self.device.type == "cuda", B=self._blocks(launch.width), E=launch.width, TIMES=times,
             STAGES=stages, num_warps=warps,
         )  # fmt: skip
@@ -194,27 +209,23 @@ class ParameterTable:
             return
         self.addresses, self.kinds = addresses, kinds
         self.records = torch.tensor([m.record() for m in self.members], dtype=torch.int64).to(self.device)
-        together: dict[tuple[bool, torch.dtype, torch.dtype, bool, int], list[int]] = {}
+        together: dict[tuple[torch.dtype, torch.dtype, bool, str, int], list[np.ndarray]] = {}
         for i, (m, kind) in enumerate(zip(self.members, kinds, strict=True)):
-            if kind is not None:
-                key = (m.is_8bit, m.param.dtype, kind[0], m.is_aligned() and kind[1], m.width())
-                together.setdefault(key, []).append(i)
+            if kind is None:
+                continue
+            for part in m.parts():
+                where = ("", 0) if part is None else (part.kind, part.width)
+                key = (m.param.dtype, kind[0], m.is_aligned() and kind[1], *where)
+                size = self._blocks(part.width) * self.config.times if part else SMALL_TILE
+                together.setdefault(key, []).append(m.tiles(part, size) << 32 | i)
         self.launches = [
-            Launch(*key, torch.from_numpy(self._tiles(ids, key[4])).to(self.device))
-            for key, ids in together.items()
+            Launch(*key, torch.from_numpy(np.concatenate(tiles)).to(self.device))
+            for key, tiles in together.items()
         ]
 
     def _blocks(self, width: int) -> int:
         """Blocks per tile: always the same number of elements."""
         return self.config.blocks * BLOCK // width
-
-    def _tiles(self, ids: list[int], width: int) -> np.ndarray:
-        size = self._blocks(width) * self.config.times if width else SMALL_TILE
-        pieces = []
-        for i in ids:
-            first = np.arange(0, self.members[i].record()[5], size, dtype=np.int64)
-            pieces.append(first << 32 | i)
-        return np.concatenate(pieces)
 
     def _live(
         self,

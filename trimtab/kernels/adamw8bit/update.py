@@ -58,4 +58,4 @@ class Snapshot:
         """Restores the tensors on the device, without synchronization."""
         if self.skip is not None:
             for t, before in zip(self.tensors, self.before, strict=True):
-                t.copy_(torch.where(self.skip, before, t))
+                torch.where(self.skip, before, t, out=t)
