@@ -52,7 +52,8 @@ BY_CHUNKS = {"adamw_torch": 36, "adamw_bf16": 44}
 def scratch_bytes(
     name: str, shape: tuple[int, ...], weight_dtype: str, device: str = "cpu", impl: str = "reference"
 ) -> int:
-    """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states.
+    """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states, and to the
+    gradient's copy (`gradient_copy_bytes`).
 
     On a GPU this includes a snapshot of a chunk's weights and states, since the host does not read whether the step is
     skipped. `impl` is that of the 8-bit optimizer.
@@ -69,3 +70,16 @@ def scratch_bytes(
     piece = min(count, adamw8bit.CHUNK[device])
     kept = 0 if device == "cpu" else piece * BYTES[weight_dtype] + state_bytes(name, (piece,), weight_dtype)
     return BY_CHUNKS.get(name, 44) * piece + kept
+
+
+def gradient_copy_bytes(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_dtype: str) -> int:
+    """Bytes of a gradient's copy in the weight's dtype, which torch's fused kernel needs; 0 without a copy.
+
+    A step of the whole model copies the gradients of a parameter group, and frees the copies after the group's update.
+
+    Example:
+        >>> gradient_copy_bytes("adamw_torch_fused", (1024, 1024), "bf16", "fp32")
+        2097152
+    """
+    copies = name == "adamw_torch_fused" and weight_dtype != gradient_dtype
+    return BYTES[weight_dtype] * math.prod(shape) if copies else 0
