@@ -16,6 +16,7 @@ from trimtab.plan import time as plan_time
 from trimtab.plan.checkpoints import checkpoint_disk
 from trimtab.plan.data import DataFacts
 from trimtab.plan.disk import Disk
+from trimtab.plan.graphs import graphs_shortfall, requested_graphs
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
 from trimtab.plan.reserved import Reserved, reserved_memory
@@ -56,6 +57,16 @@ class Plan:
         if self.job.device == "cpu":
             return None
         return reserved_memory(self.job, graphs=self.resolved.graphs.enabled)
+
+    @cached_property
+    def graphs_depend_on_memory(self) -> bool:
+        """Whether CUDA graphs are captured if their memory fits: they are, or are not for want of memory."""
+        if self.recipe.cuda_graphs != "auto":
+            return False
+        if self.resolved.graphs.enabled:
+            return True
+        possible = requested_graphs(self.recipe, self.job, self.device).enabled
+        return possible and graphs_shortfall(self.job, self.limit) > 0
 
     @property
     def needed(self) -> int:

@@ -234,8 +234,8 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     if compiled and (full or compiled["on"]):
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     graphs = section(choices, "graphs")
-    if graphs.get("on"):
-        rows.append(("CUDA graphs", f"on: {graphs['reason']}"))
+    if graphs.get("on") or (graphs and full and choices.get("device") != "cpu"):
+        rows.append(("CUDA graphs", f"{'on' if graphs['on'] else 'off'}: {graphs['reason']}"))
     return rows + _needs(plan)
 
 
