@@ -16,6 +16,7 @@ from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import ModelShape, uniform_shape
 from trimtab.plan import Plan, check_fits, fits, make_plan
 from trimtab.plan import graphs as plan_graphs
+from trimtab.plan.detail import detailed_dict
 from trimtab.plan.job import Job
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 from trimtab.plan.memory_search import search_rates
@@ -24,6 +25,7 @@ from trimtab.plan.resolved import MemoryPlan
 from trimtab.plan.step_time import step_time, step_time_at
 from trimtab.plan.what_if import effects, list_effects
 from trimtab.recipe import loads
+from trimtab.report.plan_panel import verdict
 from trimtab.run.resolve import resolve_graphs, resolve_memory_on_resume, resolve_recipe
 
 GPU = DeviceFacts(
@@ -138,6 +140,8 @@ def test_graphs_are_off_if_no_setting_with_them_fits(fragmented: Callable[[int],
     assert chosen.resolved.graphs.enabled is False
     assert chosen.resolved.graphs.reason.startswith("CUDA graphs would not fit memory_limit: 6.35GiB: ")
     assert "slower" not in chosen.resolved.graphs.reason
+    assert f"steps run eagerly: {chosen.resolved.graphs.reason}" in chosen.notes
+    assert not any("eagerly" in note for note in eager.notes)
     assert chosen.resolved.memory == eager.resolved.memory
     assert chosen.time.step_seconds == eager.time.step_seconds
     check_fits(chosen)
@@ -164,6 +168,10 @@ def test_required_graphs_that_do_not_fit_are_refused(fragmented: Callable[[int],
     assert re.search(r"with cuda_graphs: true needs \d\.\d\d GiB", caught.value.cause)
     assert "memory_limit: 6.35GiB allows 6.35 GiB" in caught.value.cause
     assert caught.value.remedy == "set cuda_graphs: auto"
+    assert re.fullmatch(
+        r"Does not fit: cuda_graphs: true needs \d\.\d\d GiB, but memory_limit allows 6\.35 GiB\.",
+        verdict(detailed_dict(required)),
+    )
     check_fits(plan("memory_limit=6.35GiB", "cuda_graphs=auto"))
 
 

@@ -60,7 +60,7 @@ def fits(plan: Plan) -> bool:
     pinnable = plan.device.pinnable_bytes
     on_host = pinnable is None or plan.memory.host <= pinnable
     available = min(plan.device.available_bytes, plan.limit)
-    return on_host and plan.needed <= available and _graphs_shortfall(plan, available) == 0
+    return on_host and plan.needed <= available and missing_for_graphs(plan) == 0
 
 
 def _new_run_remedy(plan: Plan, available: int) -> str:
@@ -146,7 +146,7 @@ def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
 
 def _check_graphs(plan: Plan, device: DeviceFacts, available: int) -> None:
     """Raise a ResourceError if the recipe requires CUDA graphs and only an eager step fits."""
-    lacking = _graphs_shortfall(plan, available)
+    lacking = missing_for_graphs(plan)
     if lacking:
         needed = format_bytes(available + lacking, up=True)
         raise ResourceError(
@@ -156,10 +156,15 @@ def _check_graphs(plan: Plan, device: DeviceFacts, available: int) -> None:
         )
 
 
-def _graphs_shortfall(plan: Plan, available: int) -> int:
-    """Bytes that are missing for the CUDA graphs that the recipe requires; `auto` captures only graphs that fit."""
+def missing_for_graphs(plan: Plan) -> int:
+    """Returns the bytes that are missing for CUDA graphs that the recipe requires; `auto` captures only what fits.
+
+    Example:
+        >>> missing_for_graphs(make_plan(recipe, shape, resolved, device=gpu))  # doctest: +SKIP
+        0
+    """
     required = plan.recipe.cuda_graphs is True and plan.resolved.graphs.enabled
-    return graphs_shortfall(plan.job, available) if required else 0
+    return graphs_shortfall(plan.job, plan.limit) if required else 0
 
 
 def remedies(plan: Plan) -> list[Remedy]:

@@ -164,7 +164,7 @@ def make_plan(
         data=plan_data.describe(recipe, data, num_devices),
         **_with_data(recipe, job, resolved, device, data, num_devices),
         resolved=resolved,
-        notes=tuple(_notes(recipe, job, device)),
+        notes=tuple(_notes(recipe, job, device, resolved)),
         limit=limit_of(recipe, device)[0],
     )
 
@@ -236,8 +236,12 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     )
 
 
-def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
+def _notes(recipe: Recipe, job: Job, device: DeviceFacts, resolved: Resolved) -> list[str]:
     notes = [*device.assumptions, *(note for note in (device.bound, device.shared) if note is not None)]
+    graphs = resolved.graphs
+    not_captured = recipe.cuda_graphs == "auto" and not graphs.enabled and graphs.reason
+    if not_captured and requested_graphs(recipe, job, device).enabled:
+        notes.append(f"steps run eagerly: {graphs.reason}")
     if device.unified:
         notes.append(
             f"CPU and GPU share one memory on {device.name}: offloading gains nothing, and other programs use it too"

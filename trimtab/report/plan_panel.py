@@ -46,6 +46,9 @@ def verdict(plan: dict[str, Any]) -> str:
     if highest > limit:
         phase, size = section(plan, "phases")["peak"], format_bytes(highest, up=True)
         return f"Does not fit: the phase {phase} needs {size}, but {has} {format_bytes(limit)}."
+    if plan.get("missing_for_graphs"):
+        size = format_bytes(limit + int(plan["missing_for_graphs"]), up=True)
+        return f"Does not fit: cuda_graphs: true needs {size}, but {has} {format_bytes(limit)}."
     if plan.get("fits") is False:
         return f"Does not fit: the host has too little memory to pin {format_bytes(memory['host'])}."
     return (
