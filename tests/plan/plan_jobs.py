@@ -64,7 +64,8 @@ def resolved_for(shape: ModelShape) -> Resolved:
 def planned(
     recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved, data: DataFacts | None = None
 ) -> Plan:
-    """A plan with the given memory plan, or with the planner's choice."""
+    """A plan without CUDA graphs, with the given memory plan or the planner's choice."""
+    recipe = recipe.model_copy(update={"cuda_graphs": False})
     if resolved.memory is None:
         resolved = resolve_memory(recipe, shape, device, resolved)
     return make_plan(recipe, shape, resolved, device=device, data=data)

@@ -87,7 +87,8 @@ RESERVED = [
     # commit 75e60a4 and b0c561c, benchmarks/results/step-profiles-h200.txt: tensors, allocator, context, in GiB
     ((LLAMA, 2, 2048, None, "recompute: none\ndequantized_layers: 0"), 23.82, 23.94, 0.83),
     ((LLAMA, 2, 2048, None, UNPACKED), 36.71, 36.83, 0.83),
-    ((QWEN, 4, 1024, 3.7, "recompute: block"), 3.73, 3.86, 0.82),
+    # `true`: the limit was one of tensors, and leaves no room for what the allocator reserves in a capture
+    ((QWEN, 4, 1024, 3.7, "recompute: block\ncuda_graphs: true"), 3.73, 3.86, 0.82),
 ]
 
 

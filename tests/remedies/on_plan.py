@@ -105,6 +105,14 @@ case(
 )
 
 
+TIGHT = ["memory_limit=6.95GiB", "cuda_graphs=true"]
+case(
+    "plan/fit.py:_check_graphs: set cuda_graphs: auto",
+    lambda w: fit(RECIPES["8-bit"], TIGHT, GPU),
+    lambda w, remedy: fit(RECIPES["8-bit"], [*TIGHT[:1], *settings(remedy)[0]], GPU),
+)
+
+
 def offloaded(w: World, *overrides: str, length: int = 32_768) -> None:
     host = dataclasses.replace(sized(GPU, 150), host_free_bytes=2 * 2**30)
     recipe = RECIPES["lora"].replace("max_seq_length: 4096", f"max_seq_length: {length}")

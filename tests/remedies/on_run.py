@@ -81,7 +81,7 @@ case(
     lambda w, remedy: (w.cli(*re.findall("`trimtab (.*?)`", remedy)), w.plan(*settings(remedy)[0])),
 )
 case(
-    "run/resolve.py:resolve_cuda_graphs: set cuda_graphs: auto",
+    "plan/graphs.py:requested_graphs: set cuda_graphs: auto",
     lambda w: w.plan("cuda_graphs=true"),
     lambda w, remedy: w.plan(*settings(remedy)[0]),
 )

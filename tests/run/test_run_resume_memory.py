@@ -12,9 +12,11 @@ from whole_run import Silent
 
 from trimtab import launch
 from trimtab.facts.devices import DeviceFacts
+from trimtab.facts.errors import ResourceError
 from trimtab.facts.shapes import uniform_shape
-from trimtab.plan import check_fits
+from trimtab.plan import Plan, check_fits
 from trimtab.recipe import load
+from trimtab.run import lifecycle
 from trimtab.run import prepare as preparing
 from trimtab.run.prepare import Prepared, StoredConfig, prepare
 
@@ -125,3 +127,16 @@ def test_a_memory_plan_that_an_earlier_version_did_not_store(tmp_path: Path) -> 
     (run / "recipe.yaml").write_text(text.replace("recompute: auto", "recompute: block"))
     assert launch.resume(run, ["max_steps=3"], Silent()).status == "finished"
     assert stored(run, "choices.json")["memory"]["recompute"] == ["block", "block"]
+
+
+def test_graphs_that_a_resume_requires_have_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stopped(tmp_path)
+    monkeypatch.setattr(preparing, "resolve_graphs", lambda recipe, shape, device, resolved: resolved)
+
+    def refuse(plan: Plan, *_: object, **__: object) -> None:
+        raise ResourceError(f"cuda_graphs: {plan.recipe.cuda_graphs} does not fit", "set cuda_graphs: auto")
+
+    monkeypatch.setattr(lifecycle, "check_fits", refuse)
+    with pytest.raises(ResourceError, match="cuda_graphs: True does not fit"):
+        launch.resume(run, ["cuda_graphs=true", "max_steps=3"], Silent())
+    assert launch.resume(run, ["cuda_graphs=auto", "max_steps=3"], Silent()).status == "finished"

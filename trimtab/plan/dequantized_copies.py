@@ -25,7 +25,9 @@ def requested_copies(recipe: Recipe, shape: ModelShape) -> int:
     return requested
 
 
-def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> MemorySetting:
+def add_dequantized_copies(
+    job: Job, setting: MemorySetting, limit: int, *, reserved: int = 0
+) -> MemorySetting:
     """Returns a fitting setting with dequantized copies of as many layers as fit in the remaining memory.
 
     Copies are added only on a GPU, where dequantization takes a noticeable share of a step, and only if no layer
@@ -35,6 +37,7 @@ def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> Memo
         job: the training job.
         setting: a setting from `memory_search.find_setting` within the limit.
         limit: bytes on the device, including the process itself.
+        reserved: bytes of the limit for other purposes than a training step.
 
     Example:
         >>> from trimtab.adapt.spec import LoraSettings
@@ -62,6 +65,6 @@ def add_dequantized_copies(job: Job, setting: MemorySetting, limit: int) -> Memo
     for layers in range(job.shape.num_layers, 0, -1):
         with_copies = job.changed(dequantized_layers=layers)
         needed = predict(with_copies).needed
-        if needed <= usable_bytes(with_copies, limit):
+        if needed <= min(usable_bytes(with_copies, limit), limit - reserved):
             return dataclasses.replace(setting, needed=needed, dequantized_layers=layers)
     return setting

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from trimtab.plan.fit import fits
+from trimtab.plan.fit import fits, missing_for_graphs
 from trimtab.plan.make import Plan
 from trimtab.plan.step_time import OperationTime
 
 
 def detailed_dict(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
-    """Returns `Plan.to_dict` with `fits`, `device`, `job`, `operations` and the model's active parameters added.
+    """Returns `Plan.to_dict` with `fits`, `missing_for_graphs`, `device`, `job`, `operations` and the model's active
+    parameters added.
 
     Args:
         plan: the plan, for any device.
@@ -26,6 +27,7 @@ def detailed_dict(plan: Plan, *, timeline: bool = False) -> dict[str, Any]:
     plain["model"] |= {"active": plan.shape.num_active_parameters}
     plain |= {
         "fits": fits(plan),
+        "missing_for_graphs": missing_for_graphs(plan),
         "device": {"name": device.name, "kind": device.kind, "memory_bytes": device.memory_bytes},
         "job": {
             "per_device_train_batch_size": job.batch,

@@ -10,6 +10,7 @@ from trimtab.facts.phases import STEP_PHASES
 from trimtab.facts.units import format_bytes, format_seconds
 from trimtab.plan.changes import Change, savings
 from trimtab.plan.checkpoints import background_bytes
+from trimtab.plan.graphs import graphs_shortfall
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.phases import PHASE_REMEDIES
@@ -40,6 +41,7 @@ def check_fits(plan: Plan, device: DeviceFacts | None = None, *, resumed: bool =
     _check_host(plan, device)
     if _needed(plan) <= available:
         _check_phases(plan, device, available)
+        _check_graphs(plan, device, available)
         return
     remedy = _resumed_run_remedy(plan, device, available) if resumed else _new_run_remedy(plan, available)
     weights, has = plan.memory.before.weights, _describe_available(plan, device, available)
@@ -57,7 +59,8 @@ def fits(plan: Plan) -> bool:
     """
     pinnable = plan.device.pinnable_bytes
     on_host = pinnable is None or plan.memory.host <= pinnable
-    return on_host and plan.needed <= min(plan.device.available_bytes, plan.limit)
+    available = min(plan.device.available_bytes, plan.limit)
+    return on_host and plan.needed <= available and missing_for_graphs(plan) == 0
 
 
 def _new_run_remedy(plan: Plan, available: int) -> str:
@@ -139,6 +142,29 @@ def _check_phases(plan: Plan, device: DeviceFacts, available: int) -> None:
     raise ResourceError(
         f"{needs} and {_describe_available(plan, device, available)}", PHASE_REMEDIES[phase.phase]
     )
+
+
+def _check_graphs(plan: Plan, device: DeviceFacts, available: int) -> None:
+    """Raise a ResourceError if the recipe requires CUDA graphs and only an eager step fits."""
+    lacking = missing_for_graphs(plan)
+    if lacking:
+        needed = format_bytes(available + lacking, up=True)
+        raise ResourceError(
+            f"training with cuda_graphs: true needs {needed}, including memory that is reserved during a capture, and "
+            f"{_describe_available(plan, device, available)}",
+            "set cuda_graphs: auto",
+        )
+
+
+def missing_for_graphs(plan: Plan) -> int:
+    """Returns the bytes that are missing for CUDA graphs that the recipe requires; `auto` captures only what fits.
+
+    Example:
+        >>> missing_for_graphs(make_plan(recipe, shape, resolved, device=gpu))  # doctest: +SKIP
+        0
+    """
+    required = plan.recipe.cuda_graphs is True and plan.resolved.graphs.enabled
+    return graphs_shortfall(plan.job, plan.limit) if required else 0
 
 
 def remedies(plan: Plan) -> list[Remedy]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 from trimtab.adapt.spec_recompute import sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
@@ -10,9 +13,17 @@ from trimtab.facts.units import format_bytes, format_seconds, parse_bytes, parse
 from trimtab.plan import dequantized_copies, memory_search
 from trimtab.plan.checkpoints import background_bytes, checkpoint_disk
 from trimtab.plan.data import total_steps
+from trimtab.plan.graphs import (
+    find_setting_for_graphs,
+    graphs_do_not_fit,
+    graphs_shortfall,
+    requested_graphs,
+)
 from trimtab.plan.job import Job
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, predict
-from trimtab.plan.resolved import MemoryPlan
+from trimtab.plan.memory_search import MemorySetting
+from trimtab.plan.resolved import CudaGraphsConfig, MemoryPlan
+from trimtab.plan.step_time import step_time_at
 from trimtab.recipe.keys import Recipe
 
 
@@ -68,8 +79,8 @@ def requested_policies(recipe: Recipe, shape: ModelShape) -> tuple[str, ...] | N
 
 def resolve_memory_plan(
     recipe: Recipe, job: Job, device: DeviceFacts, *, tiles: int | None = None, fixed_loss: bool = False
-) -> MemoryPlan:
-    """Choose recompute policies, tiles and dequantized copies from the recipe and the available memory.
+) -> tuple[MemoryPlan, CudaGraphsConfig]:
+    """Choose recompute policies, tiles, dequantized copies and CUDA graphs from the recipe and the available memory.
 
     Args:
         recipe: the recipe with its memory keys.
@@ -85,28 +96,104 @@ def resolve_memory_plan(
     job = job.changed(dequantized_layers=dequantized_copies.requested_copies(recipe, job.shape))
     disk = checkpoint_disk(recipe, job, total_steps(recipe, None))
     reserved = background_bytes(job, disk)
-    setting, fits = _search(job, device, limit, named, tiles, fixed_loss)
+
+    def search(reserved: int, tiles: int | None = tiles) -> tuple[MemorySetting, bool]:
+        return _search(job, device, limit, named, tiles, fixed_loss, reserved=reserved)
+
+    setting, fits = search(0)
     if fits and setting.needed > limit - reserved:
         # The number of checkpoints may depend on the data. Until it is known, the number of tiles stays if it can.
         kept = setting.mlp_tiles if disk.saving.saves is None else tiles
-        setting, fits = _search(job, device, limit, named, kept, fixed_loss, reserved=reserved)
+        setting, fits = search(reserved, kept)
         if setting.needed > limit - reserved and kept != tiles:
-            setting, fits = _search(job, device, limit, named, tiles, fixed_loss, reserved=reserved)
-    if fits and recipe.dequantized_layers == "auto":
-        setting = dequantized_copies.add_dequantized_copies(job, setting, limit)
-    return MemoryPlan(
-        recompute=tuple(setting.policies),
-        mlp_tiles=setting.mlp_tiles,
-        loss_memory=setting.loss_memory,
-        dequantized_layers=setting.dequantized_layers,
+            setting, fits = search(reserved)
+    first = _add_copies(recipe, job, setting, fits, limit), fits
+
+    def search_again(reserved: int) -> tuple[MemorySetting, bool]:
+        found = search(reserved) if named is None else (setting, setting.needed <= limit - reserved)
+        return _add_copies(recipe, job, *found, limit, reserved), found[1]
+
+    (chosen, fits), graphs = _choose_graphs(recipe, job, device, (limit, basis), first, search_again)
+    limit_name = basis if chosen is first[0] else f"{basis} with CUDA graphs"
+    plan = MemoryPlan(
+        recompute=tuple(chosen.policies),
+        mlp_tiles=chosen.mlp_tiles,
+        loss_memory=chosen.loss_memory,
+        dequantized_layers=chosen.dequantized_layers,
         limit=limit,
         limit_basis=basis,
         allocator_bytes=limit - BYTES_OUTSIDE_ALLOCATOR[job.device]
         if recipe.memory_limit is not None
         else None,
-        host_bytes=setting.host,
-        reason=_reason(job, device, setting, named is not None, fits, limit - reserved, basis),
+        host_bytes=chosen.host,
+        reason=_reason(job, device, chosen, named is not None, fits, limit - reserved, limit_name),
     )
+    return plan, graphs
+
+
+def _choose_graphs(
+    recipe: Recipe,
+    job: Job,
+    device: DeviceFacts,
+    limit: tuple[int, str],
+    first: tuple[MemorySetting, bool],
+    search: Callable[[int], tuple[MemorySetting, bool]],
+) -> tuple[tuple[MemorySetting, bool], CudaGraphsConfig]:
+    """Chooses between the first setting, if need be without CUDA graphs, and one with which they fit.
+
+    Args:
+        recipe: the recipe.
+        job: the job without its memory plan.
+        device: the device, whose rates are compared without its calibration (`memory_search.search_rates`).
+        limit: bytes on the device, and a description.
+        first: the fastest setting and whether it fits.
+        search: the same for a setting that leaves these bytes of the limit free; policies set in the recipe are kept.
+    """
+    setting, fits = first
+    graphs = requested_graphs(recipe, _job_with(job, setting), device)
+    lacking = graphs_shortfall(_job_with(job, setting), limit[0]) if graphs.enabled else 0
+    if lacking == 0:
+        return first, graphs
+    found = None
+    if fits:
+        found = find_setting_for_graphs(
+            setting,
+            lacking,
+            limit[0],
+            lambda needed: search(limit[0] - needed),
+            lambda other: graphs_shortfall(_job_with(job, other), limit[0]),
+        )
+    if recipe.cuda_graphs is True:
+        return found or first, graphs
+    without = graphs_do_not_fit(limit[0], lacking, limit[1])
+    if found is None or not requested_graphs(recipe, _job_with(job, found[0]), device).enabled:
+        return first, without
+    rates = memory_search.search_rates(device, job.dtype)
+    captured = step_time_at(_job_with(job, found[0]), rates, graphs=True).seconds
+    eager = step_time_at(_job_with(job, setting), rates).seconds
+    if captured <= eager:
+        return found, graphs
+    slower = f"{without.reason}; settings with which they fit are slower"
+    return first, dataclasses.replace(without, reason=slower)
+
+
+def _job_with(job: Job, setting: MemorySetting) -> Job:
+    """The job with a memory setting."""
+    return job.changed(
+        policies=setting.policies,
+        mlp_tiles=setting.mlp_tiles,
+        loss_memory=setting.loss_memory,
+        dequantized_layers=setting.dequantized_layers,
+    )
+
+
+def _add_copies(
+    recipe: Recipe, job: Job, setting: MemorySetting, fits: bool, limit: int, reserved: int = 0
+) -> MemorySetting:
+    """The setting with the dequantized copies that the remaining memory allows, if the recipe leaves it open."""
+    if not fits or recipe.dequantized_layers != "auto":
+        return setting
+    return dequantized_copies.add_dequantized_copies(job, setting, limit, reserved=reserved)
 
 
 def _search(
@@ -118,7 +205,7 @@ def _search(
     fixed_loss: bool,
     *,
     reserved: int = 0,
-) -> tuple[memory_search.MemorySetting, bool]:
+) -> tuple[MemorySetting, bool]:
     """The fastest setting within the limit and True, or the lowest-memory one and False."""
     if policies is None:
         return memory_search.find_setting(
@@ -132,7 +219,7 @@ def _search(
 def _reason(
     job: Job,
     device: DeviceFacts,
-    setting: memory_search.MemorySetting,
+    setting: MemorySetting,
     named: bool,
     fits: bool,
     within: int,

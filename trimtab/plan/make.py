@@ -16,6 +16,7 @@ from trimtab.plan import time as plan_time
 from trimtab.plan.checkpoints import checkpoint_disk
 from trimtab.plan.data import DataFacts
 from trimtab.plan.disk import Disk
+from trimtab.plan.graphs import graphs_shortfall, requested_graphs
 from trimtab.plan.job import Job
 from trimtab.plan.limits import limit_of
 from trimtab.plan.reserved import Reserved, reserved_memory
@@ -60,6 +61,16 @@ class Plan:
             graphs=self.resolved.graphs.enabled,
             limit=self.resolved.memory_plan.allocator_bytes,
         )
+
+    @cached_property
+    def graphs_depend_on_memory(self) -> bool:
+        """Whether CUDA graphs are captured if their memory fits: they are, or are not for want of memory."""
+        if self.recipe.cuda_graphs != "auto":
+            return False
+        if self.resolved.graphs.enabled:
+            return True
+        possible = requested_graphs(self.recipe, self.job, self.device).enabled
+        return possible and graphs_shortfall(self.job, self.limit) > 0
 
     @property
     def needed(self) -> int:
@@ -157,7 +168,7 @@ def make_plan(
         data=plan_data.describe(recipe, data, num_devices),
         **_with_data(recipe, job, resolved, device, data, num_devices),
         resolved=resolved,
-        notes=tuple(_notes(recipe, job, device)),
+        notes=tuple(_notes(recipe, job, device, resolved)),
         limit=limit_of(recipe, device)[0],
     )
 
@@ -229,8 +240,12 @@ def job_of(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Res
     )
 
 
-def _notes(recipe: Recipe, job: Job, device: DeviceFacts) -> list[str]:
+def _notes(recipe: Recipe, job: Job, device: DeviceFacts, resolved: Resolved) -> list[str]:
     notes = [*device.assumptions, *(note for note in (device.bound, device.shared) if note is not None)]
+    graphs = resolved.graphs
+    not_captured = recipe.cuda_graphs == "auto" and not graphs.enabled and graphs.reason
+    if not_captured and requested_graphs(recipe, job, device).enabled:
+        notes.append(f"steps run eagerly: {graphs.reason}")
     if device.unified:
         notes.append(
             f"CPU and GPU share one memory on {device.name}: offloading gains nothing, and other programs use it too"

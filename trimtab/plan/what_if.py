@@ -10,6 +10,7 @@ from typing import Any
 
 from trimtab.facts.devices import DeviceFacts
 from trimtab.plan.changes import Change, reversals, savings
+from trimtab.plan.graphs import graphs_shortfall
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.memory import predict
@@ -106,10 +107,17 @@ def effects(plan: Plan, changes: Iterable[Change], job: Job | None = None) -> li
 
 def job_seconds(plan: Plan, job: Job) -> float | None:
     """Returns the seconds of a job for the tokens of one optimizer step of the plan; None if unknown."""
-    graphs = plan.resolved.graphs.enabled and not job.in_backward
+    graphs = _captures_graphs(plan, job)
     seconds = seconds_per_token(job, plan.device, graphs=graphs)
     reference = plan.job
     return None if seconds is None else seconds * reference.batch * reference.tokens * reference.accumulation
+
+
+def _captures_graphs(plan: Plan, job: Job) -> bool:
+    """Whether CUDA graphs are captured with a job: as planned, unless it depends on the job's memory."""
+    if job.in_backward or job is plan.job or not plan.graphs_depend_on_memory:
+        return plan.resolved.graphs.enabled and not job.in_backward
+    return graphs_shortfall(job, plan.limit) == 0
 
 
 def seconds_per_token(job: Job, device: DeviceFacts, *, graphs: bool) -> float | None:

@@ -414,7 +414,8 @@ class Recipe(RecipeSection):
     cuda_graphs: Annotated[Literal["auto", True, False], Field(examples=["auto"])] = "auto"
     """On a CUDA device, capture forward and backward of a microbatch as a CUDA graph and replay it: steps of small
     models, which are bound by launch overhead, take a fraction of the time, with the same memory and identical
-    results. `auto` captures if a microbatch takes less than about two seconds and the run supports it."""
+    results. `auto` captures if a microbatch takes less than about two seconds, the run supports it, and the memory
+    reserved by a capture fits; `true` refuses a run in which it does not fit."""
 
     logging_steps: Annotated[Count, Field(examples=[10])] = 10
     """Number of steps between two logged training losses."""

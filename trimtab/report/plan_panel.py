@@ -46,6 +46,9 @@ def verdict(plan: dict[str, Any]) -> str:
     if highest > limit:
         phase, size = section(plan, "phases")["peak"], format_bytes(highest, up=True)
         return f"Does not fit: the phase {phase} needs {size}, but {has} {format_bytes(limit)}."
+    if plan.get("missing_for_graphs"):
+        size = format_bytes(limit + int(plan["missing_for_graphs"]), up=True)
+        return f"Does not fit: cuda_graphs: true needs {size}, but {has} {format_bytes(limit)}."
     if plan.get("fits") is False:
         return f"Does not fit: the host has too little memory to pin {format_bytes(memory['host'])}."
     return (
@@ -234,8 +237,8 @@ def _rows(plan: dict[str, Any], *, full: bool) -> list[tuple[str, str]]:
     if compiled and (full or compiled["on"]):
         rows.append(("compile", f"{'on' if compiled['on'] else 'off'}: {compiled['reason']}"))
     graphs = section(choices, "graphs")
-    if graphs.get("on"):
-        rows.append(("CUDA graphs", f"on: {graphs['reason']}"))
+    if graphs.get("on") or (graphs and full and choices.get("device") != "cpu"):
+        rows.append(("CUDA graphs", f"{'on' if graphs['on'] else 'off'}: {graphs['reason']}"))
     return rows + _needs(plan)
 
 

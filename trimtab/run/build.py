@@ -219,6 +219,7 @@ def build_microstep(
     *,
     packing: bool,
     on_event: Callable[[str], None] = print,
+    on_failed_capture: Callable[[str], None] | None = None,
     during: During = no_phase,
 ) -> MicroStep:
     """Build forward and backward of a microbatch, captured as CUDA graphs if that was resolved.
@@ -230,6 +231,7 @@ def build_microstep(
         mesh: the processes of the run; with several, graphs are not captured.
         packing: whether a sequence may contain several documents.
         on_event: called with one-line messages.
+        on_failed_capture: called instead with the message that a capture failed, while steps run.
         during: entered with the current phase (`TrainingSetup.during`).
     """
     loss = MicrobatchLoss(
@@ -249,7 +251,7 @@ def build_microstep(
             parameters,
             loss.device,
             resources=StepResources(decoder),
-            on_event=on_event,
+            on_event=on_failed_capture or on_event,
             during=during,
         )
     return MicroStep(loss, graphs, during=during)
@@ -340,8 +342,20 @@ def build_run(
     optimizer = build_optimizer(recipe, resolved, parameters)
     total_steps = corpora.total_steps(mesh)
     planned_steps = _planned_steps(resumed, total_steps)
+
+    def report_failed_capture(message: str) -> None:
+        on_event(message)
+        log.append({"kind": "event", "step": run.state.step, "message": message})
+
     microstep = build_microstep(
-        decoder, parameters, resolved, mesh, packing=recipe.packing, on_event=on_event, during=during
+        decoder,
+        parameters,
+        resolved,
+        mesh,
+        packing=recipe.packing,
+        on_event=on_event,
+        on_failed_capture=report_failed_capture,
+        during=during,
     )
     evaluation = build_evaluation(
         recipe,

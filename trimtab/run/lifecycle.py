@@ -195,7 +195,8 @@ def resume(
             resolved = resolve_for_device(resolved, recipe, shape, device)
         stored = StoredConfig(resolved, folder.model, saved.model_commit, device, changed, moved=moved)
         prepared = prepare(recipe, stored)
-        if changed or moved:
+        graphs_required = recipe.cuda_graphs is True and before.cuda_graphs is not True
+        if changed or moved or graphs_required:
             check_fits(prepared.plan, prepared.device, resumed=True)
         keys = [*(DEVICE_KEYS if device_requested else ()), *(MEMORY_KEYS if changed else ())]
         saved = dataclasses.replace(saved, recipe=with_changes(saved.recipe, recipe, keys))

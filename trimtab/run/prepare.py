@@ -156,9 +156,9 @@ def _resolve_resumed(recipe: Recipe, shape: ModelShape, stored: StoredConfig) ->
     if recipe.num_threads is not None:
         resolved = dataclasses.replace(resolved, threads=recipe.num_threads)
     if stored.moved:
-        resolved = resolve_memory(recipe, shape, device, resolved)
-    elif resolved.memory is None or stored.memory_changed:
-        resolved = resolve_memory_on_resume(recipe, shape, device, resolved)
+        return resolve_memory(recipe, shape, device, resolved)
+    if resolved.memory is None or stored.memory_changed:
+        return resolve_memory_on_resume(recipe, shape, device, resolved)
     return resolve_graphs(recipe, shape, device, resolved)
 
 

@@ -1,8 +1,8 @@
 """Resolves every `auto` of a recipe, once for a model on a machine.
 
 `resolve_backends` decides dtypes, implementations, adapters and quantization; `resolve_memory` then chooses the
-recompute policy of each layer, and `resolve_cuda_graphs` whether graphs are captured. The result is stored in the run
-folder, so that a resumed run uses the same configuration.
+recompute policy of each layer and whether CUDA graphs are captured, whose memory has to fit too. The result is stored
+in the run folder, so that a resumed run uses the same configuration.
 """
 
 from __future__ import annotations
@@ -21,25 +21,20 @@ from trimtab.facts.shapes import ModelShape
 from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.linear_cross_entropy.choice import choose_loss
-from trimtab.plan.job import Job
-from trimtab.plan.limits import resolve_memory_plan
+from trimtab.plan.graphs import resolve_cuda_graphs
+from trimtab.plan.limits import limit_of, resolve_memory_plan
 from trimtab.plan.make import job_of
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 from trimtab.plan.resolved import (
     CompileConfig,
-    CudaGraphsConfig,
     LossConfig,
     OptimizerConfig,
     PointwiseConfig,
     PrecisionConfig,
     Resolved,
 )
-from trimtab.plan.time import flops_per_token
 from trimtab.recipe import Recipe
 from trimtab.run.attention_backends import choose_for_inference, choose_for_training
-
-MAX_MICROBATCH_SECONDS = 2.0
-"""CUDA graphs are not captured if a microbatch's arithmetic takes longer: the GPU is busy while the host launches
-the next kernels. Launching the 7700 kernels of an 8B model with adapters and recomputed layers took 0.9 s (H200)."""
 
 
 def resolve_recipe(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threads: int) -> Resolved:
@@ -54,13 +49,13 @@ def resolve_recipe(recipe: Recipe, shape: ModelShape, device: DeviceFacts, threa
         threads: CPU threads that torch uses by default; the recipe's `num_threads` takes precedence.
     """
     resolved = resolve_backends(recipe, shape, device, threads)
-    return resolve_graphs(recipe, shape, device, resolve_memory(recipe, shape, device, resolved))
+    return resolve_memory(recipe, shape, device, resolved)
 
 
 def resolve_memory(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
-    """The configuration with a memory plan for this device."""
-    memory = resolve_memory_plan(recipe, job_of(recipe, shape, device, resolved), device)
-    return dataclasses.replace(resolved, memory=memory)
+    """The configuration with a memory plan for this device, and the decision about CUDA graphs."""
+    memory, graphs = resolve_memory_plan(recipe, job_of(recipe, shape, device, resolved), device)
+    return dataclasses.replace(resolved, memory=memory, graphs=graphs)
 
 
 def resolve_memory_on_resume(
@@ -74,53 +69,18 @@ def resolve_memory_on_resume(
     job = job_of(recipe, shape, device, dataclasses.replace(resolved, memory=None))
     if before is not None:
         job, tiles = job.changed(loss_memory=before.loss_memory), before.mlp_tiles
-    memory = resolve_memory_plan(recipe, job, device, tiles=tiles, fixed_loss=True)
-    return dataclasses.replace(resolved, memory=memory)
+    memory, graphs = resolve_memory_plan(recipe, job, device, tiles=tiles, fixed_loss=True)
+    return dataclasses.replace(resolved, memory=memory, graphs=graphs)
 
 
 def resolve_graphs(recipe: Recipe, shape: ModelShape, device: DeviceFacts, resolved: Resolved) -> Resolved:
-    """The configuration with the decision about CUDA graphs, which is resolved at every start."""
-    graphs = resolve_cuda_graphs(recipe, job_of(recipe, shape, device, resolved), device)
-    return dataclasses.replace(resolved, graphs=graphs)
-
-
-def resolve_cuda_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGraphsConfig:
-    """Whether forward and backward are captured as CUDA graphs; raises RecipeError for `true` if they cannot be.
-
-    Results are identical either way, so a resumed run may decide differently.
-    """
-    obstacle = _graphs_obstacle(recipe, job, device)
-    if recipe.cuda_graphs is True:
-        if obstacle is not None:
-            raise RecipeError(f"cuda_graphs: true is not possible here: {obstacle}", "set cuda_graphs: auto")
-        return CudaGraphsConfig(True, "set in the recipe")
-    if recipe.cuda_graphs is False:
-        return CudaGraphsConfig(False, "set in the recipe")
-    if obstacle is not None:
-        return CudaGraphsConfig(False, obstacle)
-    ceiling = device.ceiling(job.dtype)
-    if ceiling is not None:
-        flops = flops_per_token(job)
-        seconds = flops * job.batch * job.tokens / ceiling[0]
-        if seconds > MAX_MICROBATCH_SECONDS:
-            reason = (
-                f"a microbatch takes {seconds:.1f} s at least, so the overhead of kernel launches is hidden"
-            )
-            return CudaGraphsConfig(False, reason)
-    return CudaGraphsConfig(True, "forward and backward of a microbatch take one launch instead of thousands")
-
-
-def _graphs_obstacle(recipe: Recipe, job: Job, device: DeviceFacts) -> str | None:
-    if device.kind != "cuda":
-        return "CUDA graphs need a CUDA GPU"
-    if job.in_backward:
-        return "optim_in_backward reads the learning rate from the host"
-    if recipe.group_by_length:
-        return "group_by_length makes microbatches of many lengths, and a graph has a fixed one"
-    sized = [impl for impl in job.attention_backends if impl in ("varlen", "flex")]
-    if recipe.packing and sized:
-        return f"{sized[0]} attention reads tensors whose size depends on the documents"
-    return None
+    """The configuration of an existing run, whose memory plan is kept, with a new decision about CUDA graphs."""
+    limit, basis = limit_of(recipe, device)
+    allocator_bytes = resolved.memory_plan.allocator_bytes
+    if allocator_bytes is not None:
+        limit = min(limit, allocator_bytes + BYTES_OUTSIDE_ALLOCATOR[device.kind])
+    job = job_of(recipe, shape, device, resolved)
+    return dataclasses.replace(resolved, graphs=resolve_cuda_graphs(recipe, job, device, limit, basis))
 
 
 def resolve_inference(
