@@ -1,8 +1,8 @@
-"""Kernel samples from profiles of whole training steps: the time of kernels at the clock rate of a step, with inputs that
-the previous kernel has just written. Imports no torch.
+"""Kernel samples from profiles of whole training steps: the time of kernels at the clock rate of a step, with inputs
+that the previous kernel has just written. Imports no torch.
 
-A profile has the kernels of one kind in one pass, not of one operation. Their time is divided among the declared kernels
-of that kind in proportion to an estimate.
+A profile has the kernels of one kind in one pass, not of one operation. Their time is divided among the declared
+kernels of that kind in proportion to an estimate.
 """
 
 from __future__ import annotations

@@ -25,7 +25,6 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.lab.random_models import config_folder, write_tokenizer
 from trimtab.lab.records import read_records
 from trimtab.plan.job import Job
-from trimtab.plan.reserved import reserved_memory
 from trimtab.plan.step_time import step_time
 from trimtab.recipe import build
 from trimtab.run.prepare import Prepared, prepare
@@ -72,7 +71,8 @@ def replanned(
         told = predicted(json.loads(json.dumps(prepared.plan.to_dict())))
         step = step_time(job_of(case, prepared, root), device, graphs=prepared.resolved.graphs.enabled)
         assert step is not None
-        reserved = reserved_memory(prepared.plan.job, graphs=prepared.resolved.graphs.enabled)
+        reserved = prepared.plan.reserved
+        assert reserved is not None
         told |= {"reserved": reserved.reserved, "process": reserved.process}
         told |= {"step_seconds": step.seconds, "by_kind": step.by_kind(), "host_seconds": step.host_seconds}
         yield {**record, "predicted": told}

@@ -36,7 +36,6 @@ from trimtab.lab.profile_data import LONGEST_NAME, Profile
 from trimtab.lab.profiles import summarize
 from trimtab.lab.records import append_record
 from trimtab.lab.timing import synchronize
-from trimtab.plan.reserved import reserved_memory
 from trimtab.recipe import Recipe, build
 from trimtab.report import LiveView
 from trimtab.run.prepare import prepare
@@ -222,8 +221,8 @@ def memory_of(device: str) -> dict[str, int]:
 
 def predict_reserved(recipe: Recipe) -> dict[str, int]:
     """Predicted memory of the allocator and of the whole process, if plan.json has none."""
-    prepared = prepare(recipe)
-    found = reserved_memory(prepared.plan.job, graphs=prepared.resolved.graphs.enabled)
+    found = prepare(recipe).plan.reserved
+    assert found is not None, "on a CPU there is none"
     return {"reserved": found.reserved, "process": found.process}
 
 

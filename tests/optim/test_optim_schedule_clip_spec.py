@@ -182,7 +182,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", [(1024, 512), (2000, 300), (3, 400_000)])
+@pytest.mark.parametrize("shape", [(1024, 512), (2000, 300), (3, 400_000), (512, 64), (512, 256)])
 @pytest.mark.parametrize("flagged", [False, True])
 def test_scratch_is_declared(name: str, dtype: str, shape: tuple[int, ...], flagged: bool) -> None:
     """`flagged`: as on a GPU, where the host does not know whether the step is skipped."""

@@ -62,7 +62,10 @@ def test_implementation_of_an_optimizer(recipe: str, device: DeviceFacts, impl: 
     assert (resolved.optimizer.name, resolved.optimizer.impl) == (found.optim, impl)
     assert resolved.optimizer.reason.startswith(reason)
     job = job_of(found, tiny_shape(), device, resolved)
-    assert (update_scratch(job) == 0) is (impl == "triton" or device is NEW)
+    if impl == "triton":
+        assert update_scratch(job) == 0
+    if device is BARE:
+        assert update_scratch(job) > 0
 
 
 def test_requesting_triton_raises() -> None:

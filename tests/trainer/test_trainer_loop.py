@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -45,6 +46,16 @@ def test_records_are_written_in_the_order_of_their_steps() -> None:
     steps = [record["step"] for record in setup.log.records if record["kind"] == "train" or record is peak]
     assert steps == sorted(steps)
     assert peak["step"] == 2
+
+
+def test_a_workspace_of_earlier_steps_counts_as_activations() -> None:
+    peaks = []
+    for size in (0, 1000):
+        setup = tiny_setup(TinyLoader(accumulation=1), workspace_bytes=partial(int, size))
+        train(setup, TrainState())
+        peaks += [r for r in setup.log.records if r["kind"] == "memory" and r["when"] == "peak"]
+    without, with_workspace = peaks
+    assert with_workspace == without | {"activations": without["activations"] + 1000}
 
 
 def test_a_resumed_state_continues_bitwise_identically() -> None:

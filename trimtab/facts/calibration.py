@@ -39,7 +39,8 @@ class KernelSample:
     """The implementation, if there are several (`triton`, `reference`, `sdpa_flash`, …)."""
     dims: tuple[int, ...] = ()
     """For a matrix product [m, k] · [k, n]: (m, n, k); for attention: (average number of keys per query, head size,
-    queries of all heads); for the loss: (tokens, vocabulary, hidden size). For other kinds, sizes that only distinguish samples."""
+    queries of all heads); for the loss: (tokens, vocabulary, hidden size). For other kinds, sizes that only distinguish
+    samples."""
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,30 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError, ResourceError, is_out_of_memory
 from trimtab.facts.operations import OperationKind
 from trimtab.lab.launch_overhead import host_seconds, launch_seconds
-from trimtab.lab.machine_state import clock_warnings, disk_rates, host_link, load_warnings
+from trimtab.lab.machine_state import (
+    clock_warnings,
+    disk_rates,
+    host_link,
+    load_warnings,
+    sustained_slowdown,
+)
 from trimtab.lab.probes import Probe, ProbeGroup
 from trimtab.lab.probes_kernels import copy_groups, kernel_groups
 from trimtab.lab.probes_products import SLOWEST, probe_rate, product_dtypes, product_groups
 from trimtab.lab.records import timestamp, versions
-from trimtab.lab.timing import time_together
+from trimtab.lab.timing import Timing, time_in_sequence, time_together
+from trimtab.plan.rates import INTERPOLATED
 from trimtab.run.device import current_gpu, detect
 
 Progress = Callable[[str, float], None]
 """Called with the name of the current measurement and the elapsed share of the time."""
 
 SECONDS = {"cuda": 50.0, "cpu": 45.0}
-BUDGET_MS = {"cuda": 8.0, "cpu": 15.0}
+BUDGET_MS = {"cuda": 4.0, "cpu": 15.0}
 """Milliseconds for one probe."""
 ROUNDS = 3
+SMALL = 2**24
+"""Bytes that a probe on a GPU moves, below which its inputs stay in the L2 cache between the kernels of a step."""
 DOUBTFUL_SPREAD = 0.15
 DOUBTFUL_SHARE = 0.2
 """Share of probes with a larger spread than `DOUBTFUL_SPREAD`, above which a warning is added."""
@@ -113,6 +122,7 @@ class _CalibrationRun:
         self.warnings = load_warnings(self.kind)
         self.left_out = 0
         self.rates: dict[str, float] = {}
+        self.sustained = 1.0
 
     def run(self, folder: Path, threads: int | None) -> Calibration:
         """Runs all measurements in order."""
@@ -126,6 +136,9 @@ class _CalibrationRun:
         write, read = self._disk(folder)
         to_host, from_host = host_link() if self.kind == "cuda" else (None, None)
         before = probe_rate(self.kind, training)
+        if self.kind == "cuda":
+            self._report("sustained clock rate")
+            self.sustained = sustained_slowdown(training)
         for group in copy_groups(self.device, free):
             self._measure(group)
         copy = self._best_copy()
@@ -187,14 +200,8 @@ class _CalibrationRun:
                     if self._estimate(probe) > LONGEST_SECONDS[self.kind]:
                         self.left_out += 1
                         continue
-                    times = time_together(
-                        {"probe": probe.run},
-                        device=self.kind,
-                        rounds=ROUNDS,
-                        budget_ms=BUDGET_MS[self.kind],
-                        warm_up=1,
-                    )["probe"]
-                    self.samples.append(probe.sample(times.seconds))
+                    times = self._time(probe)
+                    self.samples.append(probe.sample(times.seconds * self._slower(probe)))
                     self.spreads.append(times.spread)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -203,6 +210,20 @@ class _CalibrationRun:
             gc.collect()
         if self.kind == "cuda" and torch.cuda.memory_reserved() > CACHED_SHARE * self.device.available_bytes:
             torch.cuda.empty_cache()  # rarely: releasing memory and reserving it again takes milliseconds
+
+    def _time(self, probe: Probe) -> Timing:
+        """The time of a probe. A GPU's L2 cache holds the inputs of small kernels in a training step, too."""
+        if self.kind == "cuda" and probe.moved < SMALL:
+            probe.run()  # compiles
+            return time_in_sequence(probe.run, device=self.kind)
+        runs = {"probe": probe.run}
+        return time_together(
+            runs, device=self.kind, rounds=ROUNDS, budget_ms=BUDGET_MS[self.kind], warm_up=1
+        )["probe"]
+
+    def _slower(self, probe: Probe) -> float:
+        """How much longer a probe takes in a training step, at the clock rate that a step sustains."""
+        return self.sustained if probe.kind in INTERPOLATED and probe.moved >= SMALL else 1.0
 
     def _estimate(self, probe: Probe) -> float:
         """Seconds of a probe at the rate of large products."""

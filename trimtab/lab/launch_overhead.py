@@ -110,6 +110,7 @@ def _prepared(device: DeviceFacts, dtype: str, keys: dict[str, Any], layers: int
         "max_seq_length": TOKENS,
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": 1,
+        "optim": "adamw_8bit",
         "cuda_graphs": False,
         "recompute": "none",
         "max_steps": 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import tempfile
 import time
@@ -13,6 +14,7 @@ import torch
 
 from trimtab.facts.devices import host_cores
 from trimtab.facts.units import format_bytes
+from trimtab.lab.probes_products import torch_dtype
 from trimtab.lab.timing import Run, time_once, time_together
 from trimtab.run.gpu_processes import other_processes
 
@@ -31,6 +33,8 @@ SLOWDOWNS = {
 }
 """Bits of NVML's clock event reasons that distort a measurement; the usual power cap (0x04) does not."""
 LINK_BYTES = 256 * 2**20
+SUSTAINED_SIZE, SUSTAINED_SECONDS, COPY_SHARE = 8192, 1.5, 0.25
+"""Size of the products that a GPU computes for this time, and the time of copies relative to that of products."""
 DISK_BYTES = 128 * 2**20
 LOAD_SECONDS = 0.4
 """Seconds for which the GPU computes while its clock is queried."""
@@ -69,6 +73,34 @@ def clock_warnings(work: Run) -> list[str]:
     reasons = _nvidia_smi("clocks_event_reasons.active") or _nvidia_smi("clocks_throttle_reasons.active")
     torch.cuda.synchronize()
     return slowdowns(reasons or "")
+
+
+def sustained_slowdown(dtype: str) -> float:
+    """How much longer a large product takes on a CUDA GPU while it computes without a pause, at least 1.
+
+    Products and copies alternate as in a training step, so that the GPU reaches the clock rate and power of one. The
+    products at the end are compared with those at the beginning.
+    """
+    kind = torch_dtype(dtype)
+    a, b = (torch.randn(SUSTAINED_SIZE, SUSTAINED_SIZE, device="cuda", dtype=kind) for _ in range(2))
+    out = torch.empty_like(a)
+    source = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    once = time_once(lambda: torch.mm(a, b, out=out), "cuda")
+    copies = max(1, round(COPY_SHARE * once / max(time_once(lambda: target.copy_(source), "cuda"), 1e-6)))
+    count = max(8, min(2000, round(SUSTAINED_SECONDS / (once * (1 + COPY_SHARE)))))
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+    torch.cuda.synchronize()
+    for start, stop in events:
+        start.record()
+        torch.mm(a, b, out=out)
+        stop.record()
+        for _ in range(copies):
+            target.copy_(source)
+    torch.cuda.synchronize()
+    times = [start.elapsed_time(stop) for start, stop in events]
+    part = max(2, count // 8)
+    return max(1.0, statistics.median(times[-part:]) / statistics.median(times[:part]))
 
 
 def slowdowns(reasons: str) -> list[str]:

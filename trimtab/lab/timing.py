@@ -186,6 +186,32 @@ def time_samples(
     return Samples(tuple(times))
 
 
+def time_in_sequence(run: Run, *, device: str = "cuda", count: int = 10, repetitions: int = 5) -> Timing:
+    """Times a function that runs several times in a row, as kernels in a training step: what the previous run read and
+    wrote is in the caches, and the device does not wait for launches between the runs.
+
+    Args:
+        run: the function.
+        device: `cpu` or `cuda`.
+        count: runs in a row, of which each repetition is the mean.
+        repetitions: timed sequences, after an untimed one.
+
+    Example:
+        >>> x = torch.randn(64, 64)
+        >>> time_in_sequence(x.relu, device="cpu", count=3, repetitions=2).runs
+        2
+    """
+
+    def sequence() -> None:
+        for _ in range(count):
+            run()
+
+    timer = _CudaTimer(clears=False) if device.startswith("cuda") else _CpuTimer()
+    timer.set_wait("", min(timer.launch(sequence) for _ in range(2)), longest_ms=count * LONGEST_WAIT_MS)
+    found = summary([ms / count for ms in timer.times("", sequence, repetitions)])
+    return replace(found, host_ms=timer.host_ms.get("", 0.0) / count)
+
+
 def cache_state(device: str) -> CacheState:
     """The state of a device's caches before each timed run.
 
@@ -210,7 +236,7 @@ class _CpuTimer:
         run()
         return 0.0
 
-    def set_wait(self, name: str, host_ms: float) -> None:
+    def set_wait(self, name: str, host_ms: float, *, longest_ms: float = LONGEST_WAIT_MS) -> None:
         """Does nothing: there is no launch to wait for."""
 
     def times(self, name: str, run: Run, count: int) -> list[float]:
@@ -223,12 +249,12 @@ class _CpuTimer:
 
 
 class _CudaTimer:
-    """Milliseconds of runs by CUDA events, launched ahead, with a cold L2 cache."""
+    """Milliseconds of runs by CUDA events, launched ahead, with a cold L2 cache unless `clears` is false."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clears: bool = True) -> None:
         self.host_ms: dict[str, float] = {}
         self.waits: dict[str, int] = {}
-        self.buffer = torch.empty(CLEARED_BYTES, dtype=torch.int8, device="cuda")
+        self.buffer = torch.empty(CLEARED_BYTES, dtype=torch.int8, device="cuda") if clears else None
 
     def prepare(self, name: str, run: Run) -> None:
         """Measures how long the host takes to launch the run: the median of five."""
@@ -241,10 +267,10 @@ class _CudaTimer:
         run()
         return (time.perf_counter() - start) * 1e3
 
-    def set_wait(self, name: str, host_ms: float) -> None:
+    def set_wait(self, name: str, host_ms: float, *, longest_ms: float = LONGEST_WAIT_MS) -> None:
         """Sets the time that the device waits for the launch of a run."""
         self.host_ms[name] = host_ms
-        self.waits[name] = round(min(1.5 * host_ms, LONGEST_WAIT_MS) * CYCLES_PER_MS)
+        self.waits[name] = round(min(1.5 * host_ms, longest_ms) * CYCLES_PER_MS)
 
     def times(self, name: str, run: Run, count: int) -> list[float]:
         events = [
@@ -252,7 +278,8 @@ class _CudaTimer:
         ]
         torch.cuda.synchronize()
         for start, stop in events:
-            self.buffer.zero_()
+            if self.buffer is not None:
+                self.buffer.zero_()
             torch.cuda._sleep(self.waits[name])
             start.record()
             run()

@@ -370,10 +370,11 @@ def add_attention(
         pairs = min(pairs, max(round(run.attended_share * B * attention_spec.visible_pairs(T, T)), B * T))
     visible = (max(pairs // (B * T), 1), D, B * T * H)
     sizes = (B, T, T, H, K, D)
-    scratch = 0
-    if run.device == "cuda" or impl == "triton" or impl not in attention_spec.TILED:
-        # SDPA's tiled kernel on a CPU allocates one tile per thread.
-        scratch = attention_spec.scratch_bytes(impl, *sizes, run.dtype, sinks=mixer.sinks)
+
+    def scratch(backward: bool) -> int:
+        if run.device != "cuda" and impl != "triton" and impl in attention_spec.TILED:
+            return 0  # SDPA's tiled kernel on a CPU allocates one tile per thread
+        return attention_spec.scratch_bytes(impl, *sizes, run.dtype, sinks=mixer.sinks, backward=backward)
 
     def kernel(backward: bool) -> Kernel:
         return Kernel(
@@ -394,9 +395,9 @@ def add_attention(
             tuple(SavedActivation(activation, reads) for activation in saved),
             run.gradients("self_attn.sinks"),
             dtype=run.dtype,
-            forward=PassCost.of(kernel(backward=False), scratch=scratch),
+            forward=PassCost.of(kernel(backward=False), scratch=scratch(backward=False)),
             backward=PassCost.of(
-                kernel(backward=True), launches=BACKWARD_KERNELS.get(impl, 2), scratch=scratch
+                kernel(backward=True), launches=BACKWARD_KERNELS.get(impl, 2), scratch=scratch(backward=True)
             ),
             results=results,
             split="column",

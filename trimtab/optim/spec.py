@@ -56,7 +56,8 @@ BY_CHUNKS = {name: adamw.REFERENCE_BYTES[BYTES[dtype]] for name, dtype in MOMENT
 def scratch_bytes(
     name: str, shape: tuple[int, ...], weight_dtype: str, device: str = "cpu", impl: str = "reference"
 ) -> int:
-    """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states.
+    """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states, and to the
+    gradient's copy (`gradient_copy_bytes`).
 
     On a GPU torch's operations include a snapshot of a chunk's weights and states, since the host does not read whether
     the step is skipped; Triton's kernels allocate nothing. `impl` is the optimizer's implementation.
@@ -78,3 +79,16 @@ def scratch_bytes(
     if count >= adamw8bit.MIN_8BIT_SIZE or impl != "reference":
         return adamw8bit.scratch_bytes(shape, device, width, impl)
     return 44 * count + (0 if device == "cpu" else count * (width + 2 * BYTES["fp32"]))
+
+
+def gradient_copy_bytes(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_dtype: str) -> int:
+    """Bytes of a gradient's copy in the weight's dtype, which torch's fused kernel needs; 0 without a copy.
+
+    A step of the whole model copies the gradients of a parameter group, and frees the copies after the group's update.
+
+    Example:
+        >>> gradient_copy_bytes("adamw_torch_fused", (1024, 1024), "bf16", "fp32")
+        2097152
+    """
+    copies = name == "adamw_torch_fused" and weight_dtype != gradient_dtype
+    return BYTES[weight_dtype] * math.prod(shape) if copies else 0

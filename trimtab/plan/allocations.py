@@ -1,7 +1,7 @@
 """The sequence of allocations and frees of a training step, from the walks that predict its peak. Imports no torch.
 
-Three approximations: the temporary buffers of an operation are one block, a quantized weight is one block, and
-an operation's tensors are freed before the next operation allocates.
+Three approximations: the temporary buffers of an operation are one block, a quantized weight is one block, and the
+tensors that an operation frees are freed before the next operation allocates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.spec_recompute import saved_under
 from trimtab.facts.dtypes import nbytes
-from trimtab.facts.operations import Activation
+from trimtab.facts.operations import Activation, Operation, OperationKind
 from trimtab.model.spec_block import BLOCK_INPUT, FEED_FORWARD_RESIDUAL, DeclaredBlock
 from trimtab.optim import spec as optim_spec
 from trimtab.plan.job import Job
@@ -27,7 +27,7 @@ from trimtab.plan.layers import (
     update_scratch,
     workspace_bytes,
 )
-from trimtab.plan.memory import gradient_bytes
+from trimtab.plan.memory import CUBLAS_BYTES, gradient_bytes
 from trimtab.plan.outside_blocks import tensors_outside_blocks
 
 
@@ -35,18 +35,24 @@ class Event(NamedTuple):
     """An allocation of `size` bytes, or a free if `size` is None."""
 
     tensor_id: int
-    """The tensor's id."""
+    """The tensor's id; negative for a workspace."""
     size: int | None
 
 
+FORWARD_WORKSPACE, BACKWARD_WORKSPACE, DEQUANTIZED_WEIGHT = -1, -2, -3
+"""Ids of workspaces: cuBLAS's of the threads of the forward and the backward pass, and one dequantized weight. They are
+allocated at the first matrix product, and later steps use them again."""
+
+
 Sizes = dict[str, int]
+Instants = list[tuple[str, list[Activation]]]
 INPUTS = ("batch", "positions and masks")
 ALLOCATED_SEPARATELY = ("dequantized weight", "gradients.parameter_gradients", *INPUTS)
 """Tensors that live longer than a phase: allocated once, not by each phase that lists them."""
 
 
 def persistent_sizes(job: Job) -> Iterator[int]:
-    """Yields the bytes of each weight, each optimizer state, and the workspace allocated at the first matmul."""
+    """Yields the bytes of each weight, and each optimizer state."""
     trained = {parameter.name for parameter in job.trained.parameters}
     packed = spec_quantized.linear_shapes(job.shape) if job.quantization is not None else {}
     for name, dims in job.shape.parameters():
@@ -63,13 +69,34 @@ def persistent_sizes(job: Job) -> Iterator[int]:
             spec_quantized.dequantized_bytes(job.shape, count, job.dtype) for count in (layer, layer + 1)
         ]
         yield copies[1] - copies[0]
-    if workspace_bytes(job):
-        yield workspace_bytes(job)
 
 
-def step_allocations(job: Job) -> Iterator[Event]:
-    """Yields the allocations and frees of one training step; each allocation is freed before the step ends."""
-    return _Step(job).events()
+class StepAllocations(NamedTuple):
+    """The allocations and frees of one training step; all but workspaces are freed before the step ends."""
+
+    first: list[Event]
+    """Of the first microbatch, whose gradients stay allocated."""
+    following: list[Event]
+    """Of each following microbatch, which adds to the gradients; empty without gradient accumulation."""
+    update: list[Event]
+    """Of the optimizer step, which frees the gradients."""
+
+
+def step_allocations(job: Job) -> StepAllocations:
+    """Returns the allocations and frees of one training step."""
+    live = _LiveTensors()
+    first = list(_Microbatch(job.changed(accumulation=1), live).events())
+    following = list(_Microbatch(job, live).events()) if job.accumulation > 1 else []
+    return StepAllocations(first, following, list(_update(job, live)))
+
+
+def _update(job: Job, live: _LiveTensors) -> Iterator[Event]:
+    """Yields the allocations of the optimizer step, and the frees of gradients after it."""
+    if not job.in_backward:
+        copies = job.trained.gradient_copies(job.optimizer)
+        yield from live.allocate({f"copy {index}": size for index, size in enumerate(copies)})
+        yield from live.allocate({"optimizer": update_scratch(job) - sum(copies)})
+    yield from live.free(list(live.shared))
 
 
 class _LiveTensors:
@@ -121,31 +148,32 @@ class _LiveTensors:
             yield Event(self.shared.pop(name)[0], None)
 
 
-class _Step:
-    """One training step of a job."""
+class _Microbatch:
+    """Forward and backward of a microbatch: with gradient accumulation of one after the first, whose gradients are
+    live."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, self.layers, self.live = job, Layers(job), _LiveTensors()
-        self.retain_gradients = job.accumulation == 1 and not job.in_backward
+    def __init__(self, job: Job, live: _LiveTensors) -> None:
+        self.job, self.layers, self.live = job, Layers(job), live
+        self.following = job.accumulation > 1
+        self.retain_gradients = not self.following and not job.in_backward
+        self.prefix = "following " if self.following else ""
+        """Of its tensors' names."""
+        self.head = self.prefix + HEAD
         spans = self.layers.spans(segments_of(job.layer_policies))
         self.ordered_layers = [
-            _Layer(layer, self.layers.blocks[group][0], policy)
+            _Layer(layer, self.layers.blocks[group][0], policy, f"{self.prefix}{layer}")
             for policy, group, numbers in spans
             for layer in numbers
         ]
-        self._forward: dict[tuple[int, str], list[list[Activation]]] = {}
-        self._backward: dict[tuple[int, str], list[list[Activation]]] = {}
+        self._forward: dict[tuple[int, str], Instants] = {}
+        self._backward: dict[tuple[int, str], Instants] = {}
+        self.largest_products = _largest_products(job)
+        self.allocated_workspaces: set[int] = set()
 
     def events(self) -> Iterator[Event]:
+        """Yields its allocations and frees; the gradients of a first microbatch stay allocated."""
         job, live = self.job, self.live
         outside = tensors_outside_blocks(job, gradient_bytes(job), self.layers)
-        if job.accumulation > 1:
-            yield from live.allocate(
-                {
-                    f"{entry.name}.grad": nbytes(entry.gradient_dtype, entry.count)
-                    for entry in job.trained.parameters
-                }
-            )
         yield from live.allocate(
             {entry.name: entry.nbytes for entry in outside.layers_forward if entry.name in INPUTS}
         )
@@ -153,33 +181,40 @@ class _Step:
         for layer in self.ordered_layers:
             yield from self.forward(layer)
         num_layers = len(self.ordered_layers)
-        names = {"x": f"stream {num_layers}", "x.grad": f"gradient {num_layers}", HEAD: HEAD}
+        names = {"x": f"stream {num_layers}", "x.grad": f"gradient {num_layers}", HEAD: self.head}
         live.move_to_current([f"stream {num_layers}"])
-        for phase in (outside.loss_forward, outside.loss_backward, outside.final_norm_backward):
-            yield from live.replace_current(_sizes(phase, "loss", names))
-        yield from live.finish_current((HEAD, f"gradient {num_layers}"))
+        yield from live.replace_current(_sizes(outside.loss_forward, "loss", names))
+        logits = next((tensor.name for tensor in outside.loss_backward if tensor.name == "logits"), "")
+        sizes = _sizes(outside.loss_backward, "loss", names)
+        yield from self.replace(sizes, logits, BACKWARD_WORKSPACE)
+        yield from live.replace_current(_sizes(outside.final_norm_backward, "loss", names))
+        yield from live.finish_current((self.head, f"gradient {num_layers}"))
+        if self.retain_gradients and job.trained.final_norm is not None:
+            yield from live.allocate({"final norm.grad": job.trained.final_norm.stored_bytes})
         for index in reversed(range(num_layers)):
             offloading = (
                 entry for entry in reversed(self.ordered_layers[:index]) if is_offloaded(job, entry.policy)
             )
             yield from self.backward(self.ordered_layers[index], next(offloading, None))
         live.move_to_current(["gradient 0"])
-        names = {"x.grad": "gradient 0", HEAD: HEAD, "layers.parameter_gradients": ""}
-        yield from live.replace_current(_sizes(outside.embedding_backward, "embedding", names))
-        yield from live.finish_current(
-            ("embedding embedding.parameter_gradients",) if self.retain_gradients else ()
-        )
-        yield from live.free([name for name in live.shared if "grad" not in name])
-        if not job.in_backward:
-            yield from live.allocate({"optimizer": update_scratch(job)})
-        yield from live.free(list(live.shared))
+        names = {"x.grad": "gradient 0", HEAD: self.head, "layers.parameter_gradients": ""}
+        prefix = f"{self.prefix}embedding"
+        for phase in (outside.embedding_gradient, outside.embedding_cast):
+            yield from live.replace_current(_sizes(phase, prefix, names))
+        # The gradient of a tied embedding is added to the head's in place.
+        cast = f"{prefix} embedding.cast.parameter_gradients"
+        gradient = cast if cast in live.current else f"{prefix} embedding.parameter_gradients"
+        retained = self.retain_gradients and not job.shape.tie_embeddings
+        yield from live.finish_current({gradient} if retained else ())
+        temporary = [name for name in live.shared if "grad" not in name or name.startswith("following")]
+        yield from live.free(temporary)
 
     def forward(self, layer: _Layer) -> Iterator[Event]:
         live, names = self.live, layer.names
         before = [name for name in live.shared if name.startswith(IN_FLIGHT)]
         live.move_to_current([names[BLOCK_INPUT]])
-        for tensors in self.instants(self._forward, layer):
-            yield from live.replace_current(_sizes(tensors, layer.prefix, names))
+        for product, tensors in self.instants(self._forward, layer):
+            yield from self.replace(_sizes(tensors, layer.prefix, names), product, FORWARD_WORKSPACE)
         output = names[FEED_FORWARD_RESIDUAL]
         saved = layer.saved()
         yield from live.replace_current({**saved, output: self.layers.stream})
@@ -203,9 +238,9 @@ class _Step:
                 yield from live.allocate({IN_FLIGHT + name: size for name, size in below.saved().items()})
         live.move_to_current([*saved, names[f"{FEED_FORWARD_RESIDUAL}.grad"]])
         before: Collection[str] = ()
-        for tensors in self.instants(self._backward, layer):
+        for product, tensors in self.instants(self._backward, layer):
             before = set(live.current)
-            yield from live.replace_current(_sizes(tensors, layer.prefix, names))
+            yield from self.replace(_sizes(tensors, layer.prefix, names), product, BACKWARD_WORKSPACE)
         # The gradient of the layer's input is a tensor that existed before the last operation.
         stream = [
             name for name, (_, size) in live.current.items() if size == self.layers.stream and "grad" in name
@@ -216,24 +251,14 @@ class _Step:
         if self.retain_gradients:
             gradients = [gradient for operation in layer.block.operations for gradient in operation.gradients]
             sizes = {f"{layer.prefix} {gradient.name}.grad": gradient.stored_bytes for gradient in gradients}
-            # Without a cast to another dtype, the accumulated gradient is the computed tensor itself.
-            temporary = {
-                f"{layer.prefix} {gradient.name}.grad_made"
-                for gradient in gradients
-                if gradient.computed_bytes == gradient.stored_bytes
-            }
-            live.rename_current(
-                {name: name.removesuffix("_made") for name in temporary if name in live.current}
-            )
             remaining |= sizes.keys()
             current = {name: size for name, (_, size) in live.current.items() if name in remaining}
             yield from live.replace_current({**current, **sizes})
         yield from live.finish_current(remaining)
 
-    def instants(
-        self, cache: dict[tuple[int, str], list[list[Activation]]], layer: _Layer
-    ) -> list[list[Activation]]:
-        """Live tensors at each instant of a layer, computed once for equal layers."""
+    def instants(self, cache: dict[tuple[int, str], Instants], layer: _Layer) -> Instants:
+        """Live tensors at each instant of a layer, and the name of its matrix product, computed once for equal
+        layers."""
         key = (id(layer.block), layer.policy)
         if key not in cache:
             walk = (
@@ -241,8 +266,45 @@ class _Step:
                 if cache is self._forward
                 else backward_instants(self.job, layer.block, layer.policy)
             )
-            cache[key] = [instant.tensors() for instant in walk]
+            cache[key] = [(_product_of(instant.operation), instant.tensors()) for instant in walk]
         return cache[key]
+
+    def replace(self, sizes: Sizes, product: str = "", cublas: int = 0) -> Iterator[Event]:
+        """Replaces the current tensors. A matrix product also allocates workspaces, if the step has not yet: after its
+        result. (Without one it does not run: a recomputation reads saved results.) With adapters, their small products
+        come first, and cuBLAS's workspace with them."""
+        events = list(self.live.replace_current(sizes))
+        start = next((at for at, event in enumerate(events) if event.size is not None), len(events))
+        if product and start < len(events):
+            results = list(self.live.current)[len(self.live.current) - (len(events) - start) :]
+            saved = sum(name.endswith(".lora_A") for name in results[:1])
+            adapted = self.job.lora is not None
+            self.insert(events, start + (saved if adapted else 1), cublas, CUBLAS_BYTES["cuda"] // 2)
+            if product in self.largest_products:
+                self.insert(events, start + saved + 2, DEQUANTIZED_WEIGHT, workspace_bytes(self.job))
+        yield from events
+
+    def insert(self, events: list[Event], at: int, number: int, size: int) -> None:
+        """Inserts the allocation of a workspace that the step has not allocated yet."""
+        if number not in self.allocated_workspaces:
+            events.insert(at, Event(number, size))
+            self.allocated_workspaces.add(number)
+
+
+def _product_of(operation: Operation | None) -> str:
+    """The name of a matrix product; empty for other operations."""
+    return operation.name if operation is not None and operation.kind is OperationKind.PRODUCT else ""
+
+
+def _largest_products(job: Job) -> frozenset[str]:
+    """Names of the projections of a block whose dequantized weights are the largest."""
+    if not workspace_bytes(job):
+        return frozenset()
+    sizes = {name: math.prod(dims) for name, dims in spec_quantized.linear_shapes(job.shape).items()}
+    most = max(sizes.values())
+    return frozenset(
+        name.split(".", 3)[3].removesuffix(".weight") for name, size in sizes.items() if size == most
+    )
 
 
 HEAD = "head.parameter_gradients"
@@ -253,10 +315,8 @@ class _Layer(NamedTuple):
     number: int
     block: DeclaredBlock
     policy: str
-
-    @property
-    def prefix(self) -> str:
-        return str(self.number)
+    prefix: str
+    """Of its tensors' names."""
 
     @property
     def names(self) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 from functools import cache
 from importlib.resources import files
 
-from trimtab.facts.calibration import Calibration
+from trimtab.facts.calibration import Calibration, KernelSample
 from trimtab.facts.devices import DeviceFacts
 from trimtab.plan.rates import Rates
 
@@ -18,6 +18,9 @@ GAP = 4e-7
 (benchmarks/results/step-profiles-h200.txt)."""
 TINY = 7.5e-7
 """Device seconds of a kernel that casts, scales or adds a small tensor: 1.42 ms over 448, 1.14 ms over 512."""
+SAME_RATE = 0.05
+"""Largest difference between the rates of a calibrated machine and those of the measured device of the same model, up
+to which both count as the same."""
 BORROWED_RANGE = (0.8, 1.6)
 """The range around an estimate for an unmeasured device, as factors: its kernels may reach a larger or smaller
 share of its peak rates than those of the measured device."""
@@ -36,7 +39,7 @@ def rates_of(device: DeviceFacts, dtype: str) -> Rates | None:
         True
     """
     if device.calibration is not None:
-        return _rates_from_calibration(device, device.calibration, dtype)
+        return _rates_from_calibration(device, _with_shipped(device.calibration), dtype)
     if device.kind != "cuda":
         return None
     measured = shipped_calibration()
@@ -69,6 +72,26 @@ def _rates_from_calibration(device: DeviceFacts, measured: Calibration, dtype: s
         basis=f"calibrated on this machine{f' on {when}' if when else ''}{_doubt(measured)}",
         spread=MEASURED_RANGE,
     )
+
+
+def _with_shipped(measured: Calibration) -> Calibration:
+    """The calibration with the shipped samples if it is of the same device at the same rates: they are from whole
+    training steps, and a calibration times kernels one by one in a minute."""
+    shipped = shipped_calibration()
+    products, copies = measured.flops.get("bf16", 0.0) / shipped.flops["bf16"], measured.copy / shipped.copy
+    if measured.device != shipped.device or max(abs(products - 1), abs(copies - 1)) > SAME_RATE:
+        return measured
+    covered = {_kind(sample) for sample in shipped.samples}
+    return dataclasses.replace(
+        measured,
+        flops={**measured.flops, **shipped.flops},
+        copy=shipped.copy,
+        samples=(*shipped.samples, *(one for one in measured.samples if _kind(one) not in covered)),
+    )
+
+
+def _kind(sample: KernelSample) -> tuple[object, ...]:
+    return sample.kind, sample.dtype, sample.backward, sample.impl
 
 
 def _doubt(measured: Calibration) -> str:

@@ -22,7 +22,7 @@ from trimtab.adapt.spec_recompute import (
     saved_under,
     tile_rows,
 )
-from trimtab.facts.dtypes import BYTES, nbytes
+from trimtab.facts.dtypes import BYTES
 from trimtab.facts.operations import Activation, MemoryPart, Operation, saved_activations, total_bytes
 from trimtab.model.spec_block import ATTENTION_RESIDUAL, BLOCK_INPUT, DeclaredBlock, declare_block
 from trimtab.model.spec_operations import Execution
@@ -392,12 +392,6 @@ def stream_dtype(job: Job) -> str:
     return job.weights_dtype
 
 
-def dense_gradient_bytes(job: Job, count: int) -> int:
-    """Returns the bytes of a weight's gradient in the weight's dtype, plus its cast to another gradient dtype."""
-    size = nbytes(job.weights_dtype, count)
-    return size if job.weights_dtype == job.gradient_dtype else size + nbytes(job.gradient_dtype, count)
-
-
 def dequantizes_weights(job: Job) -> bool:
     """Returns whether a step dequantizes weights: not if all layers have dequantized copies."""
     return job.quantization is not None and job.dequantized_layers < job.shape.num_layers
@@ -423,5 +417,7 @@ def workspace_bytes(job: Job) -> int:
 
 
 def update_scratch(job: Job) -> int:
-    """Returns the peak temporary bytes of one parameter's optimizer update."""
-    return job.trained.update_scratch(job.optimizer, device=job.device, impl=job.optimizer_impl)
+    """Returns the peak temporary bytes of the optimizer step, in backward of one parameter's update."""
+    return job.trained.update_scratch(
+        job.optimizer, device=job.device, impl=job.optimizer_impl, in_backward=job.in_backward
+    )

@@ -78,14 +78,15 @@ def activation_gradients(sizes: Mapping[str, int]) -> list[Activation]:
 
 def parameter_gradients(gradients: Iterable[Gradient], *, computed: bool = False) -> list[Activation]:
     """Returns parameter gradients with their stored size, or with the size that the backward pass computes
-    (`computed`)."""
-    suffix = ".grad_made" if computed else ".grad"
+    (`computed`): without a cast the same tensors."""
     return [
         Activation(
-            gradient.name + suffix,
-            gradient.computed_bytes if computed else gradient.stored_bytes,
+            f"{gradient.name}.grad_made",
+            gradient.computed_bytes,
             MemoryPart.PARAMETER_GRADIENTS,
         )
+        if computed and gradient.computed_bytes != gradient.stored_bytes
+        else Activation(f"{gradient.name}.grad", gradient.stored_bytes, MemoryPart.PARAMETER_GRADIENTS)
         for gradient in gradients
     ]
 
@@ -171,12 +172,15 @@ def _backward_tensors(
     names = {
         f"{name}.part" if name in gradients_before else name: size for name, size in new_gradients.items()
     }
-    tensors = [*live.values(), *activation_gradients(gradients_before), *activation_gradients(names)]
-    tensors += parameter_gradients(retained)
+    tensors = [*live.values(), *activation_gradients(gradients_before), *parameter_gradients(retained)]
     computed = parameter_gradients(operation.gradients, computed=True)
     if update > sum(gradient.nbytes for gradient in computed) + operation.backward.scratch:
-        return tensors + workspace("optimizer", update)
-    return tensors + computed + workspace(operation.name, operation.backward.scratch)
+        return tensors + activation_gradients(names) + workspace("optimizer", update)
+    new = (activation_gradients(names), computed, workspace(operation.name, operation.backward.scratch))
+    # In the order of allocation: a product's weight gradient is computed before its input's.
+    for part in reversed(new) if operation.kind is OperationKind.PRODUCT else new:
+        tensors += part
+    return tensors
 
 
 def _cast_tensors(
@@ -252,12 +256,14 @@ def walk_forward(
             *operation.outputs,
             *(result.activation for result in operation.results if result.activation.name in stay_live_names),
         ]
-        created += [
+        saved = [
             activation
             for activation in operation.saved_for(requires_grad)
             if activation.name in stay_live_names
         ]
-        for activation in created:
+        # In the order of allocation: an adapter's small product, which is saved, is computed first.
+        adapted = operation.kind is OperationKind.PRODUCT
+        for activation in saved + created if adapted else created + saved:
             live.setdefault(activation.name, activation)
         total = sum(activation.nbytes for activation in live.values()) + operation.forward.scratch
         during = dict(live)

@@ -55,7 +55,11 @@ class Plan:
         """GPU memory of torch's allocator and of the whole process in training; None on a CPU."""
         if self.job.device == "cpu":
             return None
-        return reserved_memory(self.job, graphs=self.resolved.graphs.enabled)
+        return reserved_memory(
+            self.job,
+            graphs=self.resolved.graphs.enabled,
+            limit=self.resolved.memory_plan.allocator_bytes,
+        )
 
     @property
     def needed(self) -> int:

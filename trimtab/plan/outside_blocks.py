@@ -13,7 +13,7 @@ from trimtab.kernels.linear_cross_entropy import spec as loss_spec
 from trimtab.model import spec as model_spec
 from trimtab.model.spec_operations import Execution
 from trimtab.plan.job import Job
-from trimtab.plan.layers import Layers, dense_gradient_bytes, update_scratch, workspace_bytes
+from trimtab.plan.layers import Layers, update_scratch, workspace_bytes
 from trimtab.plan.liveness import ParameterGradients, activation_gradients, walk_backward, workspace
 
 Tensors = list[Activation]
@@ -28,8 +28,18 @@ class TensorsOutsideBlocks:
     loss_backward: Tensors
     final_norm_backward: Tensors
     layers_backward: Tensors
-    embedding_backward: Tensors
+    embedding_gradient: Tensors
+    """While the embedding's gradient is computed."""
+    embedding_cast: Tensors
+    """While it is cast to the dtype of accumulated gradients, if that differs."""
     optimizer_step: Tensors
+
+    @property
+    def embedding_backward(self) -> Tensors:
+        """The larger of both."""
+        return max(
+            self.embedding_gradient, self.embedding_cast, key=lambda live: sum(item.nbytes for item in live)
+        )
 
 
 def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsOutsideBlocks:
@@ -49,9 +59,9 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         {} if final is None else {"norm.weight": final},
     )  # fmt: skip
     # The loader returns all batches of the step on the host; only the current microbatch is on the device.
-    inputs = _named("batch", data_spec.batch_bytes(job.batch, job.tokens), MemoryPart.INPUTS)
+    batch = _named("batch", data_spec.batch_bytes(job.batch, job.tokens), MemoryPart.INPUTS)
     shared = model_spec.shared_bytes(shape, run, job.attention_backends, packed=job.packed)
-    inputs += _named("positions and masks", shared, MemoryPart.INPUTS)
+    inputs = batch + _named("positions and masks", shared, MemoryPart.INPUTS)
     norm = model_spec.final_norm(shape, run)
     saved = {item.name: item for item in saved_activations([norm], {norm.inputs[0].name})}
     stream = layers.stream
@@ -65,27 +75,28 @@ def tensors_outside_blocks(job: Job, gradients: int, layers: Layers) -> TensorsO
         [norm], frozenset({norm.inputs[0].name}), saved, norm.outputs[0], ParameterGradients(retain=False)
     )
     candidates = [(item.total, item.tensors()) for item in walk]
-    # The embedding's gradient is dense, computed in the weights' dtype, and added to the accumulated gradient.
-    dense = (
-        dense_gradient_bytes(job, shape.vocab_size * shape.hidden_size)
-        if job.trained.module_gradient_bytes(EMBEDDING)
-        else 0
-    )
+    # The embedding's gradient is dense, computed in the weights' dtype, and added to the accumulated gradient. Until it
+    # is cast, its operator also holds the gradient of its output; what the layers share is freed.
+    stored = job.trained.module_gradient_bytes(EMBEDDING)
+    dense = nbytes(job.weights_dtype, shape.vocab_size * shape.hidden_size) if stored else 0
+    cast = _gradients("embedding.cast", stored if job.weights_dtype != job.gradient_dtype else 0)
+    computed = _gradients("embedding", dense)
     update = update_scratch(job) if job.in_backward else 0
-    embedding = workspace("optimizer", update) if update > dense else _gradients("embedding", dense)
-    if dense >= update:
-        embedding += workspace("embedding", _embedding_scratch(job))
+    if update > sum(item.nbytes for item in computed + cast):
+        computed, cast = workspace("optimizer", update), []
     layer_gradients = accumulated or _gradients("layers", layers.gradients())
+    live_at_embedding = [
+        *persistent, *layer_gradients, *_gradients("head", head_gradient), *computed, *batch,
+        *activation_gradients({"x": stream}),
+    ]  # fmt: skip
     return TensorsOutsideBlocks(
         layers_forward=[*persistent, *accumulated, *inputs],
         loss_forward=live + loss_forward,
         loss_backward=live + loss_backward,
         final_norm_backward=live_after_loss + max(candidates, key=lambda item: item[0])[1],
         layers_backward=live_after_loss,
-        embedding_backward=[
-            *persistent, *layer_gradients, *_gradients("head", head_gradient), *embedding, *inputs,
-            *activation_gradients({"x": stream}),
-        ],
+        embedding_gradient=[*live_at_embedding, *workspace("embedding", _embedding_scratch(job))],
+        embedding_cast=[*live_at_embedding, *cast],
         optimizer_step=persistent if job.in_backward else [
             *persistent, *_gradients("gradients", gradients), *workspace("optimizer", update_scratch(job)),
         ],
@@ -124,15 +135,24 @@ def _loss(job: Job, run: Execution, stream: int) -> tuple[Tensors, Tensors]:
     if run.autocast:  # autocast copies hidden states and head for the loss
         chunk += (N + shape.vocab_size) * shape.hidden_size * BYTES[job.dtype]
     ready = loss_spec.computes_gradients_in_forward(job.loss_impl, *dims, job.dtype, **options)
-    saved = _named("loss", loss, MemoryPart.LOSS) + _named("head with its adapter", adapted, MemoryPart.LOSS)
-    computing = _named("norm", stream, MemoryPart.NORMS) + _named("logits", chunk, MemoryPart.LOSS)
+    saved = _named("loss", loss, MemoryPart.LOSS)
+    norm, logits = _named("norm", stream, MemoryPart.NORMS), _named("logits", chunk, MemoryPart.LOSS)
     # Gradients computed with the loss are saved ("triton": in their final dtype). Otherwise the logits are
     # recomputed from the saved hidden states.
     gradients = activation_gradients({"norm": stream})
     gradients += _gradients("head", head) if head >= adapted else activation_gradients({"head": adapted})
     if ready and job.loss_impl == "triton" and not run.autocast:
+        hidden = nbytes(job.dtype, N * shape.hidden_size)
+        saved = _named(gradients[0].name, hidden, MemoryPart.LOSS)
+        saved += [
+            item
+            for gradient in gradients[1:]
+            for item in _named(gradient.name, loss - hidden, MemoryPart.LOSS)
+        ]
         gradients = []
-    return saved + computing, saved + gradients + ([] if ready else computing)
+    merged = _named("head with its adapter", adapted, MemoryPart.LOSS)
+    forward = norm + merged + saved + logits
+    return forward, merged + saved + gradients + ([] if ready else norm + logits)
 
 
 def _adapted_head(job: Job) -> int:

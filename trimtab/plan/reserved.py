@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from trimtab.plan.allocations import Event, persistent_sizes, step_allocations
-from trimtab.plan.allocator import CachingAllocator
+from trimtab.plan.allocator import CachingAllocator, segment_bytes
 from trimtab.plan.job import Job
-from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR, CUBLAS_BYTES
+from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 
-STEPS = 2
-"""Simulated steps; later steps reserve nothing new."""
+EAGER_STEPS = 2
+"""Simulated eager steps, and those of a run before CUDA graphs are captured (`trainer.graphs`)."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Reserved:
         return {name: getattr(self, name) for name in names}
 
 
-def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) -> Reserved:
+def reserved_memory(
+    job: Job, *, graphs: bool = False, expandable: bool = True, limit: int | None = None
+) -> Reserved:
     """Returns the memory that the allocator reserves for a job on a GPU, including weights and optimizer states.
 
     Args:
@@ -49,6 +52,7 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
         graphs: whether forward and backward are captured as CUDA graphs. Their memory is in a private pool, which the
             optimizer step cannot use.
         expandable: whether segments are expandable (`expandable_segments:True`).
+        limit: bytes that the allocator may reserve. Where a block would exceed it, free memory is returned first.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -57,31 +61,59 @@ def reserved_memory(job: Job, *, graphs: bool = False, expandable: bool = True) 
         >>> reserved_memory(job).reserved // 2**20
         82
     """
-    default = CachingAllocator(expandable=expandable)
-    for nbytes in persistent_sizes(job):
-        default.allocate(nbytes)
-    pool = CachingAllocator(expandable=expandable) if graphs else default
-    for _ in range(2):  # one cuBLAS workspace per thread: forward and backward
-        pool.allocate(CUBLAS_BYTES["cuda"] // 2)
-    events = list(step_allocations(job))
-    optimizer_start = _find_optimizer_step(events) if graphs else len(events)
-    peak = 0
-    for _ in range(STEPS):
-        live: dict[int, tuple[CachingAllocator, int]] = {}
-        for index, (number, size) in enumerate(events):
+    run = _Run(job, expandable=expandable, limit=limit)
+    for _ in range(EAGER_STEPS):
+        run.eager_step()
+    if graphs:
+        run.captured_step()
+    return Reserved(run.peak_allocated, run.peak_reserved, BYTES_OUTSIDE_ALLOCATOR["cuda"])
+
+
+class _Run:
+    """The allocators of a run: torch's default pool, and the private pool of CUDA graphs."""
+
+    def __init__(self, job: Job, *, expandable: bool, limit: int | None = None) -> None:
+        self.limit = limit
+        self.default, self.pool = (CachingAllocator(expandable=expandable) for _ in range(2))
+        self.step = step_allocations(job)
+        self.live: dict[int, tuple[CachingAllocator, int]] = {}
+        """(allocator, block) by tensor id."""
+        self.peak_allocated = self.peak_reserved = 0
+        for nbytes in persistent_sizes(job):
+            self.default.allocate(nbytes)
+
+    def eager_step(self) -> None:
+        """A step without CUDA graphs. A run with graphs begins with them, and the second one may reserve memory too:
+        the workspaces that the first one allocated are between its tensors."""
+        for events in self.step:
+            self._perform(events, self.default)
+        assert all(number < 0 for number in self.live), "a step leaves tensors allocated"
+
+    def captured_step(self) -> None:
+        """A step whose forward and backward are captured as CUDA graphs: that of the first microbatch, and that of the
+        others. Replays allocate nothing, and the gradients stay in the graphs' pool."""
+        self._perform([Event(number, None) for number in self.live], self.default)
+        self.default.empty_cache()
+        self._perform(self.step.first, self.pool)
+        self._perform(self.step.following, self.pool)
+        self._perform(self.step.update, self.default)
+
+    def _perform(self, events: Iterable[Event], allocator: CachingAllocator) -> None:
+        """Performs allocations and frees, in an allocator."""
+        for number, size in events:
             if size is None:
-                allocator, block = live.pop(number)
-                allocator.free(block)
-                continue
-            allocator = pool if index < optimizer_start else default
-            live[number] = (allocator, allocator.allocate(size))
-            peak = max(peak, default.allocated + (pool.allocated if graphs else 0))
-        assert not live, "a step leaves tensors allocated"
-    return Reserved(
-        peak, default.reserved + (pool.reserved if graphs else 0), BYTES_OUTSIDE_ALLOCATOR["cuda"]
-    )
+                owner, block = self.live.pop(number)
+                owner.free(block)
+            elif number not in self.live:
+                if self._exceeds_limit(allocator, size):
+                    self.default.empty_cache()
+                self.live[number] = (allocator, allocator.allocate(size))
+                self.peak_allocated = max(self.peak_allocated, self.default.allocated + self.pool.allocated)
+                self.peak_reserved = max(self.peak_reserved, self.default.reserved + self.pool.reserved)
 
-
-def _find_optimizer_step(events: list[Event]) -> int:
-    """Returns the index of the last allocation, which is the optimizer's."""
-    return max((index for index, event in enumerate(events) if event.size is not None), default=len(events))
+    def _exceeds_limit(self, allocator: CachingAllocator, size: int) -> bool:
+        """Whether a block would exceed the limit: the allocator adds its whole size, even if a part is reserved. During
+        a capture it cannot return memory."""
+        if self.limit is None or allocator is self.pool or allocator.has_block(size):
+            return False
+        return self.default.reserved + self.pool.reserved + segment_bytes(size) > self.limit

@@ -379,7 +379,7 @@ def _backward_work(operation: Operation, block: DeclaredBlock, fused: bool) -> P
 
 
 def _bias_times(operation: Operation, count: int, timer: _Timer) -> Iterator[OperationTime]:
-    """Times to add biases to the outputs of products that do not include them: quantized ones and those with adapters."""
+    """Times to add biases to outputs of products that do not include them: quantized ones, those with adapters."""
     for result in operation.results:
         if result.activation.name.endswith(UNBIASED):
             moved = 2.0 * result.activation.nbytes
@@ -533,6 +533,10 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
     if not job.in_backward:
         dtype = job.trained.parameters[0].gradient_dtype
         yield moving("gradient norm", OperationKind.NORM, UPDATE, gradients, 1, dtype=dtype)
+    cast = sum(p.count for p in job.trained.parameters if p.dtype != p.gradient_dtype)
+    if job.optimizer == "adamw_torch_fused" and cast:
+        moved = float(cast * (BYTES[job.gradient_dtype] + BYTES[job.weights_dtype]))
+        yield moving("optimizer.grad_cast", OperationKind.ADD, UPDATE, moved, 1)
     impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
     moved_by_dtype: dict[
         str, float

@@ -144,15 +144,33 @@ class TrainableParameters:
             )
         return self._sizes[key]
 
-    def update_scratch(self, optimizer: str, *, device: str, impl: str) -> int:
-        """Returns the peak temporary bytes while one parameter is updated."""
-        key = ("update", optimizer, device, impl)
+    def update_scratch(self, optimizer: str, *, device: str, impl: str, in_backward: bool = False) -> int:
+        """Returns the peak temporary bytes of an optimizer step, or of one parameter's update (`in_backward`)."""
+        key = ("update", optimizer, device, impl, str(in_backward))
         if key not in self._sizes:
-            self._sizes[key] = max(
+            scratch = (
                 optim_spec.scratch_bytes(optimizer, p.dims, p.dtype, device=device, impl=impl)
                 for p in self.parameters
             )
+            copies = (self._gradient_copy(optimizer, p) for p in self.parameters)
+            together = copies if in_backward else (sum(self.gradient_copies(optimizer)),)
+            self._sizes[key] = max(*scratch, *together)
         return self._sizes[key]
+
+    def gradient_copies(self, optimizer: str) -> list[int]:
+        """Returns the bytes of each gradient copy of an optimizer step: those of the largest parameter group, updated
+        in one call. Weight decay separates matrices from norms and biases; a separate learning rate of the embedding,
+        which would lower the peak, is not considered."""
+        groups: dict[tuple[bool, str], list[int]] = {}
+        for p in self.parameters:
+            groups.setdefault((len(p.dims) >= 2, p.dtype), []).append(self._gradient_copy(optimizer, p))
+        return [size for size in max(groups.values(), key=sum) if size]
+
+    @staticmethod
+    def _gradient_copy(optimizer: str, parameter: Parameter) -> int:
+        return optim_spec.gradient_copy_bytes(
+            optimizer, parameter.dims, parameter.dtype, parameter.gradient_dtype
+        )
 
 
 _IN_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from trimtab.adapt import (
     recompute,
     set_dequantized_copies,
     trained_parameters,
+    workspace,
 )
 from trimtab.adapt.lora import create_dropout_masks
 from trimtab.adapt.peft_config import read_adapter_folder
@@ -374,6 +376,7 @@ def build_run(
         compiled=Regions(decoder) if decoder.regions is not None else None,
         before_microbatch=_dropout_masks(recipe, decoder, device, mesh, by_sequence=by_sequence),
         callbacks=_callbacks(callbacks, folder, total_steps),
+        workspace_bytes=partial(workspace.allocated_bytes, device),
         during=during,
     )
     run = Run(setup, TrainState(), None, folder, planned_steps)

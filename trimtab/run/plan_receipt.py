@@ -15,7 +15,6 @@ import torch
 from trimtab.facts.errors import CheckpointError, ResourceError
 from trimtab.plan.data import evaluations
 from trimtab.plan.make import Plan
-from trimtab.plan.reserved import reserved_memory
 from trimtab.run.environment import environment
 from trimtab.run.folder import RunFolder, read_json, write_json
 from trimtab.run.gpu_processes import other_processes
@@ -90,9 +89,7 @@ class PlanReceipt:
 def predicted_of(plan: Plan) -> dict[str, Any]:
     """The plan's predictions under the names of the measurements; None for values without a prediction."""
     time, steps = plan.time, plan.data.get("steps")
-    reserved = None
-    if plan.device.kind == "cuda":
-        reserved = reserved_memory(plan.job, graphs=plan.resolved.graphs.enabled)
+    reserved = plan.reserved
     return {
         "allocated": plan.memory.peak.total,
         "reserved": None if reserved is None else reserved.reserved,

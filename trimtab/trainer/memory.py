@@ -84,7 +84,8 @@ class StepMeter:
     """Measures one step: `with StepMeter(setup) as meter:` … `meter.backward_done()` … then `meter.buckets`.
 
     Gradients must be None when the block begins. The buckets add up to the step's peak: activations are the peak of
-    forward and backward minus the gradients, `other` is what the optimizer step needs beyond that peak.
+    forward and backward minus the gradients, `other` is what the optimizer step needs beyond that peak. Workspaces of
+    earlier steps (`TrainingSetup.workspace_bytes`) count as activations, as those that a step allocates.
     """
 
     def __init__(self, setup: TrainingSetup) -> None:
@@ -92,14 +93,17 @@ class StepMeter:
         self._setup = setup
         self._cuda = setup.device.type == "cuda"
         self._live = LiveBytes()
-        self._base = 0
+        self._base = self._workspaces = 0
 
     def _peak(self) -> int:
         if self._cuda:
-            return torch.cuda.max_memory_allocated(self._setup.device) - self._base
-        return self._live.peak
+            above = torch.cuda.max_memory_allocated(self._setup.device) - self._base
+        else:
+            above = self._live.peak
+        return above + self._workspaces
 
     def __enter__(self) -> StepMeter:
+        self._workspaces = self._setup.workspace_bytes()
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(self._setup.device)
             self._base = torch.cuda.memory_allocated(self._setup.device)

@@ -177,6 +177,8 @@ class TrainingSetup:
     """The user's callbacks, called between steps."""
     on_measured: Callable[[Measured], None] | None = None
     """Called with the measurements once steps are representative, and at the end."""
+    workspace_bytes: Callable[[], int] = lambda: 0
+    """Bytes of buffers that stay allocated between steps and are neither weights, gradients nor optimizer states."""
     during: During = no_phase
     """Called with each phase of a step and of the run; the context manager that it returns explains out-of-memory
     errors raised inside."""

@@ -256,9 +256,21 @@ def saved_activations(
 
 
 def scratch_bytes(
-    impl: str, B: int, T: int, S: int, H: int, K: int, D: int, dtype: str, *, sinks: bool = False
+    impl: str,
+    B: int,
+    T: int,
+    S: int,
+    H: int,
+    K: int,
+    D: int,
+    dtype: str,
+    *,
+    sinks: bool = False,
+    backward: bool = True,
 ) -> int:
-    """Peak temporary bytes in addition to saved tensors and gradients, the larger of both passes."""
+    """Peak temporary bytes of a pass in addition to saved tensors and gradients."""
+    if impl in TILED and not backward and not sinks:
+        return 0
     if impl == "triton":
         # the row sums of o∘do; with sinks their weights, and which rows are fully masked
         return B * T * H * (4 + (5 if sinks else 0))
