@@ -207,12 +207,10 @@ def declared_launches(job: Job) -> int:
         >>> tiny = uniform_shape("llama", 512, 64, 128, 2, num_heads=4, num_kv_heads=2, head_dim=16)
         >>> declared_launches(Job(tiny, batch=1, tokens=128, accumulation=1, dtype="fp32", weights_dtype="fp32",
         ...                       gradient_dtype="fp32", optimizer="adamw_8bit", attention="sdpa_flash", device="cpu"))
-        145
+        114
     """
     unknown = Rates({job.dtype: 1.0}, 1.0, Calibration("", {job.dtype: 1.0}, 1.0, 0.0))
-    return sum(
-        operation.count * operation.launches for operation in microbatch_times(job, unknown, floor=True)
-    )
+    return sum(operation.count * operation.launches for operation in microbatch_times(job, unknown))
 
 
 def forward_seconds(job: Job, rates: Rates, tokens: int) -> float:
