@@ -257,9 +257,16 @@ def from_kernels() -> Calibration:
 LAUNCH = 4.5e-5
 """Host seconds per declared launch of full fine-tuning: 40 µs in host-launches-h200.txt, at most 100 in eager steps of
 `STEPS`. The host of the measured machine is up to 1.6 times as slow from one minute to the next."""
-HOST = {"full": LAUNCH, "lora": 5.5e-5, "nf4": 4.5e-5, "int8": 5e-5, "adamw_torch_fused": 1e-5, IN_BACKWARD: 5e-4}
-"""Host seconds per declared launch of each method, and per parameter of an optimizer: eager steps of `STEPS` (256 ms over
-3868 launches, 107 over 2062; 178 over 3999; 176 over 3427; 217 ms less 1193 launches over 310 parameters) and
+HOST = {
+    "full": LAUNCH,
+    "lora": 5.5e-5,
+    "nf4": 4.5e-5,
+    "int8": 5e-5,
+    "adamw_torch_fused": 1e-5,
+    IN_BACKWARD: 5e-4,
+}
+"""Host seconds per declared launch of each method, and per parameter of an optimizer: eager steps of `STEPS` (256 ms
+over 3868 launches, 107 over 2062; 178 over 3999; 176 over 3427; 217 ms less 1193 launches over 310 parameters) and
 host-launches-h200.txt."""
 LINK = 55e9
 """Bytes per second each way, pinned."""

@@ -88,6 +88,7 @@ KERNELS = {
         + "(anonymous namespace)::multi_tensor_apply_kernel<…, at::native::FusedAdamMathFunctor<float, 4>>",
         "_step8_kernel",
         "_step32_kernel",
+        "_adamw_kernel",
     ],
     KernelKind.REDUCTION: [
         FORM + "reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>(…)",

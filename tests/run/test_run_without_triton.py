@@ -11,6 +11,8 @@ from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
 from trimtab.kernels import triton_support
 from trimtab.kernels.triton_support import runs_triton
+from trimtab.plan.layers import update_scratch
+from trimtab.plan.make import job_of
 from trimtab.recipe import loads
 from trimtab.run.resolve import resolve_backends
 
@@ -38,6 +40,32 @@ def test_auto_selects_no_triton_kernels(device: DeviceFacts, bits: str) -> None:
     better = resolve_backends(loads(text), tiny_shape(), NEW, threads=1).quantization
     assert better is not None
     assert better.impl == "triton"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device", "impl", "reason"),
+    [
+        ("optim: adamw_torch", NEW, "triton", "one kernel for all weights, bitwise identical"),
+        ("optim: adamw_bf16", NEW, "triton", "one kernel for all weights, bitwise identical"),
+        ("optim: adamw_torch", BARE, "torch", "torch's own operations"),
+        ("optim: adamw_torch\nweights_dtype: fp32", NEW, "torch", "torch's fused kernel"),
+        ("optim: adamw_torch\nlora: {r: 4}", NEW, "torch", "torch's fused kernel"),
+        ("optim: adamw_torch\nlora: {r: 4, modules_to_save: [embed_tokens]}", NEW, "triton", "one kernel"),
+        ("optim: adamw_bf16\nweights_dtype: fp32", NEW, "triton", "one kernel for all weights"),
+        ("optim: adamw_torch_fused", NEW, "torch", "torch's fused kernel"),
+    ],
+)
+def test_implementation_of_an_optimizer(recipe: str, device: DeviceFacts, impl: str, reason: str) -> None:
+    """Triton for weights or moments in bf16, torch's fused kernel for fp32 ones; the planned memory follows."""
+    found = loads(f"model: x\ndata: {{train: y}}\nmax_seq_length: 64\n{recipe}")
+    resolved = resolve_backends(found, tiny_shape(), device, threads=1)
+    assert (resolved.optimizer.name, resolved.optimizer.impl) == (found.optim, impl)
+    assert resolved.optimizer.reason.startswith(reason)
+    job = job_of(found, tiny_shape(), device, resolved)
+    if impl == "triton":
+        assert update_scratch(job) == 0
+    if device is BARE:
+        assert update_scratch(job) > 0
 
 
 def test_requesting_triton_raises() -> None:

@@ -93,6 +93,8 @@ def _arithmetic() -> list[Case]:
     return [
         *found,
         Case("optim/backward", {**BACKWARD, "optim": "adamw_8bit"}),
+        Case("optim/backward/adamw_torch", {**BACKWARD, "optim": "adamw_torch"}),
+        Case("optim/backward/adamw_bf16", {**BACKWARD, "optim": "adamw_bf16"}),
         Case("dtype/fp32", {"dtype": "fp32"}),
         Case("dtype/fp16", {"dtype": "fp16", "max_steps": 6}),
         Case("dtype/fp16/lora", {"dtype": "fp16", **LORA}),

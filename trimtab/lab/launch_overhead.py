@@ -34,9 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """Recipe keys of each training method; NF4 and INT8 with adapters."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw_torch": {"optim": "adamw_torch"},
     "adamw_torch_fused": {"optim": "adamw_torch_fused"},
-    "adamw_bf16": {"optim": "adamw_bf16"},
     IN_BACKWARD: {"optim_in_backward": True, "max_grad_norm": 0.0, "gradient_dtype": "bf16"},
 }
 """Recipe keys of optimizers that update each parameter on its own."""

@@ -20,7 +20,6 @@ from trimtab.facts.dtypes import BYTES
 from trimtab.facts.operations import OperationKind
 from trimtab.kernels import int8, nf4
 from trimtab.kernels.adamw8bit import spec as adamw8bit_spec
-from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.int8 import spec as int8_spec
 from trimtab.kernels.linear_cross_entropy import linear_cross_entropy
 from trimtab.kernels.linear_cross_entropy import spec as loss_spec
@@ -33,7 +32,8 @@ from trimtab.lab.probes_products import torch_dtype
 from trimtab.model.spec import embedding_bytes_moved
 from trimtab.optim import OPTIMIZERS, build
 from trimtab.optim import spec as optim_spec
-from trimtab.plan.step_time import CAST
+from trimtab.optim.choice import choose_optimizer
+from trimtab.plan.step_time import CAST, optimizer_sample
 
 ROWS = {
     "cuda": ((4096, 4096), (2048, 1024), (16384, 4096), (8192, 2048), (4096, 576)),
@@ -225,7 +225,6 @@ def _loss(choices: KernelChoices, N: int, C: int, V: int) -> list[Probe]:
 def _optimizers(choices: KernelChoices, elements: int) -> list[Probe]:
     """One step over square matrices, gradients in the weights' dtype."""
     size, dtype, device = MATRIX[choices.kind], choices.dtype, choices.device
-    impl = choose_adamw8bit(device=choices.kind, triton=device.runs_triton).impl
     parameters = []
     for number in range(elements // size**2):
         parameter = torch.nn.Parameter(choices.random(size, size) * 0.02)
@@ -234,6 +233,7 @@ def _optimizers(choices: KernelChoices, elements: int) -> list[Probe]:
     grad_scale, skip = (torch.tensor(value, device=choices.kind) for value in (1.0, False))
     probes = []
     for name in OPTIMIZERS:
+        impl = choose_optimizer(name, [dtype], device=choices.kind, triton=device.runs_triton).impl
         step = build(name, parameters, lr=1e-5, impl=impl).step
         shape = (size, size)
         flops = adamw8bit_spec.flops(shape) * len(parameters) if name == "adamw_8bit" else 0
@@ -244,7 +244,7 @@ def _optimizers(choices: KernelChoices, elements: int) -> list[Probe]:
                 float(flops),
                 float(optim_spec.bytes_moved(name, shape, dtype, dtype) * len(parameters)),
                 partial(step, lr=1e-5, grad_scale=grad_scale, skip=skip),
-                impl=impl if name == "adamw_8bit" else name,
+                impl=optimizer_sample(name, impl),
                 dims=(elements,),
             )
         )

@@ -1,7 +1,5 @@
 """AdamW with fp32 or bf16 moments, for fp32 and bf16 weights."""
 
-# N elements of a flattened parameter
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -11,14 +9,14 @@ import torch
 
 from trimtab.facts.dtypes import TORCH_NAMES
 from trimtab.facts.errors import RecipeError
-from trimtab.kernels.adamw8bit.spec import CHUNK
-from trimtab.kernels.adamw8bit.update import Snapshot, apply_, moments_
-from trimtab.kernels.stochastic_rounding import stochastic_round_
+from trimtab.kernels.adamw import adamw_step
 from trimtab.optim.base import NamedOptimizer
+from trimtab.optim.tables import NamedMember, TableGroup, gradient_of
 
 NamedParameters = Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 """`model.named_parameters()`, or groups whose `params` are such pairs."""
-STREAMS = {"weight": 0, "exp_avg": 1, "exp_avg_sq": 2}
+IMPLS = ("torch", "triton")
+"""Implementations of AdamW with fp32 or bf16 moments."""
 
 
 def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
@@ -40,7 +38,7 @@ def as_groups(named: NamedParameters) -> list[dict[str, Any]]:
 
 
 class AdamWBase(NamedOptimizer):
-    """Base of AdamW and AdamW8bit: hyperparameters, and the update with unquantized moments."""
+    """Base of AdamW and AdamW8bit: hyperparameters, torch's fused kernel, and launches for many parameters."""
 
     def __init__(
         self,
@@ -63,6 +61,46 @@ class AdamWBase(NamedOptimizer):
         super().__init__(groups, lr=lr, seed=seed)
         devices = {p.device for _, p, _ in self._named()}
         self._steps = {device: torch.zeros((), device=device) for device in devices}
+        self._tables: list[TableGroup] = []
+        self._in_tables: dict[str, NamedMember] = {}
+        self._alone: dict[str, TableGroup] = {}
+
+    def _new_table(self, members: list[NamedMember]) -> Any:
+        """Builds the kernel's table of parameters on one device."""
+        raise NotImplementedError
+
+    def _use_tables(self, members: list[NamedMember]) -> None:
+        """Updates these parameters in a few launches per device, instead of one by one."""
+        devices: dict[torch.device, list[NamedMember]] = {}
+        for name, p, group in members:
+            if p.numel():
+                self._in_tables[name] = (name, p, group)
+                devices.setdefault(p.device, []).append((name, p, group))
+        self._tables = [TableGroup(self._new_table(together), together) for together in devices.values()]
+
+    def _update_all(
+        self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
+    ) -> None:
+        super()._update_all(lr, grad_scale, skip)
+        for together in self._tables:
+            together.step(self, lr, grad_scale, skip)
+
+    def _update_one(
+        self,
+        name: str,
+        param: torch.Tensor,
+        group: dict[str, Any],
+        lr: float | None,
+        grad_scale: torch.Tensor | float,
+        skip: torch.Tensor | None,
+    ) -> None:
+        if name not in self._in_tables:
+            super()._update_one(name, param, group, lr, grad_scale, skip)
+            return
+        if name not in self._alone:
+            members = [self._in_tables[name]]
+            self._alone[name] = TableGroup(self._new_table(members), members)
+        self._alone[name].step(self, lr, grad_scale, skip)
 
     def _hyper(self, group: dict[str, Any], lr: float) -> dict[str, Any]:
         decay = group["weight_decay"]
@@ -103,50 +141,6 @@ class AdamWBase(NamedOptimizer):
             found_inf=None if skip is None else skip.float(),
         )
 
-    def _update_in_chunks(
-        self,
-        name: str,
-        p: torch.Tensor,
-        hyper: dict[str, Any],
-        grad_scale: torch.Tensor | float,
-        skip: torch.Tensor | None,
-    ) -> None:
-        """Updates a parameter of any dtype in chunks, with fp32 arithmetic; each result is written back once."""
-        weight_N, grad_N = p.view(-1), gradient_of(p).reshape(-1)
-        stored = {"weight": weight_N} | {key: t.view(-1) for key, t in self.state[p].items()}
-        size = CHUNK["cpu" if p.device.type == "cpu" else "cuda"]
-        for start in range(0, weight_N.numel(), size):
-            piece = slice(start, start + size)
-            kept = Snapshot([t[piece] for t in stored.values()], skip)
-            # .float() of an fp32 tensor returns the tensor itself, so that its update is in place
-            values = {key: t[piece].float() for key, t in stored.items()}
-            gradient = grad_N[piece].float() * grad_scale
-            moments_(
-                values["exp_avg"], values["exp_avg_sq"], gradient, beta1=hyper["beta1"], beta2=hyper["beta2"]
-            )
-            apply_(values["weight"], values["exp_avg"], values["exp_avg_sq"].sqrt(), **hyper, step=self.count)
-            for key, value in values.items():
-                self._write(name, key, stored[key][piece], value, start)
-            kept.restore()
-
-    def _write(self, name: str, key: str, out_N: torch.Tensor, value_N: torch.Tensor, offset: int) -> None:
-        if out_N.dtype == torch.float32:
-            return
-        if not self.stochastic_rounding:
-            out_N.copy_(value_N)
-            return
-        stochastic_round_(
-            out_N, value_N, seed=self.seed, step=self.count,
-            param_index=self.index[name], stream=STREAMS[key], offset=offset,
-        )  # fmt: skip
-
-
-def gradient_of(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's gradient, which must exist and be dense."""
-    assert param.grad is not None
-    assert not param.grad.is_sparse, "sparse gradients are not supported"
-    return param.grad
-
 
 class AdamW(AdamWBase):
     """AdamW: decoupled weight decay, moments in fp32 or bf16, arithmetic in fp32, one write-back per step.
@@ -155,6 +149,9 @@ class AdamW(AdamWBase):
     weights and bf16 moments are rounded stochastically unless `stochastic_rounding=False`. `fused=True` uses torch's
     kernel for all parameters, which requires moments in the weights' dtype (`state_dtype="weights"`) and rounds bf16 to
     nearest: at small learning rates bf16 weights then do not change.
+
+    `impl` is "torch" (any device: parameters other than fp32 ones are updated one by one, in chunks) or "triton" (CUDA:
+    those are updated in one launch per combination of dtypes). Both are bitwise identical on one device.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)
@@ -177,7 +174,10 @@ class AdamW(AdamWBase):
         stochastic_rounding: bool = True,
         seed: int = 0,
         fused: bool = False,
+        impl: str = "torch",
     ) -> None:
+        if impl not in IMPLS:
+            raise ValueError(f"unknown AdamW implementation {impl!r}; use one of {', '.join(IMPLS)}")
         if state_dtype not in ("fp32", "bf16", "weights"):
             raise RecipeError(f"unsupported dtype of moments: {state_dtype}", "use fp32, bf16 or weights")
         self.state_dtype, self.fused = state_dtype, fused
@@ -185,6 +185,22 @@ class AdamW(AdamWBase):
             named_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
+        if impl == "triton" and not fused:
+            self._use_tables([member for member in self._named() if not self._is_fp32(member[1])])
+
+    def _is_fp32(self, param: torch.Tensor) -> bool:
+        return {param.dtype, self.state[param]["exp_avg"].dtype} == {torch.float32}
+
+    def _new_table(self, members: list[NamedMember]) -> Any:
+        from trimtab.kernels.adamw.table import Member, ParameterTable
+
+        states = [self.state[p] for _, p, _ in members]
+        return ParameterTable(
+            [
+                Member(p, state["exp_avg"], state["exp_avg_sq"], self.index[name])
+                for (name, p, _), state in zip(members, states, strict=True)
+            ]
+        )
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
         dtype = (
@@ -198,10 +214,7 @@ class AdamW(AdamWBase):
         return {key: torch.zeros_like(param, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
 
     def _can_use_fused(self, param: torch.Tensor) -> bool:
-        if self.fused:
-            return True
-        state = self.state[param]["exp_avg"]
-        return {param.dtype, gradient_of(param).dtype, state.dtype} == {torch.float32}
+        return self.fused or (self._is_fp32(param) and gradient_of(param).dtype == torch.float32)
 
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
@@ -209,11 +222,16 @@ class AdamW(AdamWBase):
         hyper = self._hyper(group, lr)
         together: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            if p.grad is None or p.numel() == 0:
+            if name in self._in_tables or p.grad is None or p.numel() == 0:
                 continue
             if self._can_use_fused(p):
                 together.setdefault((p.device, p.dtype), []).append(p)
-            else:
-                self._update_in_chunks(name, p, hyper, grad_scale, skip)
+                continue
+            state = self.state[p]
+            adamw_step(
+                p, gradient_of(p), state["exp_avg"], state["exp_avg_sq"], **hyper, step=self.count,
+                grad_scale=grad_scale, seed=self.seed, param_index=self.index[name],
+                stochastic_rounding=self.stochastic_rounding, skip=skip,
+            )  # fmt: skip
         for params in together.values():
             self._fused(params, hyper, grad_scale, skip)

@@ -8,8 +8,8 @@ import torch
 
 from trimtab.kernels.adamw8bit import State8bit, adamw8bit_step, new_state
 from trimtab.kernels.adamw8bit.spec import IMPLS, MIN_8BIT_SIZE
-from trimtab.optim.adamw import AdamWBase, NamedParameters, gradient_of
-from trimtab.optim.base import group_learning_rate
+from trimtab.optim.adamw import AdamWBase, NamedParameters
+from trimtab.optim.tables import NamedMember, gradient_of
 
 KEYS = ("exp_avg_codes", "exp_avg_scale", "root_codes", "root_scale")
 """Names of a parameter's 8-bit states, in State8bit's order; "root" is the square root of the second moment."""
@@ -49,29 +49,31 @@ class AdamW8bit(AdamWBase):
             named_groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay,
             stochastic_rounding=stochastic_rounding, seed=seed,
         )  # fmt: skip
-        self._tables: list[_TableGroup] = [] if impl == "reference" else self._build_table_groups()
-        self._alone: dict[str, _TableGroup] = {}
+        if impl != "reference":
+            self._use_tables(list(self._named()))
 
     def _new_state(self, name: str, param: torch.Tensor) -> dict[str, torch.Tensor]:
         if param.numel() < MIN_8BIT_SIZE:
             return {key: torch.zeros_like(param, dtype=torch.float32) for key in ("exp_avg", "exp_avg_sq")}
         return dict(zip(KEYS, new_state(param), strict=True))
 
-    def _build_table_groups(self) -> list[_TableGroup]:
-        """Builds the tables of all parameters, one per device."""
-        devices: dict[torch.device, list[tuple[str, torch.Tensor, dict[str, Any]]]] = {}
-        for name, p, group in self._named():
-            if p.numel():
-                devices.setdefault(p.device, []).append((name, p, group))
-        return [_TableGroup(self, members) for members in devices.values()]
+    def _new_table(self, members: list[NamedMember]) -> Any:
+        from trimtab.kernels.adamw8bit.table import Member, ParameterTable
 
-    def _update_all(
-        self, lr: float | None, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
-    ) -> None:
-        if not self._tables:
-            super()._update_all(lr, grad_scale, skip)
-        for together in self._tables:
-            together.step(self, lr, grad_scale, skip)
+        states = [self.state[p] for _, p, _ in members]
+        return ParameterTable(
+            [
+                Member(
+                    p,
+                    (s["exp_avg"], s["exp_avg_sq"])
+                    if "exp_avg" in s
+                    else State8bit(*(s[key] for key in KEYS)),
+                    self.index[name],
+                )
+                for (name, p, _), s in zip(members, states, strict=True)
+            ],
+            exact=self.impl == "triton_exact",
+        )
 
     def _update(
         self, group: dict[str, Any], lr: float, grad_scale: torch.Tensor | float, skip: torch.Tensor | None
@@ -79,7 +81,7 @@ class AdamW8bit(AdamWBase):
         from trimtab.kernels.adamw8bit.impl_reference import fp32_step
 
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            if p.grad is None or p.numel() == 0:
+            if name in self._in_tables or p.grad is None or p.numel() == 0:
                 continue
             hyper = self._hyper(group, lr) | {
                 "step": self.count, "grad_scale": grad_scale, "seed": self.seed,
@@ -90,60 +92,3 @@ class AdamW8bit(AdamWBase):
                 fp32_step(p, gradient_of(p), (state["exp_avg"], state["exp_avg_sq"]), **hyper)
             else:
                 adamw8bit_step(p, gradient_of(p), State8bit(*(state[key] for key in KEYS)), **hyper)
-
-    def _update_one(
-        self,
-        name: str,
-        param: torch.Tensor,
-        group: dict[str, Any],
-        lr: float | None,
-        grad_scale: torch.Tensor | float,
-        skip: torch.Tensor | None,
-    ) -> None:
-        if self.impl == "reference":
-            super()._update_one(name, param, group, lr, grad_scale, skip)
-        elif param.numel():
-            if name not in self._alone:
-                self._alone[name] = _TableGroup(self, [(name, param, group)])
-            self._alone[name].step(self, lr, grad_scale, skip)
-
-
-class _TableGroup:
-    """Parameters on one device that are updated in the same launches."""
-
-    def __init__(self, optimizer: AdamW8bit, members: list[tuple[str, torch.Tensor, dict[str, Any]]]) -> None:
-        from trimtab.kernels.adamw8bit.table import Member, ParameterTable
-
-        self.members = members
-        states = [optimizer.state[p] for _, p, _ in members]
-        self.table = ParameterTable(
-            [
-                Member(
-                    p,
-                    (s["exp_avg"], s["exp_avg_sq"])
-                    if "exp_avg" in s
-                    else State8bit(*(s[key] for key in KEYS)),
-                    optimizer.index[name],
-                )
-                for (name, p, _), s in zip(members, states, strict=True)
-            ],
-            exact=optimizer.impl == "triton_exact",
-        )
-
-    def step(
-        self,
-        optimizer: AdamW8bit,
-        lr: float | None,
-        grad_scale: torch.Tensor | float,
-        skip: torch.Tensor | None,
-    ) -> None:
-        """Updates parameters that have a gradient. The optimizer is an argument, not an attribute: a reference cycle
-        would delay freeing GPU memory until Python's garbage collection."""
-        self.table.step(
-            [None if p.grad is None else gradient_of(p) for _, p, _ in self.members],
-            lr=[group_learning_rate(group, lr) for _, _, group in self.members],
-            weight_decay=[group["weight_decay"] for _, _, group in self.members],
-            beta1=optimizer.betas[0], beta2=optimizer.betas[1], eps=optimizer.eps, step=optimizer.count,
-            seed=optimizer.seed, grad_scale=grad_scale, skip=skip,
-            stochastic_rounding=optimizer.stochastic_rounding,
-        )  # fmt: skip

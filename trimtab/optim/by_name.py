@@ -29,8 +29,9 @@ def build(
 ) -> NamedOptimizer:
     """Builds the optimizer `name` for the trainable parameters, grouped as in Hugging Face's Trainer.
 
-    `impl` is the 8-bit optimizer's: "reference", "triton" or "triton_exact"; the others use torch. `lr_scales`
-    maps parameter names to factors on the learning rate.
+    `impl` is the implementation: "reference", "triton" or "triton_exact" of the 8-bit optimizer; "triton" of
+    adamw_torch and adamw_bf16, which use torch's operations otherwise. `lr_scales` maps parameter names to factors on
+    the learning rate.
 
     Example:
         >>> optimizer = build("adamw_8bit", torch.nn.Linear(64, 64).named_parameters(), lr=1e-3)
@@ -38,12 +39,13 @@ def build(
         ('AdamW8bit', 2)
     """
     groups = parameter_groups(named_parameters, weight_decay, decay_all, lr_scales)
+    floating = "triton" if impl == "triton" else "torch"
     if name == "adamw_torch":
-        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed)
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, impl=floating)
     if name == "adamw_torch_fused":
         return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="weights", fused=True)
     if name == "adamw_bf16":
-        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="bf16")
+        return AdamW(groups, lr=lr, betas=betas, eps=eps, seed=seed, state_dtype="bf16", impl=floating)
     if name == "adamw_8bit":
         return AdamW8bit(groups, lr=lr, betas=betas, eps=eps, seed=seed, impl=impl)
     raise RecipeError(f"unknown optimizer {name!r}", f"choose one of {', '.join(OPTIMIZERS)}")

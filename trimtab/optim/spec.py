@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from trimtab.facts.dtypes import BYTES
+from trimtab.kernels.adamw import spec as adamw
 from trimtab.kernels.adamw8bit import spec as adamw8bit
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_bf16", "adamw_8bit")
@@ -45,7 +46,10 @@ def bytes_moved(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_d
     return own + 2 * state_bytes(name, shape, weight_dtype)
 
 
-BY_CHUNKS = {"adamw_torch": 36, "adamw_bf16": 44}
+MOMENTS = {"adamw_torch": "fp32", "adamw_bf16": "bf16"}
+"""Dtype of the moments, where it does not depend on the weights."""
+
+BY_CHUNKS = {name: adamw.REFERENCE_BYTES[BYTES[dtype]] for name, dtype in MOMENTS.items()}
 """Temporary bytes per element of a chunk while torch operations update bf16 weights or moments."""
 
 
@@ -55,21 +59,26 @@ def scratch_bytes(
     """Peak temporary bytes while one parameter is updated, in addition to weight, gradient and states, and to the
     gradient's copy (`gradient_copy_bytes`).
 
-    On a GPU this includes a snapshot of a chunk's weights and states, since the host does not read whether the step is
-    skipped. `impl` is that of the 8-bit optimizer.
+    On a GPU torch's operations include a snapshot of a chunk's weights and states, since the host does not read whether
+    the step is skipped; Triton's kernels allocate nothing. `impl` is the optimizer's implementation.
 
     Example:
         >>> scratch_bytes("adamw_bf16", (1024, 1024), "bf16"), scratch_bytes("adamw_torch", (1024, 1024), "fp32")
         (11534336, 0)
+        >>> scratch_bytes("adamw_bf16", (1024, 1024), "bf16", "cuda", impl="triton")
+        0
     """
     count = math.prod(shape)
     if name == "adamw_torch_fused" or (name == "adamw_torch" and weight_dtype == "fp32"):
         return 0
-    if name == "adamw_8bit" and (count >= adamw8bit.MIN_8BIT_SIZE or impl != "reference"):
-        return adamw8bit.scratch_bytes(shape, device, BYTES[weight_dtype], impl)
-    piece = min(count, adamw8bit.CHUNK[device])
-    kept = 0 if device == "cpu" else piece * BYTES[weight_dtype] + state_bytes(name, (piece,), weight_dtype)
-    return BY_CHUNKS.get(name, 44) * piece + kept
+    width = BYTES[weight_dtype]
+    if name in MOMENTS:
+        return adamw.scratch_bytes(
+            count, device, weight_bytes=width, moment_bytes=BYTES[MOMENTS[name]], impl=impl
+        )
+    if count >= adamw8bit.MIN_8BIT_SIZE or impl != "reference":
+        return adamw8bit.scratch_bytes(shape, device, width, impl)
+    return 44 * count + (0 if device == "cpu" else count * (width + 2 * BYTES["fp32"]))
 
 
 def gradient_copy_bytes(name: str, shape: tuple[int, ...], weight_dtype: str, gradient_dtype: str) -> int:

@@ -17,7 +17,7 @@ from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.spec_recompute import sort_policies
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import RecipeError
-from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
+from trimtab.optim.choice import choose_optimizer
 from trimtab.plan.job import Job
 from trimtab.plan.make import Plan
 from trimtab.plan.memory_search import tile_counts
@@ -94,10 +94,15 @@ def savings(plan: Plan, job: Job) -> Iterator[Change]:
         plan: recipe, device and resolved configuration.
         job: the plan's job, or a changed copy of it.
     """
+    for change in _savings(plan, job):
+        yield _with_implementation(change, job, plan.device)
+
+
+def _savings(plan: Plan, job: Job) -> Iterator[Change]:
     device, recipe = plan.device, plan.recipe
     yield from _smaller_microbatch(job)
     yield from _activations(job, device)
-    yield from _optimizer(job, device, recipe)
+    yield from _optimizer(job, recipe)
     yield from _dtypes(job, device)
     yield from _quantized(job, device)
     if job.tokens >= 2 * SHORTEST:
@@ -114,9 +119,29 @@ def reversals(plan: Plan) -> Iterator[Change]:
     """Yields changes that turn off each memory-saving technique of the plan's job."""
     job = plan.job
     yield from _reversed_activations(job)
-    yield from _reversed_states(job)
+    for change in _reversed_states(job):
+        yield _with_implementation(change, job, plan.device)
     if job.packed:
         yield Change("packing", _packing_keys(plan.recipe, False), _packed(plan, job, False), in_use=True)
+
+
+def _with_implementation(change: Change, before: Job, device: DeviceFacts) -> Change:
+    """The change, with the implementation that is selected for another optimizer or other dtypes of weights."""
+    after = change.job
+    if after.optimizer == before.optimizer and (
+        after.optimizer == "adamw_8bit" or _trained_dtypes(after) == _trained_dtypes(before)
+    ):
+        return change
+    impl = choose_optimizer(
+        after.optimizer, _trained_dtypes(after), device=device.kind, triton=device.runs_triton
+    ).impl
+    return dataclasses.replace(change, job=dataclasses.replace(after, optimizer_impl=impl))
+
+
+def _trained_dtypes(job: Job) -> set[str]:
+    if job.lora is None:
+        return {job.weights_dtype}
+    return {parameter.dtype for parameter in job.trained.parameters}
 
 
 def _packing_keys(recipe: Recipe, on: bool) -> dict[str, Any]:
@@ -151,7 +176,7 @@ def _reversed_activations(job: Job) -> Iterator[Change]:
 def _reversed_states(job: Job) -> Iterator[Change]:
     """Changes that turn off savings in optimizer states, gradients and weights."""
     if job.optimizer in ("adamw_8bit", "adamw_bf16"):
-        changed = job.changed(optimizer="adamw_torch", optimizer_impl="torch")
+        changed = job.changed(optimizer="adamw_torch")
         name = {"adamw_8bit": "8-bit optimizer states", "adamw_bf16": "bf16 optimizer states"}[job.optimizer]
         yield Change(name, {"optim": "adamw_torch"}, changed, same_training=False, in_use=True)
     if job.in_backward:
@@ -226,13 +251,12 @@ def _activations(job: Job, device: DeviceFacts) -> Iterator[Change]:
         yield Change("loss in smaller chunks", {}, job.changed(loss_memory=None), suggested=False)
 
 
-def _optimizer(job: Job, device: DeviceFacts, recipe: Recipe) -> Iterator[Change]:
+def _optimizer(job: Job, recipe: Recipe) -> Iterator[Change]:
     if job.optimizer != "adamw_8bit":
-        impl = choose_adamw8bit(device=device.kind, triton=device.runs_triton, requested="auto").impl
-        changed = dataclasses.replace(job, optimizer="adamw_8bit", optimizer_impl=impl)
+        changed = dataclasses.replace(job, optimizer="adamw_8bit")
         yield Change("8-bit optimizer states", {"optim": "adamw_8bit"}, changed, same_training=False)
     if job.optimizer == "adamw_torch":
-        changed = dataclasses.replace(job, optimizer="adamw_bf16", optimizer_impl="torch")
+        changed = dataclasses.replace(job, optimizer="adamw_bf16")
         yield Change(
             "bf16 optimizer states", {"optim": "adamw_bf16"}, changed, same_training=False, suggested=False
         )

@@ -178,11 +178,12 @@ def _method(job: Job) -> str:
 
 def _update_host_seconds(job: Job, rates: Rates) -> float:
     """Host time of optimizers that update each parameter on its own."""
-    chunks = updated_chunks(job)
-    per_chunk = rates.host_seconds(job.optimizer)
+    seconds = 0.0
+    if job.optimizer_impl != "triton" and any(one.dtype != "fp32" for one in job.trained.parameters):
+        seconds += updated_chunks(job) * rates.host_seconds(job.optimizer)
     if job.in_backward:
-        per_chunk += rates.host_seconds(IN_BACKWARD)
-    return chunks * per_chunk
+        seconds += len(job.trained.parameters) * rates.host_seconds(IN_BACKWARD)
+    return seconds
 
 
 def updated_chunks(job: Job) -> int:
@@ -535,7 +536,7 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
     if job.optimizer == "adamw_torch_fused" and cast:
         moved = float(cast * (BYTES[job.gradient_dtype] + BYTES[job.weights_dtype]))
         yield moving("optimizer.grad_cast", OperationKind.ADD, UPDATE, moved, 1)
-    impl = job.optimizer_impl if job.optimizer == "adamw_8bit" else job.optimizer
+    impl = optimizer_sample(job.optimizer, job.optimizer_impl)
     moved_by_dtype: dict[
         str, float
     ] = {}  # bf16 weights are rounded stochastically, which takes longer on a CPU
@@ -546,6 +547,18 @@ def update_times(job: Job, rates: Rates, *, floor: bool = False) -> Iterator[Ope
         moved_by_dtype[parameter.dtype] = moved_by_dtype.get(parameter.dtype, 0.0) + moved
     for dtype, size in moved_by_dtype.items():
         yield moving("optimizer", OperationKind.OPTIMIZER, UPDATE, size, 1, impl, dtype)
+
+
+def optimizer_sample(optimizer: str, impl: str) -> str:
+    """Returns how samples name an optimizer and its implementation.
+
+    Example:
+        >>> optimizer_sample("adamw_8bit", "triton"), optimizer_sample("adamw_torch", "triton")
+        ('triton', 'adamw_torch triton')
+    """
+    if optimizer == "adamw_8bit":
+        return impl
+    return f"{optimizer} triton" if impl == "triton" else optimizer
 
 
 def exposed_copies(job: Job, rates: Rates) -> float:

@@ -11,16 +11,16 @@ import dataclasses
 
 from trimtab.adapt import spec_quantized
 from trimtab.adapt.peft_config import fit_to_model, read_adapter_folder
-from trimtab.adapt.spec import LoraSettings, check_trainable, resolve_targets
+from trimtab.adapt.spec import LoraSettings, check_trainable, resolve_targets, trainable_parameters
 from trimtab.adapt.spec_quantized import Quantization
 from trimtab.adapt.targets import EMBEDDING, select_modules
 from trimtab.facts.compilers import compile_obstacle
 from trimtab.facts.devices import DeviceFacts
 from trimtab.facts.errors import ModelError, RecipeError, ResourceError
 from trimtab.facts.shapes import ModelShape
-from trimtab.kernels.adamw8bit.choice import choose_adamw8bit
 from trimtab.kernels.choice import choose_pointwise
 from trimtab.kernels.linear_cross_entropy.choice import choose_loss
+from trimtab.optim.choice import choose_optimizer
 from trimtab.plan.graphs import resolve_cuda_graphs
 from trimtab.plan.limits import limit_of, resolve_memory_plan
 from trimtab.plan.make import job_of
@@ -142,7 +142,7 @@ def resolve_backends(recipe: Recipe, shape: ModelShape, device: DeviceFacts, thr
             dtype, weights, gradients, _describe_precision(dtype, weights, gradients, settings, quantization)
         ),
         attention=attention,
-        optimizer=_optimizer(recipe, device),
+        optimizer=_optimizer(recipe, device, _trained_dtypes(shape, settings, weights)),
         compile=_compile(recipe, device, {layer.packed for layer in attention.layers}),
         loss=LossConfig(
             loss.impl,
@@ -194,12 +194,16 @@ def _quantization(recipe: Recipe, device: DeviceFacts, weights: str) -> Quantiza
     )
 
 
-def _optimizer(recipe: Recipe, device: DeviceFacts) -> OptimizerConfig:
-    if recipe.optim != "adamw_8bit":
-        return OptimizerConfig(recipe.optim, "torch", "set in the recipe")
-    choice = choose_adamw8bit(
-        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation
-    )
+def _trained_dtypes(shape: ModelShape, lora: LoraSettings | None, weights: str) -> set[str]:
+    """The dtypes of the trained parameters: the model's weights, or adapters and fully trained modules."""
+    return {weights} if lora is None else {dtype for *_, dtype in trainable_parameters(shape, lora, weights)}
+
+
+def _optimizer(recipe: Recipe, device: DeviceFacts, trained: set[str]) -> OptimizerConfig:
+    choice = choose_optimizer(
+        recipe.optim, trained,
+        device=device.kind, triton=device.runs_triton, requested=recipe.optim_implementation,
+    )  # fmt: skip
     return OptimizerConfig(recipe.optim, choice.impl, choice.reason)
 
 

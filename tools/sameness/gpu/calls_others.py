@@ -58,6 +58,17 @@ def _adamw(dtype: str, gradient: str, shape: tuple[int, ...], *, impl: str, stoc
     )  # fmt: skip
 
 
+def _adamw_floating(weight: str, moment: str, gradient: str, shape: tuple[int, ...]) -> None:
+    from trimtab.kernels.adamw import adamw_step
+
+    param, grad = (ones(*shape, dtype=dtype, trained=False) for dtype in (weight, gradient))
+    moments = (ones(*shape, dtype=moment, trained=False) for _ in range(2))
+    adamw_step(
+        param, grad, *moments, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, seed=1,
+        param_index=2, impl="triton",
+    )  # fmt: skip
+
+
 def _rounding(count: int) -> None:
     from trimtab.kernels.stochastic_rounding import stochastic_round_
 
@@ -72,7 +83,7 @@ def _weighted_sum(dtype: str) -> None:
 
 
 def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
-    """8-bit AdamW by dtypes of weight and gradient, stochastic rounding, the example kernel."""
+    """AdamW by dtypes of weight, moments and gradient, stochastic rounding, the example kernel."""
     for impl in ("triton", "triton_exact"):
         for dtype, gradient in (("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "fp32")):
             for shape in ((256, 1024), (131, 300), (576,)):
@@ -85,6 +96,15 @@ def optimizer_calls() -> Iterator[tuple[str, Callable[[], None]]]:
             f"adamw8bit/{impl}/nearest",
             partial(_adamw, "bf16", "bf16", (256, 1024), impl=impl, stochastic=False),
         )
+    for dtypes in (
+        ("bf16", "fp32", "bf16"),
+        ("bf16", "fp32", "fp32"),
+        ("bf16", "bf16", "bf16"),
+        ("fp32", "bf16", "fp32"),
+    ):
+        for shape in ((256, 1024), (131, 300), (577,)):
+            size = "x".join(map(str, shape))
+            yield f"adamw/{'-'.join(dtypes)}/{size}", partial(_adamw_floating, *dtypes, shape)
     for count in (4096, 1000):
         yield f"stochastic_rounding/{count}", partial(_rounding, count)
     for dtype in DTYPES:

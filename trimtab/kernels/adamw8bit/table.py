@@ -90,11 +90,16 @@ class Launch:
     tiles: torch.Tensor
 
 
-def hashing_keys(seed: int, step: int, indices: np.ndarray) -> np.ndarray:
+def hashing_keys(seed: int, step: int, indices: np.ndarray, stream: int = 0) -> np.ndarray:
     """`stochastic_rounding.spec.keys` of many parameters: uint64, the first key in the lower half."""
     mask = 0xFFFFFFFFFFFFFFFF
     state = np.zeros(len(indices), np.uint64)
-    for part in (np.uint64(seed & mask), np.uint64(step & mask), indices.astype(np.uint64), np.uint64(0)):
+    for part in (
+        np.uint64(seed & mask),
+        np.uint64(step & mask),
+        indices.astype(np.uint64),
+        np.uint64(stream),
+    ):
         state = (state ^ part) + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

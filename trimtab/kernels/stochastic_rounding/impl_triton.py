@@ -19,13 +19,13 @@ def _signed(word: int) -> int:
 
 
 @triton.jit
-def hashed_word(index, key0, key1):  # type: ignore[no-untyped-def]
-    """uint32 words of int64 element indices; keys are from `spec.keys`. Equal to `spec.word` bit for bit."""
-    h = (index & 0xFFFFFFFF).to(tl.uint32) ^ key0.to(tl.uint32)
+def hashed_low(low, key0, key1):  # type: ignore[no-untyped-def]
+    """uint32 words of the low halves of element indices; `key1` is `second_key` of their high half."""
+    h = low ^ key0.to(tl.uint32)
     h ^= h >> 17
     h *= tl.full((), 0xED5AD4BB, tl.uint32)
     h ^= h >> 11
-    h += key1.to(tl.uint32) + (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+    h += key1
     h *= tl.full((), 0xAC4C1B51, tl.uint32)
     h ^= h >> 15
     h *= tl.full((), 0x31848BAB, tl.uint32)
@@ -33,18 +33,35 @@ def hashed_word(index, key0, key1):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def second_key(index, key1):  # type: ignore[no-untyped-def]
+    """The second key of int64 element indices, which their high half changes."""
+    return key1.to(tl.uint32) + (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+
+
+@triton.jit
+def hashed_word(index, key0, key1):  # type: ignore[no-untyped-def]
+    """uint32 words of int64 element indices; keys are from `spec.keys`. Equal to `spec.word` bit for bit."""
+    return hashed_low((index & 0xFFFFFFFF).to(tl.uint32), key0, second_key(index, key1))
+
+
+@triton.jit
 def rounded_bits(value, word):  # type: ignore[no-untyped-def]
     """The int16 that holds the bf16 of an fp32 `value`, rounded with the low half of `word`."""
-    bf16_max = 3.3895313892515355e38
-    clamped = tl.minimum(tl.maximum(value, -bf16_max), bf16_max)
-    bits = clamped.to(tl.int32, bitcast=True)
-    up = (bits + (word & 0xFFFF).to(tl.int32)) >> 16
-    raw = value.to(tl.int32, bitcast=True)
-    # inf keeps its bits; a NaN gets its quiet bit set, so that one whose payload is in the low half stays NaN
-    is_nan = (raw & 0x7FFFFFFF) > 0x7F800000
-    special = tl.where(is_nan, 0x7FC0, raw >> 16)
-    finite = (raw & 0x7F800000) != 0x7F800000
-    return tl.where(finite, up, special).to(tl.int16)
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # nothing is added to values above the largest bf16, which stay finite, nor to inf and NaN
+    up = tl.where(size <= 0x7F7F0000, (word & 0xFFFF).to(tl.int32), 0)
+    # a NaN gets its quiet bit set, so that one whose payload is in the low half stays NaN
+    quiet = tl.where(size > 0x7F800000, 0x00400000, 0)
+    return (((bits | quiet) + up) >> 16).to(tl.int16)
+
+
+@triton.jit
+def nearest_bits(value):  # type: ignore[no-untyped-def]
+    """The int16 that holds the bf16 nearest to an fp32 `value`, ties to even; NaN is the hardware's 0x7FFF."""
+    bits = value.to(tl.int32, bitcast=True)
+    nearest = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, nearest).to(tl.int16)
 
 
 # not specialised: a key or an offset that happens to be 1 would become a constant and trigger a recompilation
