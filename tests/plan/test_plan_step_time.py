@@ -195,7 +195,7 @@ def test_the_optimizer_takes_the_time_of_its_weights_dtype() -> None:
 
 def test_an_update_outside_a_graph_takes_at_least_its_host_time() -> None:
     """Forward and backward are captured; an optimizer that updates each parameter on its own is not."""
-    job = QWEN.changed(optimizer="adamw_torch_fused")
+    job = QWEN.changed(optimizer="adamw_torch_fused", optimizer_impl="torch")
     slow = dataclasses.replace(
         shipped_calibration(), device="a GPU", host_seconds={"adamw_torch_fused": 1e-3}
     )
