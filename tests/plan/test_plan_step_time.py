@@ -193,7 +193,7 @@ def test_the_optimizer_takes_the_time_of_its_weights_dtype() -> None:
     assert seconds["bf16"] > 9 * seconds["fp32"]
 
 
-def test_an_update_outside_a_graph_takes_at_least_its_host_time() -> None:
+def test_launches_outside_a_graph_take_host_time() -> None:
     """Forward and backward are captured; an optimizer that updates each parameter on its own is not."""
     job = QWEN.changed(optimizer="adamw_torch_fused", optimizer_impl="torch")
     slow = dataclasses.replace(
@@ -202,7 +202,7 @@ def test_an_update_outside_a_graph_takes_at_least_its_host_time() -> None:
     step = step_time(job, dataclasses.replace(H200, calibration=slow), graphs=True)
     assert step is not None
     assert step.host_seconds == pytest.approx(1e-3 * updated_chunks(job))
-    assert step.seconds > step.host_seconds > step.by_phase()["update"]
+    assert step.seconds == step.host_seconds > step.by_phase()["update"]
     fast = step_time(QWEN, dataclasses.replace(H200, calibration=slow), graphs=True)
     assert fast is not None
     assert fast.host_seconds == 0

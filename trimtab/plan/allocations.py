@@ -40,8 +40,8 @@ class Event(NamedTuple):
 
 
 FORWARD_WORKSPACE, BACKWARD_WORKSPACE, DEQUANTIZED_WEIGHT = -1, -2, -3
-"""Ids of workspaces: cuBLAS's of the threads of the forward and the backward pass, and one dequantized weight. They are
-allocated at the first matrix product, and later steps use them again."""
+"""Ids of workspaces, which later steps use again: cuBLAS's of the threads of the forward and the backward pass,
+allocated before a step's tensors, and one dequantized weight, allocated by the first product that needs it."""
 
 
 Sizes = dict[str, int]
@@ -174,6 +174,8 @@ class _Microbatch:
         """Yields its allocations and frees; the gradients of a first microbatch stay allocated."""
         job, live = self.job, self.live
         outside = tensors_outside_blocks(job, gradient_bytes(job), self.layers)
+        for number in (FORWARD_WORKSPACE, BACKWARD_WORKSPACE):
+            yield Event(number, CUBLAS_BYTES["cuda"] // 2)
         yield from live.allocate(
             {entry.name: entry.nbytes for entry in outside.layers_forward if entry.name in INPUTS}
         )
@@ -186,7 +188,7 @@ class _Microbatch:
         yield from live.replace_current(_sizes(outside.loss_forward, "loss", names))
         logits = next((tensor.name for tensor in outside.loss_backward if tensor.name == "logits"), "")
         sizes = _sizes(outside.loss_backward, "loss", names)
-        yield from self.replace(sizes, logits, BACKWARD_WORKSPACE)
+        yield from self.replace(sizes, logits)
         yield from live.replace_current(_sizes(outside.final_norm_backward, "loss", names))
         yield from live.finish_current((self.head, f"gradient {num_layers}"))
         if self.retain_gradients and job.trained.final_norm is not None:
@@ -214,7 +216,7 @@ class _Microbatch:
         before = [name for name in live.shared if name.startswith(IN_FLIGHT)]
         live.move_to_current([names[BLOCK_INPUT]])
         for product, tensors in self.instants(self._forward, layer):
-            yield from self.replace(_sizes(tensors, layer.prefix, names), product, FORWARD_WORKSPACE)
+            yield from self.replace(_sizes(tensors, layer.prefix, names), product)
         output = names[FEED_FORWARD_RESIDUAL]
         saved = layer.saved()
         yield from live.replace_current({**saved, output: self.layers.stream})
@@ -240,7 +242,7 @@ class _Microbatch:
         before: Collection[str] = ()
         for product, tensors in self.instants(self._backward, layer):
             before = set(live.current)
-            yield from self.replace(_sizes(tensors, layer.prefix, names), product, BACKWARD_WORKSPACE)
+            yield from self.replace(_sizes(tensors, layer.prefix, names), product)
         # The gradient of the layer's input is a tensor that existed before the last operation.
         stream = [
             name for name, (_, size) in live.current.items() if size == self.layers.stream and "grad" in name
@@ -269,19 +271,16 @@ class _Microbatch:
             cache[key] = [(_product_of(instant.operation), instant.tensors()) for instant in walk]
         return cache[key]
 
-    def replace(self, sizes: Sizes, product: str = "", cublas: int = 0) -> Iterator[Event]:
-        """Replaces the current tensors. A matrix product also allocates workspaces, if the step has not yet: after its
-        result. (Without one it does not run: a recomputation reads saved results.) With adapters, their small products
-        come first, and cuBLAS's workspace with them."""
+    def replace(self, sizes: Sizes, product: str = "") -> Iterator[Event]:
+        """Replaces the current tensors. A product of a largest quantized weight also allocates the dequantized weight's
+        workspace, if the step has not yet: after its result, and after the adapter's small product before it. (Without
+        a result it does not run: a recomputation reads saved results.)"""
         events = list(self.live.replace_current(sizes))
         start = next((at for at, event in enumerate(events) if event.size is not None), len(events))
-        if product and start < len(events):
+        if product in self.largest_products and start < len(events):
             results = list(self.live.current)[len(self.live.current) - (len(events) - start) :]
             saved = sum(name.endswith(".lora_A") for name in results[:1])
-            adapted = self.job.lora is not None
-            self.insert(events, start + (saved if adapted else 1), cublas, CUBLAS_BYTES["cuda"] // 2)
-            if product in self.largest_products:
-                self.insert(events, start + saved + 2, DEQUANTIZED_WEIGHT, workspace_bytes(self.job))
+            self.insert(events, start + saved + 1, DEQUANTIZED_WEIGHT, workspace_bytes(self.job))
         yield from events
 
     def insert(self, events: list[Event], at: int, number: int, size: int) -> None:

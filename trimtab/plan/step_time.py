@@ -1,8 +1,8 @@
 """Time of an optimizer step, operation by operation: the declared kernels at the rates of a device. No torch.
 
 A step takes the sum of its kernels' times on the device. Copies to and from the host overlap with computation and
-count only as far as they take longer. The host needs time to launch kernels: without CUDA graphs a step takes at least
-as long as all launches, and with them the update, which is not captured, at least as long as its own.
+count only as far as they take longer. The host needs time to launch kernels: a step takes at least as long as all
+launches that are not part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def step_time_at(job: Job, rates: Rates, *, graphs: bool = False) -> StepTime:
     launches = sum(operation.count * operation.launches for operation in passes)
     host = _update_host_seconds(job, rates)
     if graphs:
-        seconds = in_passes + launches * rates.gap + max(in_update, host)
+        # The host launches the update while the device is still busy with the graph.
+        seconds = max(in_passes + launches * rates.gap + in_update, host)
     else:
         host += launches * rates.host_seconds(_method(job), compiled=job.compiled)
         seconds = max(in_passes + in_update, host)

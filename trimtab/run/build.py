@@ -11,6 +11,7 @@ evaluation, generation, export and benchmarks build models with `build_model`, a
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ from trimtab.trainer.graphs import Graphs
 from trimtab.trainer.microstep import MicroStep
 from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Observer
+from trimtab.trainer.workspaces import allocate_cublas_workspaces
 
 FIRST_LOSS_SCALE = 65536.0
 """Initial loss scale for fp16, as in torch's GradScaler; overflows halve it."""
@@ -254,7 +256,8 @@ def build_microstep(
             on_event=on_failed_capture or on_event,
             during=during,
         )
-    return MicroStep(loss, graphs, during=during)
+    prepare = functools.partial(allocate_cublas_workspaces, loss.device)
+    return MicroStep(loss, graphs, prepare=prepare, during=during)
 
 
 def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, torch.nn.Parameter]) -> Any:

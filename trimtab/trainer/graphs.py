@@ -25,6 +25,7 @@ import torch
 
 from trimtab.facts.errors import release_frames
 from trimtab.facts.phases import During, RunPhase, no_phase
+from trimtab.trainer.workspaces import allocate_cublas_workspaces
 
 WARM_UP = 2
 """Eager steps after each start or resume of a run."""
@@ -189,6 +190,8 @@ class Graphs:
         self._pool = None
         self._free_workspaces()
         torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # without memory for them, the next product says so
+            allocate_cublas_workspaces(self.device)
 
     @property
     def _index(self) -> int:
@@ -270,6 +273,7 @@ class Graphs:
             ):
                 self._begun = True
                 try:
+                    allocate_cublas_workspaces(self.device)
                     loss = self.loss.compute(static)
                     (loss * factor).backward()
                     if self.resources is not None:

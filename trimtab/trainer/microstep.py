@@ -33,6 +33,7 @@ class MicroStep:
     Args:
         loss: maps a microbatch to the sum of its token losses and their number.
         graphs: if given, runs forward and backward, captured or eager; `loss` is then called only with `eager=True`.
+        prepare: if given, called once before the first microbatch.
         during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
 
     Example:
@@ -45,9 +46,10 @@ class MicroStep:
         loss: Callable[[Any], LossSum],
         graphs: Graphs | None = None,
         *,
+        prepare: Callable[[], None] | None = None,
         during: During = no_phase,
     ) -> None:
-        self.loss, self.graphs, self.during = loss, graphs, during
+        self.loss, self.graphs, self.prepare, self.during = loss, graphs, prepare, during
 
     def backward(
         self,
@@ -65,6 +67,9 @@ class MicroStep:
             before_backward: called with the loss before the backward pass; never with CUDA graphs.
             eager: do not use CUDA graphs.
         """
+        if self.prepare is not None:
+            self.prepare()
+            self.prepare = None
         if self.graphs is not None and not eager:
             return self.graphs.backward(batch, factor)
         with self.during(RunPhase.FORWARD):
