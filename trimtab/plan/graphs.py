@@ -31,6 +31,10 @@ as its tensors. The simulation takes about a millisecond per layer; the largest 
 MAX_SEARCHES = 3
 """Further memory searches for a setting with which CUDA graphs fit."""
 
+SEARCH_MARGIN = 0.005
+"""Share of the limit that such a setting leaves free. The errors of the predicted reserved memory of 35 measured runs
+had a median of 0.1 % and a maximum of 4.3 %."""
+
 
 def requested_graphs(recipe: Recipe, job: Job, device: DeviceFacts) -> CudaGraphsConfig:
     """Returns whether CUDA graphs are captured if their memory fits.
@@ -130,9 +134,12 @@ def find_setting_for_graphs(
     lacking: int,
     limit: int,
     search: Callable[[int], tuple[MemorySetting, bool]],
-    shortfall: Callable[[MemorySetting], int],
+    shortfall: Callable[[MemorySetting, int], int],
 ) -> tuple[MemorySetting, bool] | None:
     """Returns the result of the first search whose setting fits with CUDA graphs; None if none was found.
+
+    Its reserved memory leaves `SEARCH_MARGIN` of the limit free: a slower setting is not worth a capture that runs out
+    of memory because the simulation is off by a few MiB. The first setting needs no margin.
 
     Args:
         first: the fastest setting, with which graphs do not fit.
@@ -140,14 +147,15 @@ def find_setting_for_graphs(
         limit: bytes on the device, including the process itself.
         search: returns (the fastest setting that needs at most these bytes, True), or (the lowest-memory setting,
             False) if none does.
-        shortfall: the `graphs_shortfall` of a setting.
+        shortfall: the `graphs_shortfall` of a setting with a limit.
     """
-    before = first
+    margin = int(SEARCH_MARGIN * limit)
+    before, lacking, limit = first, lacking + margin, limit - margin
     for _ in range(MAX_SEARCHES):
         setting, fits = search(before.needed - lacking)
         if setting.needed > limit or setting == before:
             return None
-        lacking = shortfall(setting)
+        lacking = shortfall(setting, limit)
         if lacking == 0:
             return setting, fits
         if not fits:

@@ -161,7 +161,7 @@ def _choose_graphs(
             lacking,
             limit[0],
             lambda needed: search(limit[0] - needed),
-            lambda other: graphs_shortfall(_job_with(job, other), limit[0]),
+            lambda other, nbytes: graphs_shortfall(_job_with(job, other), nbytes),
         )
     if recipe.cuda_graphs is True:
         return found or first, graphs
