@@ -95,7 +95,8 @@ def spare(found: Plan) -> int:
 
 
 def reserved_with_graphs(found: Plan) -> int:
-    return plan_graphs.reserved_memory(found.job, graphs=True).reserved
+    simulated = plan_graphs.reserved_memory(found.job, graphs=True, limit=cap(found))
+    return max(simulated.reserved, simulated.claimed)
 
 
 def margin(found: Plan) -> int:

@@ -94,10 +94,16 @@ def test_measured_runs(name: str) -> None:
     assert memory.reserved == pytest.approx(run.reserved, rel=0.008)
 
 
-def test_without_the_limit_more_is_reserved() -> None:
+def test_a_limit_demands_the_whole_size_of_a_new_block() -> None:
+    """During a capture no memory is returned, and torch adds a block's size to what is reserved, although an expandable
+    segment grows by less: Qwen3-0.6B in 7 GiB could not be captured on an H200 with 16 MiB too little."""
     run = RUNS["a memory limit"]
-    assert reserved_memory(run.job, graphs=True).reserved > 1.04 * run.reserved
-    assert reserved_memory(run.job, limit=run.limit).reserved <= run.limit  # type: ignore[operator]
+    memory = reserved_memory(run.job, graphs=True, limit=run.limit)
+    assert memory.claimed > memory.reserved
+    eager = reserved_memory(run.job, limit=run.limit)
+    assert eager.reserved <= run.limit  # type: ignore[operator]
+    assert eager.claimed == 0, "cached memory is returned first"
+    assert reserved_memory(run.job, limit=run.limit // 2).claimed > run.limit // 2  # type: ignore[operator]
 
 
 def test_graphs_keep_memory_from_the_optimizer() -> None:

@@ -164,7 +164,7 @@ def missing_for_graphs(plan: Plan) -> int:
         0
     """
     required = plan.recipe.cuda_graphs is True and plan.resolved.graphs.enabled
-    return graphs_shortfall(plan.job, plan.limit) if required else 0
+    return graphs_shortfall(plan.job, plan.limit, capped=plan.is_capped) if required else 0
 
 
 def remedies(plan: Plan) -> list[Remedy]:

@@ -88,7 +88,7 @@ def resolve_cuda_graphs(
     requested = requested_graphs(recipe, job, device)
     if not requested.enabled or recipe.cuda_graphs is True:
         return requested
-    lacking = graphs_shortfall(job, limit)
+    lacking = graphs_shortfall(job, limit, capped=recipe.memory_limit is not None)
     return requested if lacking == 0 else graphs_do_not_fit(limit, lacking, basis)
 
 
@@ -106,10 +106,16 @@ def graphs_do_not_fit(limit: int, lacking: int, basis: str) -> CudaGraphsConfig:
     return CudaGraphsConfig(False, reason)
 
 
-def graphs_shortfall(job: Job, limit: int) -> int:
+def graphs_shortfall(job: Job, limit: int, *, capped: bool = False) -> int:
     """Returns the bytes by which the memory reserved with CUDA graphs exceeds a limit; 0 if it fits.
 
     Also 0 if not even an eager step fits: such a job is judged as with enough memory.
+
+    Args:
+        job: the job with its memory plan.
+        limit: bytes on the device, including the CUDA context.
+        capped: whether the allocator itself has the limit (`memory_limit`), not only the device. It then demands the
+            whole size of a new block, of which an expandable segment may already hold a part.
 
     Example:
         >>> from trimtab.facts.shapes import uniform_shape
@@ -126,7 +132,10 @@ def graphs_shortfall(job: Job, limit: int) -> int:
     pool = memory.forward_backward + CUBLAS_BYTES[job.device]
     if memory.before.total + update + MAX_POOL_RATIO * pool <= allowed:
         return 0
-    return max(reserved_memory(job, graphs=True).reserved - allowed, 0)
+    if not capped:
+        return max(reserved_memory(job, graphs=True).reserved - allowed, 0)
+    simulated = reserved_memory(job, graphs=True, limit=allowed)
+    return max(simulated.reserved - allowed, simulated.claimed - allowed, 0)
 
 
 def find_setting_for_graphs(

@@ -151,7 +151,8 @@ def _choose_graphs(
     """
     setting, fits = first
     graphs = requested_graphs(recipe, _job_with(job, setting), device)
-    lacking = graphs_shortfall(_job_with(job, setting), limit[0]) if graphs.enabled else 0
+    capped = recipe.memory_limit is not None
+    lacking = graphs_shortfall(_job_with(job, setting), limit[0], capped=capped) if graphs.enabled else 0
     if lacking == 0:
         return first, graphs
     found = None
@@ -161,7 +162,7 @@ def _choose_graphs(
             lacking,
             limit[0],
             lambda needed: search(limit[0] - needed),
-            lambda other, nbytes: graphs_shortfall(_job_with(job, other), nbytes),
+            lambda other, nbytes: graphs_shortfall(_job_with(job, other), nbytes, capped=capped),
         )
     if recipe.cuda_graphs is True:
         return found or first, graphs

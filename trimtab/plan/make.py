@@ -70,7 +70,12 @@ class Plan:
         if self.resolved.graphs.enabled:
             return True
         possible = requested_graphs(self.recipe, self.job, self.device).enabled
-        return possible and graphs_shortfall(self.job, self.limit) > 0
+        return possible and graphs_shortfall(self.job, self.limit, capped=self.is_capped) > 0
+
+    @property
+    def is_capped(self) -> bool:
+        """Whether the run's allocator has a limit of its own (`memory_limit`)."""
+        return self.resolved.memory_plan.allocator_bytes is not None
 
     @property
     def needed(self) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.plan.allocations import Event, persistent_sizes, step_allocations
-from trimtab.plan.allocator import CachingAllocator, segment_bytes
+from trimtab.plan.allocator import CachingAllocator, rounded, segment_bytes
 from trimtab.plan.job import Job
 from trimtab.plan.memory import BYTES_OUTSIDE_ALLOCATOR
 
@@ -30,6 +30,10 @@ class Reserved:
     """Bytes that the allocator has reserved from the driver."""
     context: int
     """The CUDA context and loaded kernels."""
+    claimed: int = 0
+    """Smallest limit of the allocator with which the simulated steps run, if it has one: for a block that fits no free
+    memory it demands the whole size, although an expandable segment only grows by what is missing. 0 if every block
+    fits after free memory was returned."""
 
     @property
     def process(self) -> int:
@@ -66,7 +70,7 @@ def reserved_memory(
         run.eager_step()
     if graphs:
         run.captured_step()
-    return Reserved(run.peak_allocated, run.peak_reserved, BYTES_OUTSIDE_ALLOCATOR["cuda"])
+    return Reserved(run.peak_allocated, run.peak_reserved, BYTES_OUTSIDE_ALLOCATOR["cuda"], run.claimed)
 
 
 class _Run:
@@ -78,7 +82,7 @@ class _Run:
         self.step = step_allocations(job)
         self.live: dict[int, tuple[CachingAllocator, int]] = {}
         """(allocator, block) by tensor id."""
-        self.peak_allocated = self.peak_reserved = 0
+        self.peak_allocated = self.peak_reserved = self.claimed = 0
         for nbytes in persistent_sizes(job):
             self.default.allocate(nbytes)
 
@@ -107,9 +111,17 @@ class _Run:
             elif number not in self.live:
                 if self._exceeds_limit(allocator, size):
                     self.default.empty_cache()
+                    if self._exceeds_limit(allocator, size):
+                        self._claim(size)
+                elif allocator is self.pool and not allocator.has_block(size):
+                    self._claim(size)
                 self.live[number] = (allocator, allocator.allocate(size))
                 self.peak_allocated = max(self.peak_allocated, self.default.allocated + self.pool.allocated)
                 self.peak_reserved = max(self.peak_reserved, self.default.reserved + self.pool.reserved)
+
+    def _claim(self, size: int) -> None:
+        reserved = self.default.reserved + self.pool.reserved
+        self.claimed = max(self.claimed, reserved + segment_bytes(rounded(size)))
 
     def _exceeds_limit(self, allocator: CachingAllocator, size: int) -> bool:
         """Whether a block would exceed the limit: the allocator adds its whole size, even if a part is reserved. During

@@ -117,7 +117,7 @@ def _captures_graphs(plan: Plan, job: Job) -> bool:
     """Whether CUDA graphs are captured with a job: as planned, unless it depends on the job's memory."""
     if job.in_backward or job is plan.job or not plan.graphs_depend_on_memory:
         return plan.resolved.graphs.enabled and not job.in_backward
-    return graphs_shortfall(job, plan.limit) == 0
+    return graphs_shortfall(job, plan.limit, capped=plan.is_capped) == 0
 
 
 def seconds_per_token(job: Job, device: DeviceFacts, *, graphs: bool) -> float | None:
