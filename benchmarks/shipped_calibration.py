@@ -265,9 +265,9 @@ HOST = {
     "adamw_torch_fused": 1e-5,
     IN_BACKWARD: 5e-4,
 }
-"""Host seconds per declared launch of each method, and per parameter of an optimizer, from eager steps: of `STEPS` (LoRA
-256 ms over 3868 launches and 107 over 2062, INT8 176 over 3427, in backward 217 less 1193 launches over 310 parameters),
-of build-h200.jsonl (Llama-8B 2×2048 eager, 294 ms over 4569) and of host-launches-h200.txt."""
+"""Host seconds per declared launch of each method, and per parameter of an optimizer, from eager steps: of `STEPS`
+(LoRA 256 ms over 3868 launches and 107 over 2062, INT8 176 over 3427, in backward 217 less 1193 launches over 310
+parameters), of build-h200.jsonl (Llama-8B 2×2048 eager, 294 ms over 4569) and of host-launches-h200.txt."""
 LINK = 55e9
 """Bytes per second each way, pinned."""
 
