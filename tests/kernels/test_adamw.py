@@ -1,7 +1,8 @@
-"""One launch for all parameters against torch's operations, one parameter after another: bitwise identical.
+"""One launch for all parameters against its formulas, torch's operations, and fp64.
 
-On a CPU the kernel is interpreted, without fused multiply-adds; torch's formulas there differ from those of its GPU
-kernels, which the tests write out.
+The interpreted kernel, which has no fused multiply-adds, is bitwise identical to the formulas written out. Against
+torch's operations there is a tolerance, on a CPU and on a GPU: torch's versions and devices associate products and fuse
+multiply-adds differently. The kernel's error in fp64 is at most twice theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 import re
 import weakref
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HYPER: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+
+UNITS = 8
+"""Allowed difference of fp32 results in units in the last place of the largest term: 1e-6. Seen are 5: each result is
+up to 4 from fp64's, after eight roundings and three rounded constants."""
+
+FLIPPED = 1e-3
+"""Share of bf16 results that may be rounded to the other neighbour. A difference of one fp32 unit does that to 2⁻¹⁶ of
+them: the other result must be on the other side of the threshold, which the equal random bits determine."""
 
 
 def gpu_moments_(
@@ -84,6 +93,72 @@ def bits(t: torch.Tensor) -> torch.Tensor:
     return t.detach().contiguous().view(torch.int16 if t.element_size() == 2 else torch.int32)
 
 
+def unit(t: torch.Tensor) -> torch.Tensor:
+    """The unit in the last place of an fp32 or bf16 tensor's numbers, in fp64."""
+    exponent, digits = (0x7F80, 7) if t.dtype == torch.bfloat16 else (0x7F800000, 23)
+    power = (bits(t) & exponent).view(t.dtype).double()
+    return power.clamp_min(torch.finfo(t.dtype).tiny) * 2.0**-digits
+
+
+def check_close(
+    name: str,
+    mine: torch.Tensor,
+    theirs: torch.Tensor,
+    largest: torch.Tensor,
+    *,
+    steps: int = 1,
+    flips: bool = False,
+) -> None:
+    """Checks that two results differ as rounding does: `largest` is the magnitude of the largest term, in fp32.
+
+    fp32: `UNITS` per step. bf16, and with `flips` also fp32, which bf16 moments of an earlier step affect: more in a
+    share of `FLIPPED` per step, but at most one unit of bf16 per step.
+    """
+    assert torch.equal(mine.isnan(), theirs.isnan()), name
+    finite = mine.isfinite() & theirs.isfinite()
+    assert torch.equal(mine[~finite].nan_to_num(0.0), theirs[~finite].nan_to_num(0.0)), name
+    difference = (mine[finite].double() - theirs[finite].double()).abs()
+    small = UNITS * steps * unit(largest[finite])
+    bf16 = mine.dtype == torch.bfloat16
+    if not bf16 and not flips:
+        worst = (difference / unit(largest[finite])).amax().item() if len(difference) else 0.0
+        assert worst <= UNITS * steps, f"{name}: {worst} units"
+        return
+    differing = int((difference > small).sum())
+    assert differing <= 1 + steps * FLIPPED * mine.numel(), f"{name}: {differing} of {mine.numel()} differ"
+    if bf16 and not flips:
+        neighbour = torch.maximum(unit(mine[finite]), unit(theirs[finite]))
+    else:
+        neighbour = unit(largest[finite].bfloat16())
+    assert (difference <= steps * neighbour + small).all(), f"{name}: {difference.max()}"
+
+
+def fp64_step(
+    before: list[torch.Tensor], grad: torch.Tensor, *, lr: float, weight_decay: float, beta1: float, beta2: float,
+    eps: float, step: int, grad_scale: torch.Tensor | float = 1.0,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Weight and moments after a step, in fp64, before they are rounded."""
+    weight, first, second = (t.double() for t in before)
+    gradient = grad.double() * float(grad_scale)
+    first = beta1 * first + (1 - beta1) * gradient
+    second = beta2 * second + (1 - beta2) * gradient**2
+    root = (second / (1 - beta2**step)).pow(0.5)
+    weight = weight - lr * weight_decay * weight - lr * first / (1 - beta1**step) / (root + eps)
+    return [weight, first, second]
+
+
+class Errors(NamedTuple):
+    """Errors in units of fp32 at the largest term: maximum and root mean square."""
+
+    largest: float
+    rms: float
+
+    @classmethod
+    def of(cls, pieces: list[torch.Tensor]) -> Errors:
+        all_ = torch.cat([p.flatten() for p in pieces])
+        return cls(all_.amax().item(), all_.square().mean().sqrt().item())
+
+
 class Twins:
     """The same parameters and moments twice: for a table, and for the reference."""
 
@@ -98,12 +173,16 @@ class Twins:
             for _ in range(2)
         ]
         self.table: ParameterTable | None = None
+        self.largest = [[t.float().abs() for t in tensors] for tensors in self.sets[0]]
+        self.since = 0
 
     def step(self, grads: list[torch.Tensor | None], **more: Any) -> None:
         self.count += 1
+        self.since += 1
         mine, theirs = self.sets
         decay = [0.1 if i % 2 else 0.0 for i in range(len(grads))]
         common = {**HYPER, "step": self.count, "seed": 2**40 + 5, **more}
+        before = [[t.clone() for t in tensors] for tensors in theirs]
         if self.table is None:
             self.table = ParameterTable([Member(*tensors, index=i) for i, tensors in enumerate(mine)])
         self.table.step(grads, lr=[1e-2] * len(grads), weight_decay=decay, **common)
@@ -112,11 +191,77 @@ class Twins:
                 impl_reference.adamw_step(
                     p, grad, m, v, lr=1e-2, weight_decay=decay[i], param_index=i, **common
                 )
+        self.before, self.grads = before, grads
+        self.arguments = [
+            {
+                key: value
+                for key, value in common.items()
+                if key not in ("seed", "skip", "stochastic_rounding")
+            }
+            | {"lr": 1e-2, "weight_decay": d}
+            for d in decay
+        ]
+        self._record_largest_terms()
 
-    def check(self) -> None:
+    def _record_largest_terms(self) -> None:
+        """Running maxima: of states, of the weight's change, and of what the change is where m's terms cancel."""
+        for largest, old, new, grad, more in zip(
+            self.largest, self.before, self.sets[1], self.grads, self.arguments, strict=True
+        ):
+            if grad is None:
+                continue
+            for t, y in zip(largest, new, strict=True):
+                torch.maximum(t, y.float().abs(), out=t)
+            second = fp64_step(old, grad, **more)[2] / (1 - more["beta2"] ** more["step"])
+            rate = more["lr"] / (1 - more["beta1"] ** more["step"])
+            change = largest[1].double() * rate / (second.pow(0.5) + more["eps"])
+            torch.maximum(largest[0], change.nan_to_num(0.0).float(), out=largest[0])
+
+    def check_equal(self) -> None:
+        """Bitwise identical."""
         for shape, mine, theirs in zip(self.shapes, *self.sets, strict=True):
             for name, a, b in zip(spec.STREAMS, mine, theirs, strict=True):
                 assert torch.equal(bits(a), bits(b)), f"{name} of {shape}"
+
+    def check_close(self) -> None:
+        """As close as the number of steps since both had the same states allows."""
+        for shape, mine, theirs, largest in zip(self.shapes, *self.sets, self.largest, strict=True):
+            flips = self.since > 1 and mine[1].dtype == torch.bfloat16
+            for name, a, b, size in zip(spec.STREAMS, mine, theirs, largest, strict=True):
+                check_close(f"{name} of {shape}", a, b, size, steps=self.since, flips=flips)
+
+    def check_unchanged(self) -> None:
+        """Neither has changed in the last step, from the same states."""
+        for tensors in self.sets:
+            for after, before in zip(tensors, self.before, strict=True):
+                assert all(torch.equal(bits(a), bits(b)) for a, b in zip(after, before, strict=True))
+
+    def check_errors(self) -> None:
+        """After a step from the same states the kernel's error is at most twice that of torch's operations."""
+        true = []
+        for before, grad, arguments in zip(self.before, self.grads, self.arguments, strict=True):
+            assert grad is not None
+            true.append(fp64_step(before, grad, **arguments))
+        for j, name in enumerate(spec.STREAMS):
+            mine, theirs = (
+                Errors.of(
+                    [
+                        (tensors[j].double() - t[j]).abs() / unit(size[j])
+                        for tensors, t, size in zip(which, true, self.largest, strict=True)
+                    ]
+                )
+                for which in self.sets
+            )
+            assert mine.largest <= 2 * theirs.largest, (name, mine, theirs)
+            assert mine.rms <= 2 * theirs.rms, (name, mine, theirs)
+
+    def use_their_states(self) -> None:
+        """Continues with identical states."""
+        for mine, theirs in zip(*self.sets, strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                a.copy_(b)
+        self.largest = [[t.float().abs() for t in tensors] for tensors in self.sets[0]]
+        self.since = 0
 
 
 def gradients(shapes: list[tuple[int, ...]], step: int, dtype: str, device: str) -> list[torch.Tensor | None]:
@@ -136,56 +281,134 @@ COMBINATIONS = [
 ]
 
 
+def shapes_on(device: str) -> list[tuple[int, ...]]:
+    more = [(40, 512)] if device == "cpu" else [(1000, 1024), (77, 12345), (3, 1 << 21)]
+    return [*spec.CASES, *more]
+
+
+def step_of(twins: Twins, step: int, grad: str, stochastic: bool, device: str) -> None:
+    """A clip factor in odd steps; the third step is skipped, by a flag on the device."""
+    scale = torch.tensor(0.7, device=device) if step % 2 else 1.0
+    skip = None if step == 1 else torch.tensor(step == 3, device=device)
+    grads = gradients(twins.shapes, step, grad, device)
+    twins.step(grads, grad_scale=scale, skip=skip, stochastic_rounding=stochastic)
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize(("weight", "moment", "grad"), COMBINATIONS)
+def test_interpreted_kernel_equals_its_formulas(
+    weight: str, moment: str, grad: str, stochastic: bool, formulas: Any
+) -> None:
+    """Odd and whole sizes, several steps, a clip factor, weight decay of 0 and 0.1, a skipped step."""
+    formulas("cpu")
+    twins = Twins(shapes_on("cpu"), weight, moment, "cpu")
+    with on("cpu"):
+        for step in (1, 2, 3, 4):
+            step_of(twins, step, grad, stochastic, "cpu")
+            twins.check_equal()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize(("weight", "moment", "grad"), COMBINATIONS)
-def test_one_launch_is_bitwise_identical(
-    weight: str, moment: str, grad: str, stochastic: bool, device: str, formulas: Any
+def test_a_step_is_as_accurate_as_torchs(
+    weight: str, moment: str, grad: str, stochastic: bool, device: str
 ) -> None:
-    """Odd and whole sizes, several steps, a clip factor, weight decay of 0 and 0.1, a skipped step."""
-    shapes = (
-        [*spec.CASES, (40, 512)]
-        if device == "cpu"
-        else [*spec.CASES, (1000, 1024), (77, 12345), (3, 1 << 21)]
-    )
-    formulas(device)
-    twins = Twins(shapes, weight, moment, device)
+    """Steps from identical states differ from torch's by rounding, and from fp64 by at most twice as much."""
+    twins = Twins(shapes_on(device), weight, moment, device)
     with on(device):
         for step in (1, 2, 3, 4):
-            scale = torch.tensor(0.7, device=device) if step % 2 else 1.0
-            skip = None if step == 1 else torch.tensor(step == 3, device=device)
-            twins.step(
-                gradients(shapes, step, grad, device),
-                grad_scale=scale, skip=skip, stochastic_rounding=stochastic,
-            )  # fmt: skip
-            twins.check()
+            step_of(twins, step, grad, stochastic, device)
+            if step == 3:
+                twins.check_unchanged()
+            else:
+                twins.check_close()
+                twins.check_errors()
+            twins.use_their_states()
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize(("weight", "moment", "grad"), COMBINATIONS)
+def test_several_steps_follow_torch(
+    weight: str, moment: str, grad: str, stochastic: bool, device: str
+) -> None:
+    """Four steps, of which one is skipped, without equal states in between."""
+    twins = Twins(shapes_on(device), weight, moment, device)
+    with on(device):
+        for step in (1, 2, 3, 4):
+            step_of(twins, step, grad, stochastic, device)
+    twins.check_close()
+
+
+def test_a_step_with_other_results_is_found() -> None:
+    """The checks above can fail: a larger rate, other random bits, fp32 results in bf16's precision."""
+    twins = Twins([(40, 512)], "fp32", "fp32", "cpu")
+    grads = gradients([(40, 512)], 1, "fp32", "cpu")
+    with on("cpu"):
+        twins.step(grads)
+    twins.check_close()
+    twins.check_errors()
+    weight, first, _ = twins.sets[0][0]
+    kept = weight.clone()
+    weight.sub_((weight - twins.before[0][0]).mul_(1e-5))
+    for check in (twins.check_close, twins.check_errors):
+        with pytest.raises(AssertionError, match="weight"):
+            check()
+    weight.copy_(kept)
+    first.copy_(first.bfloat16())
+    for check in (twins.check_close, twins.check_errors):
+        with pytest.raises(AssertionError, match="exp_avg"):
+            check()
+
+    twins = Twins([(40, 512)], "bf16", "bf16", "cpu")
+    with on("cpu"):
+        twins.step(grads)
+        twins.check_close()
+        twins.use_their_states()
+        twins.step(grads)
+        twins.check_close()
+        impl_reference.adamw_step(
+            *(twins.sets[0][0][0].copy_(twins.before[0][0]), grads[0], *twins.before[0][1:]),
+            **twins.arguments[0], seed=3,
+        )  # fmt: skip
+    with pytest.raises(AssertionError, match=r"weight.* differ"):
+        twins.check_close()
+
+
+@pytest.mark.parametrize(
+    ("device", "exact"), [("cpu", True), ("cpu", False), pytest.param("cuda", False, marks=gpu)]
+)
 @pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.95])
 @pytest.mark.parametrize("beta2", [0.0, 0.95])
-def test_other_betas(beta1: float, beta2: float, device: str, formulas: Any) -> None:
+def test_other_betas(beta1: float, beta2: float, exact: bool, device: str, formulas: Any) -> None:
     """Below β₁ = 1/2 torch's lerp uses another formula. Zero gradients and weights show the sign of zero."""
     shapes = [(7, 300), (64, 256)]
-    formulas(device)
+    if exact:
+        formulas(device)
     twins = Twins(shapes, "bf16", "fp32", device)
     grads = gradients(shapes, 1, "fp32", device)
     for which in twins.sets:
         which[0][0][:3] = torch.tensor([0.0, -0.0, 1.0], device=device)[:, None].bfloat16()
     assert grads[0] is not None
     grads[0][:, ::2] = -0.0
+    twins.use_their_states()
     with on(device):
         for _ in range(2):
             twins.step(grads, beta1=beta1, beta2=beta2, eps=1e-6)
-            twins.check()
+            if exact:
+                twins.check_equal()
+            else:
+                twins.check_close()
+                twins.check_errors()
+                twins.use_their_states()
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("stochastic", [True, False])
-def test_nan_and_overflow(stochastic: bool, device: str, formulas: Any) -> None:
-    """NaN of a gradient, infinite gradients, and weights beyond the largest bf16. On a GPU NaN's bits are equal too."""
+def test_nan_and_overflow(stochastic: bool, device: str) -> None:
+    """NaN of a gradient, infinite gradients, and weights beyond the largest bf16."""
     shapes = [(64, 256)]
-    formulas(device)
     twins = Twins(shapes, "bf16", "bf16", device)
     grads = gradients(shapes, 1, "fp32", device)
     assert grads[0] is not None
@@ -193,26 +416,13 @@ def test_nan_and_overflow(stochastic: bool, device: str, formulas: Any) -> None:
     for which in twins.sets:
         which[0][0][1] = 3.3895e38
         which[0][0][2] = -3.3895e38
+    twins.use_their_states()
     with on(device):
         for _ in range(2):
             twins.step(grads, stochastic_rounding=stochastic)
-            if device == "cuda":
-                twins.check()
-            for a, b in zip(*(which[0] for which in twins.sets), strict=True):
-                assert torch.equal(a.isnan(), b.isnan())
-                assert torch.equal(a.nan_to_num(1.0), b.nan_to_num(1.0))
-
-
-def test_the_interpreted_kernel_follows_torch_on_a_cpu() -> None:
-    """Without replaced formulas: moments to a few units in the last place, weights to one bf16 neighbour, rarely."""
-    shapes = [(40, 512)]
-    twins = Twins(shapes, "bf16", "fp32", "cpu")
-    with on("cpu"):
-        twins.step(gradients(shapes, 1, "fp32", "cpu"))
-    mine, theirs = (which[0] for which in twins.sets)
-    assert torch.allclose(mine[1], theirs[1], rtol=1e-6, atol=1e-12)
-    assert torch.allclose(mine[2], theirs[2], rtol=1e-6, atol=1e-20)
-    assert (mine[0] != theirs[0]).sum() <= 1e-3 * mine[0].numel()
+            twins.check_close()
+            assert twins.sets[0][0][0].isnan().sum() >= 2
+            twins.use_their_states()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -227,12 +437,15 @@ def test_missing_odd_and_moved_tensors(device: str, formulas: Any) -> None:
     grads[1] = None
     grads[3] = torch.cat([grads[3].flatten()[:1], grads[3].flatten()])[1:].view(8, 256)  # not aligned
     before = twins.sets[0][1][0].clone()
+    check = twins.check_equal if device == "cpu" else twins.check_close
     with on(device):
         twins.step(grads)
         assert torch.equal(twins.sets[0][1][0], before)
+        check()
+        twins.use_their_states()
         grads[1] = torch.ones(3, 512, device=device)  # now with a gradient, of another dtype
         twins.step(grads)
-    twins.check()
+        check()
     assert twins.table is not None
     assert {(launch.grad, launch.aligned) for launch in twins.table.launches} == {
         (torch.bfloat16, False),
@@ -334,6 +547,11 @@ def model(device: str, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
     return torch.nn.Sequential(*layers).to(device, dtype)
 
 
+def tensors_of(net: torch.nn.Module, optimizer: AdamW) -> dict[str, torch.Tensor]:
+    """The weights and moments themselves, not copies."""
+    return {**{f"weight.{name}": p.detach() for name, p in net.named_parameters()}, **optimizer.tensors()}
+
+
 def optimizer_of(net: torch.nn.Module, state: str, impl: str) -> AdamW:
     layers = [(n, p) for n, p in net.named_parameters() if not n.startswith("1.")]
     norms = [(n, p) for n, p in net.named_parameters() if n.startswith("1.")]
@@ -347,10 +565,11 @@ def optimizer_of(net: torch.nn.Module, state: str, impl: str) -> AdamW:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_optimizers_are_bitwise_identical(
-    dtype: torch.dtype, state: str, device: str, formulas: Any
-) -> None:
-    """adamw_torch and adamw_bf16: groups, clip factor, skipped steps, exchanged states, a moved weight."""
+def test_the_optimizers_agree(dtype: torch.dtype, state: str, device: str, formulas: Any) -> None:
+    """adamw_torch and adamw_bf16: groups, clip factor, skipped steps, exchanged states, a moved weight.
+
+    On a CPU bitwise identical, on a GPU as close as `check_close` demands after each step from identical states.
+    """
     formulas(device)
     with on(device):
         mine, theirs = model(device, dtype), model(device, dtype)
@@ -370,13 +589,25 @@ def test_the_optimizers_are_bitwise_identical(
                 p.grad, q.grad = (grad.to(device, p.dtype).clone() for _ in range(2))
             factor = torch.tensor(0.5, device=device)
             skip = torch.tensor(step == 1, device=device) if device == "cuda" or step != 1 else None
+            before = [tensors_of(m, o) for m, o in zip((mine, theirs), optimizers, strict=True)]
+            before = [{name: t.clone() for name, t in tensors.items()} for tensors in before]
             for optimizer in optimizers:
                 optimizer.step(lr=1e-2, grad_scale=factor, skip=skip)
-    for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(bits(p), bits(q))
-    a, b = (o.tensors() for o in optimizers)
-    assert a.keys() == b.keys()
-    assert all(torch.equal(bits(a[name]), bits(b[name])) for name in a)
+            a, b = (tensors_of(m, o) for m, o in zip((mine, theirs), optimizers, strict=True))
+            assert a.keys() == b.keys()
+            if skip is not None and step == 1:
+                for after, kept in zip((a, b), before, strict=True):
+                    assert all(torch.equal(bits(after[name]), bits(kept[name])) for name in after)
+            for name in a:
+                if device == "cpu":
+                    assert torch.equal(bits(a[name]), bits(b[name])), name
+                else:
+                    # a weight's change is at most 3e-2 in these steps
+                    largest = torch.maximum(a[name].float().abs(), before[0][name].float().abs())
+                    if name.startswith("weight."):
+                        largest = largest.clamp_min(3e-2)
+                    check_close(name, a[name], b[name], largest)
+                    a[name].copy_(b[name])
     assert optimizers[0].scalars() == optimizers[1].scalars()
 
 
@@ -429,10 +660,21 @@ def test_fp32_weights_keep_torchs_kernel() -> None:
         AdamW(net.named_parameters(), lr=1e-2, impl="triton_exact")
 
 
+def check_ends(
+    mine: list[torch.Tensor], theirs: list[torch.Tensor], size: int = 1 << 24, middle: int = 1 << 31
+) -> None:
+    """The first and last `size` elements, and those around element `middle`."""
+    for name, a, b in zip(spec.STREAMS, mine, theirs, strict=True):
+        for start in (0, middle - size // 2, len(a) - size):
+            x, y = a[start : start + size], b[start : start + size]
+            assert x.count_nonzero() > 0.9 * size, "updated"
+            check_close(f"{name} from {start}", x, y, y.float().abs())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_than_2_to_the_31_elements() -> None:
-    """The ends of a tensor of 2.2 billion elements, against torch's operations."""
+    """A tensor of 2.2 billion elements, against torch's operations."""
     shape = (2_200_000_000,)
     grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
     mine = [torch.zeros(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -440,8 +682,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     where: dict[str, Any] = {**HYPER, "lr": 1e-2, "weight_decay": 0.1, "step": 1}
     adamw_step(mine[0], grad, *mine[1:], **where, impl="triton")
     adamw_step(theirs[0], grad, *theirs[1:], **where)
-    for a, b in zip(mine, theirs, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a.split(1 << 28), b.split(1 << 28), strict=True))
+    check_ends(mine, theirs)
 
 
 @pytest.mark.gpu

@@ -45,8 +45,8 @@ def test_auto_selects_no_triton_kernels(device: DeviceFacts, bits: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "device", "impl", "reason"),
     [
-        ("optim: adamw_torch", NEW, "triton", "one kernel for all weights, bitwise identical"),
-        ("optim: adamw_bf16", NEW, "triton", "one kernel for all weights, bitwise identical"),
+        ("optim: adamw_torch", NEW, "triton", "one kernel for all weights, in fp32"),
+        ("optim: adamw_bf16", NEW, "triton", "one kernel for all weights, in fp32"),
         ("optim: adamw_torch", BARE, "torch", "torch's own operations"),
         ("optim: adamw_torch\nweights_dtype: fp32", NEW, "torch", "torch's fused kernel"),
         ("optim: adamw_torch\nlora: {r: 4}", NEW, "torch", "torch's fused kernel"),

@@ -151,7 +151,8 @@ class AdamW(AdamWBase):
     nearest: at small learning rates bf16 weights then do not change.
 
     `impl` is "torch" (any device: parameters other than fp32 ones are updated one by one, in chunks) or "triton" (CUDA:
-    those are updated in one launch per combination of dtypes). Both are bitwise identical on one device.
+    those are updated in one launch per combination of dtypes). Both do the same operations in fp32; torch's may be
+    fused differently, so that results may differ in the last bit.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1, dtype=torch.bfloat16)

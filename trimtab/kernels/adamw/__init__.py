@@ -5,7 +5,7 @@
     w ← w − lr · wd · w − lr · m̂ / (√v̂ + ε)
 
 bf16 weights and moments are rounded stochastically; the update uses the moments before they are rounded. The kernel
-does the operations of torch's GPU kernels in the same order: README.md.
+does the same operations as torch's GPU kernels, up to the last bit: README.md.
 """
 
 # N elements of a flattened parameter
@@ -41,8 +41,8 @@ def adamw_step(
 
     `step` counts from 1. `grad_scale` multiplies the gradient and may be a 0-dim tensor on the device, without
     synchronization. `seed`, `step` and `param_index` determine the random bits; `stochastic_rounding=False` rounds to
-    nearest. If `skip`, a 0-dim bool tensor on the device, is true, nothing changes. `impl="triton"` is bitwise
-    identical to "reference" on the same GPU. `table.ParameterTable` updates many tensors in one launch.
+    nearest. If `skip`, a 0-dim bool tensor on the device, is true, nothing changes. `impl="triton"` may differ
+    from "reference" in the last bit; both are deterministic. `table.ParameterTable` updates many tensors in one launch.
 
     Example:
         >>> import torch

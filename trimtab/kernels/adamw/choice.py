@@ -6,7 +6,7 @@ from trimtab.kernels.choice import ImplChoice
 
 
 def choose_adamw(*, device: str, triton: bool = True, fused: bool = False) -> ImplChoice:
-    """Selects the implementation. All are bitwise identical on one device, so a recipe cannot request one.
+    """Selects the implementation. All have the same accuracy and states, so a recipe cannot request one.
 
     Args:
         device: cpu or cuda.
@@ -20,5 +20,5 @@ def choose_adamw(*, device: str, triton: bool = True, fused: bool = False) -> Im
     if fused:
         return ImplChoice("torch", "torch's fused kernel")
     if device == "cuda" and triton:
-        return ImplChoice("triton", "one kernel for all weights, bitwise identical to torch's operations")
+        return ImplChoice("triton", "one kernel for all weights, in fp32 like torch's operations")
     return ImplChoice("torch", "torch's own operations, on any device")

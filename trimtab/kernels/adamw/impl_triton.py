@@ -1,7 +1,7 @@
 """The AdamW step in Triton: one launch over a table of tensors, each element read and written once.
 
-The operations are those of torch's GPU kernels in `impl_reference.py`, in the same order and with a fused multiply-add
-where torch's have one, so that results are bitwise identical (README.md). The launch forbids other fusions.
+The operations are those of `impl_reference.py` with three fused multiply-adds (README.md); the launch forbids others.
+torch's kernels may round differently in the last bit, depending on torch's version.
 """
 
 # a record describes a tensor, a tile is `SIZE` elements of it; a program updates `TIMES` tiles
