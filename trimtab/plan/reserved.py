@@ -83,12 +83,17 @@ class _Run:
         self.live: dict[int, tuple[CachingAllocator, int]] = {}
         """(allocator, block) by tensor id."""
         self.peak_allocated = self.peak_reserved = self.claimed = 0
+        self.returned = False
+        """Whether the last step returned memory to stay below the limit."""
         for nbytes in persistent_sizes(job):
             self.default.allocate(nbytes)
 
     def eager_step(self) -> None:
         """A step without CUDA graphs. A run with graphs begins with them, and the second one may reserve memory too:
         the workspaces that the first one allocated are between its tensors."""
+        if self.returned:  # as the trainer: `trainer.gpu_memory`
+            self.default.empty_cache()
+            self.returned = False
         for events in self.step:
             self._perform(events, self.default)
         assert all(number < 0 for number in self.live), "a step leaves tensors allocated"
@@ -111,6 +116,7 @@ class _Run:
             elif number not in self.live:
                 if self._exceeds_limit(allocator, size):
                     self.default.empty_cache()
+                    self.returned = True
                     if self._exceeds_limit(allocator, size):
                         self._claim(size)
                 elif allocator is self.pool and not allocator.has_block(size):

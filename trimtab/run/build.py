@@ -11,7 +11,6 @@ evaluation, generation, export and benchmarks build models with `build_model`, a
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -66,11 +65,11 @@ from trimtab.text import Tokenizer
 from trimtab.trainer import Cadence, MetricsLog, NoLog, Outcome, TrainingSetup, TrainState, train
 from trimtab.trainer.callbacks import Callbacks, Control
 from trimtab.trainer.early_stopping import EarlyStopping
+from trimtab.trainer.gpu_memory import GpuMemory
 from trimtab.trainer.graphs import Graphs
 from trimtab.trainer.microstep import MicroStep
 from trimtab.trainer.scaling import LossScaler
 from trimtab.trainer.setup import Observer
-from trimtab.trainer.workspaces import allocate_cublas_workspaces
 
 FIRST_LOSS_SCALE = 65536.0
 """Initial loss scale for fp16, as in torch's GradScaler; overflows halve it."""
@@ -256,8 +255,8 @@ def build_microstep(
             on_event=on_failed_capture or on_event,
             during=during,
         )
-    prepare = functools.partial(allocate_cublas_workspaces, loss.device)
-    return MicroStep(loss, graphs, prepare=prepare, during=during)
+    limited = resolved.memory is not None and resolved.memory.allocator_bytes is not None
+    return MicroStep(loss, graphs, prepare=GpuMemory(loss.device, limited=limited), during=during)
 
 
 def build_optimizer(recipe: Recipe, resolved: Resolved, parameters: dict[str, torch.nn.Parameter]) -> Any:

@@ -25,7 +25,7 @@ import torch
 
 from trimtab.facts.errors import release_frames
 from trimtab.facts.phases import During, RunPhase, no_phase
-from trimtab.trainer.workspaces import allocate_cublas_workspaces
+from trimtab.trainer.gpu_memory import allocate_cublas_workspaces
 
 WARM_UP = 2
 """Eager steps after each start or resume of a run."""

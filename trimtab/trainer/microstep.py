@@ -33,7 +33,7 @@ class MicroStep:
     Args:
         loss: maps a microbatch to the sum of its token losses and their number.
         graphs: if given, runs forward and backward, captured or eager; `loss` is then called only with `eager=True`.
-        prepare: if given, called once before the first microbatch.
+        prepare: if given, called before each microbatch (`trainer.gpu_memory`).
         during: called with each phase; the context manager that it returns explains out-of-memory errors raised inside.
 
     Example:
@@ -69,7 +69,6 @@ class MicroStep:
         """
         if self.prepare is not None:
             self.prepare()
-            self.prepare = None
         if self.graphs is not None and not eager:
             return self.graphs.backward(batch, factor)
         with self.during(RunPhase.FORWARD):
