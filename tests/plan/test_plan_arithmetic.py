@@ -183,7 +183,7 @@ def test_time_reports_its_basis() -> None:
     )
     here = plan(data=facts, device=dataclasses.replace(GPU, calibration=calibrated)).time
     assert here.basis == "calibrated on this machine on 2026-11-18"
-    assert here.seconds > 2 * measured.seconds
+    assert here.seconds > 1.5 * measured.seconds
     busy = dataclasses.replace(calibrated, warnings=("the machine is busy: a load average of 9.0", "more"))
     doubted = plan(data=facts, device=dataclasses.replace(GPU, calibration=busy)).time
     assert doubted.basis == f"{here.basis}, with the warning that {busy.warnings[0]}"

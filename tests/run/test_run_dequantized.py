@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_model import write_recipe
 
 import trimtab
+from trimtab.adapt import workspace
 from trimtab.adapt.quantized import quantized_layers
 from trimtab.cli.main import main
 from trimtab.facts.errors import RecipeError
@@ -161,3 +162,21 @@ def test_the_copies_are_there_before_the_first_step(tmp_path: Path) -> None:
 def test_more_layers_than_there_are(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="dequantized_layers names 3 layers and the model has 2"):
         prepare(recipe(tmp_path, "run", dequantized_layers=3))
+
+
+def test_the_workspace_of_an_earlier_run_is_not_counted(tmp_path: Path) -> None:
+    """In one process: a buffer that another model's products left is freed, and is no activation of this run."""
+    recipe = load(
+        write_recipe(
+            tmp_path, output_dir=str(tmp_path / "run"), max_steps=2, num_train_epochs=None, device="cpu"
+        )
+    )
+    with workspace.borrow((2**22,), torch.uint8, torch.device("cpu")):
+        pass
+    assert workspace.allocated_bytes("cpu") == 2**22
+    train(recipe, Watched())  # type: ignore[arg-type]
+    assert workspace.allocated_bytes("cpu") == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    peak = next(row for row in rows if row["kind"] == "memory" and row["when"] == "peak")
+    assert peak["activations"] < 2**22

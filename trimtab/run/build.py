@@ -334,6 +334,7 @@ def build_run(
     """
     device = torch.device(resolved.device)
     set_up_torch(resolved)
+    workspace.release()  # that of an earlier run in this process
     fresh = resumed is None or resumed.checkpoint is None
     by_sequence = resumed is None or resumed.dropout_by_sequence
     decoder = build_training_model(recipe, resolved, shape, mesh, weights, fresh=fresh)
