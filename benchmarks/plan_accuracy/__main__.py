@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.plan_accuracy import table
 from benchmarks.plan_accuracy.cases import LISTS, Case
+from benchmarks.plan_accuracy.readings import without_folders
 from benchmarks.plan_accuracy.rounds import Rounds
 from trimtab.facts.calibration import Calibration
 from trimtab.facts.calibration_file import write_calibration
@@ -75,7 +76,7 @@ def main(words: list[str] | None = None) -> int:
     calibrate(path, options, where, same)
 
     def finish(record: Record) -> None:
-        append_record(path, {**record, **where, "time": timestamp(), "list": options.cases})
+        append_record(path, {**without_folders(record), **where, "time": timestamp(), "list": options.cases})
         print(line_of(record), file=sys.stderr, flush=True)
 
     stopped = Rounds(

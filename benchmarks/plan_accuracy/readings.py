@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 TERMS = ("weights", "gradients", "optimizer", "activations", "other")
+
+
+def without_folders(found: Any) -> Any:
+    """Text without the folders of absolute paths: records are published, the machine's folders are not.
+
+    Example:
+        >>> without_folders({"failed": "no /home/me/models/a/config.json", "log": ["in /tmp/x.py:3"], "s": 1.5})
+        {'failed': 'no config.json', 'log': ['in x.py:3'], 's': 1.5}
+    """
+    if isinstance(found, str):
+        return re.sub(r"(?<![\w./])/(?:[\w.+-]+/)+", "", found)
+    if isinstance(found, list):
+        return [without_folders(one) for one in found]
+    if isinstance(found, dict):
+        return {key: without_folders(one) for key, one in found.items()}
+    return found
 
 
 def predicted(plan: dict[str, Any]) -> dict[str, Any]:
